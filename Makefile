@@ -27,7 +27,8 @@ LOG := $(VENV)/install.log
 CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 GPU := $(wildcard /dev/nvidia0)
 # Three test processes, since a test often waits for its own; each has whole modules, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart serve test test-all bench gpu-report check
 
@@ -68,7 +69,7 @@ check: $(READY)
 
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 SHOW = 2>&1 | tee -a $(LOG) | awk '/Downloading.*\(([0-9][0-9]+\.[0-9] MB|[0-9.]+ GB)\)/ {print "  " $$2, $$3, $$4; fflush()}' \
-	|| { tail -n 25 $(LOG) >&2; echo "Set-up failed; all of pip's output is in $(LOG). Run make again to go on." >&2; exit 1; }
+	|| { tail -n 25 $(LOG) >&2; echo "Set-up failed; all of pip's output is in $(LOG). Run make again to continue." >&2; exit 1; }
 
 $(READY): pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)

@@ -1,4 +1,4 @@
-"""The web application: everything HTTP, nothing else. It holds no state of its own; any number of processes may serve it."""
+"""The web application. It holds no state of its own; any number of processes may serve it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from api.routes import (
     graders,
     health,
     inference,
+    job_metrics,
     keys,
-    metrics,
     models,
     organization,
-    permissions,
     uploads,
     webhooks,
 )
-from api.routes.page import chat, compare, data, entry, exports, jobs, new_job, projects, usage
-from api.routes.page import models as page_models
-from api.routes.page import sweeps as page_sweeps
+from api.routes.page import compare_page, data_page, jobs_page, models_page, new_job_page, organization_page, sign_in_page
 from api.routes.tuning import plans, sweeps
-from api.wire import errors
+from api.wire import error_views
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.base_facts import is_tunable
+from ft_service.bases.describing import Descriptions
+from ft_service.control.describe_bases import service_descriptions
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
@@ -40,34 +38,26 @@ from ft_service.store.sql import Store
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
-field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
-What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
+field for are at the top level of the create body (`extra_body` of the client); answers have extra fields next to OpenAI's.
+Everything that OpenAI's API does not have says so, and has the mark `x-beyond-openai`.
 """
 
 
-_REST = (
-    fine_tuning,
-    metrics,
-    plans,
-    sweeps,
-    files,
-    uploads,
-    permissions,
-    artefacts,
-    graders,
-    models,
-    webhooks,
-    organization,
-    inference,
-    keys,
-    health,
-)
-_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, page_sweeps, exports, jobs)
+_REST = (fine_tuning, job_metrics, plans, sweeps, files, uploads, artefacts, graders, models, webhooks, organization)
+_SERVICE = (inference, keys, health)
+_PAGE = (sign_in_page, new_job_page, compare_page, data_page, models_page, organization_page, jobs_page)
+"""Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle."""
 
 
-def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:
-    """The application over a store whose schema is up to date. `meters` None: new ones, for this application alone.
-    `preview`: what answers chat completions; None: nothing here does.
+def create_app(
+    settings: Settings,
+    store: Store,
+    meters: Meters | None = None,
+    preview: Preview | None = None,
+    descriptions: Descriptions | None = None,
+) -> FastAPI:
+    """Return the application over a store whose schema is up to date. `meters` None: new ones. `preview`: answers chat
+    completions; None: nothing here does. `descriptions` None: those in the cache.
 
     Raises SpecError if FT_MODEL_ALIASES is wrong.
     """
@@ -76,20 +66,19 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None, p
         title="ft-service",
         version=__version__,
         description=_DESCRIPTION,
-        docs_url=None,  # openapi.py has one that runs nothing of others
+        docs_url=None,  # openapi.py has one that runs no scripts of other origins
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings, is_tunable), meters, preview)
-    for routes in _REST:
-        # As they are: a router that FastAPI includes is looked through anew at every request.
-        app.router.routes.extend(routes.router.routes)
+    catalogue = Catalogue.from_settings(settings, descriptions or service_descriptions(settings, makes=False))
+    app.state.services = Services(settings, store, catalogue, meters, preview)
+    for module in (*_REST, *_SERVICE, *(_PAGE if settings.page == "on" else ())):
+        # Not by include_router: FastAPI searches an included router again at every request.
+        app.router.routes.extend(module.router.routes)
     if settings.page == "on":
-        for routes in _PAGE:
-            app.router.routes.extend(routes.router.routes)
         app.add_exception_handler(SignInNeeded, to_sign_in)
         app.add_exception_handler(ApiError, refusal)
-    errors.install_handlers(app)
+    error_views.install_handlers(app)
     app.add_middleware(RequestContext, meters=meters)
     openapi.complete_document(app)
     openapi.add_page(app)

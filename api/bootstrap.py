@@ -1,4 +1,4 @@
-"""The first start of a service: its project, its first key, and the credentials file that the local command line reads."""
+"""The first start of a service: its project, its first key, and the credentials file for the local command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ft_service.errors import SpecError
-from ft_service.host.servers import write_private
+from ft_service.host.running_servers import write_private
 from ft_service.settings import Settings
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store
@@ -15,22 +15,21 @@ PROJECT = "default"
 
 
 def prepare(settings: Settings, store: Store) -> str | None:
-    """Make the project and, in a database without any key, the first admin key, which the credentials file then holds. Where
-    the server is, `server.json` says (ft_service/host/servers.py).
+    """Create the project and, in a database without keys, the first admin key, which is written to the credentials file.
 
-    With FT_LAUNCHER = kubernetes there is no such file, since FT_HOME lies on a volume that worker pods mount too: one that an
-    earlier version left is removed, and the first key comes from FT_BOOTSTRAP_KEY_FILE.
+    With FT_LAUNCHER = kubernetes there is no such file, since FT_HOME is on a volume that worker pods mount too: an old one is
+    removed, and the first key comes from FT_BOOTSTRAP_KEY_FILE.
 
-    Returns the key if it was made now. Raises SpecError if FT_BOOTSTRAP_KEY_FILE cannot be read, holds too short a key, or is
+    Return the key if it was created now. Raises SpecError if FT_BOOTSTRAP_KEY_FILE cannot be read, holds too short a key, or is
     needed and not set.
     """
-    store.ensure_project(PROJECT, settings.organization)
+    store.projects.ensure_project(PROJECT, settings.organization)
     path = settings.home / "credentials"
     if settings.launcher == "kubernetes":
         for left in (path, *settings.home.glob(f".{path.name}-*")):
             left.unlink(missing_ok=True)
-        return None if store.has_keys() else _first_key(store, _needed_key(settings))
-    if store.has_keys():
+        return None if store.keys.has_keys() else _first_key(store, _needed_key(settings))
+    if store.keys.has_keys():
         key = _known_key(path, store)
         if key:
             _write_credentials(path, key)
@@ -41,13 +40,13 @@ def prepare(settings: Settings, store: Store) -> str | None:
 
 
 def local_holder(settings: Settings, store: Store) -> Principal | None:
-    """Who holds the key of the credentials file; None: there is none that opens this service."""
+    """Return the holder of the key in the credentials file; None without a key that is valid here."""
     key = _known_key(settings.home / "credentials", store)
-    return None if key is None else store.authenticate(key)
+    return None if key is None else store.keys.authenticate(key)
 
 
 def _first_key(store: Store, secret: str | None) -> str:
-    _, key = store.create_key(project_id=PROJECT, name="first admin key", scope="admin", secret=secret)
+    _, key = store.keys.create_key(project_id=PROJECT, name="first admin key", scope="admin", secret=secret)
     return key
 
 
@@ -55,8 +54,8 @@ def _needed_key(settings: Settings) -> str:
     key = _given_key(settings)
     if key is None:
         raise SpecError(
-            "FT_BOOTSTRAP_KEY_FILE is not set, and the database holds no key: with FT_LAUNCHER = kubernetes the first admin "
-            "key is one that you make, as the Secret ft-admin-key; it is written nowhere else.",
+            "FT_BOOTSTRAP_KEY_FILE is not set, and the database holds no key: with FT_LAUNCHER = kubernetes you create the "
+            "first admin key yourself, as the Secret ft-admin-key; it is written nowhere else.",
             param="FT_BOOTSTRAP_KEY_FILE",
         )
     return key
@@ -73,12 +72,12 @@ def _given_key(settings: Settings) -> str | None:
 
 
 def _known_key(path: Path, store: Store) -> str | None:
-    """The key of the credentials file, if it opens this service; the file may be gone, or somebody else's."""
+    """Return the key in the credentials file if it is valid here; the file may be missing, or belong to another service."""
     try:
         key = json.loads(path.read_text())["api_key"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return key if isinstance(key, str) and store.authenticate(key) else None
+    return key if isinstance(key, str) and store.keys.authenticate(key) else None
 
 
 def _write_credentials(path: Path, key: str) -> None:

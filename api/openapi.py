@@ -1,4 +1,4 @@
-"""The OpenAPI document: completed by what FastAPI cannot know of the routes, with a mark on everything not in OpenAI's API."""
+"""The OpenAPI document: what FastAPI cannot derive from the routes is added, and all that OpenAI's API lacks is marked."""
 
 from __future__ import annotations
 
@@ -11,18 +11,8 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 
-from api.http.dependencies import SCHEMAS
-from api.routes.graders import GraderRun, GraderValidation
-from api.routes.keys import KeyRequest
-from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectRequest, ProjectUpdate
-from api.routes.permissions import PermissionRequest
-from api.routes.uploads import CompleteRequest, UploadRequest
-from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
-from api.wire.export_views import ExportRequest
-from api.wire.job_views import ResumeBody
-from ft_service.control.checks.dry_run import CheckRequest
-from ft_service.spec import JobOptions, JobRequest, Strict
-from ft_service.sweeps.asked import SweepRequest
+from api.http.dependencies import BODIES, SCHEMAS
+from ft_service.spec import JobOptions
 
 PAGE = "/docs"
 _STATIC = "/static-offline-docs"
@@ -34,50 +24,9 @@ _POLICY = (
 _LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 MARK = "x-beyond-openai"
 NOTE = "Not in OpenAI's API."
+"""Begin of the docstring of each operation that OpenAI's API lacks."""
 
-_BODIES: tuple[type[Strict], ...] = (
-    JobRequest,
-    SweepRequest,
-    UploadRequest,
-    CompleteRequest,
-    PermissionRequest,
-    KeyRequest,
-    WebhookRequest,
-    WebhookUpdate,
-    RotateRequest,
-    WebhookTest,
-    ProjectRequest,
-    ProjectUpdate,
-    ProjectKeyRequest,
-    KeyRotation,
-    ExportRequest,
-    GraderRun,
-    GraderValidation,
-    ResumeBody,
-    CheckRequest,
-)
 _JOBS = "/v1/fine_tuning/jobs"
-_OPERATIONS = (
-    *("/livez", "/readyz", "/metrics"),
-    *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
-    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
-    *(
-        "/v1/fine_tuning/metrics",
-        "/v1/fine_tuning/plan",
-        "/v1/fine_tuning/check",
-        "/v1/sign_in_links",
-        "/v1/keys",
-        "/v1/keys/{key_id}",
-    ),
-    *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
-    *("/v1/models/{model}/verify", "/v1/inference"),
-    *("/v1/files/{file_id}/check", "/v1/files/{file_id}/samples"),
-    "/v1/files/{file_id}/statistics",
-    "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
-    *("/v1/fine_tuning/sweeps", "/v1/fine_tuning/sweeps/{sweep_id}", "/v1/fine_tuning/sweeps/{sweep_id}/cancel"),
-    "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
-    "/v1/organization/usage/fine_tuning",
-)
 _PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key", "sha256")
 _PROPERTIES = {
     "JobRequest": ("validation_split", *JobOptions.model_fields),
@@ -94,7 +43,7 @@ _PROPERTIES = {
         "validation_split",
         *JobOptions.model_fields,
     ),
-    "ModelView": ("root", "parent", "job_id", "base"),
+    "ModelView": ("root", "parent", "job_id", "base", "description"),
     "ProjectView": ("limits", "share"),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),
@@ -112,7 +61,7 @@ _METADATA = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the document as a page that can be tried: it runs its own scripts and no others, in no frame."""
+    """Serve the document as a page with a form for each operation. The page runs its own scripts only, and in no frame."""
     page = get_swagger_ui_html(
         openapi_url="/openapi.json",
         title=app.title,
@@ -130,7 +79,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def complete_document(app: FastAPI) -> None:
-    """Complete the document that the application serves at /openapi.json."""
+    """Make the application serve the completed document at /openapi.json."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -143,7 +92,7 @@ def complete_document(app: FastAPI) -> None:
 
 def _complete(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
-    for model in _BODIES:
+    for model in BODIES:
         schema = model.model_json_schema(ref_template=SCHEMAS)
         schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
     _say_limits(schemas)
@@ -155,7 +104,7 @@ def _complete(document: dict[str, Any]) -> None:
 
 
 def _say_limits(schema: Any) -> None:
-    """Give limits JSON Schema's names. Pydantic leaves its own to numbers that may be written in several ways."""
+    """Rename limits to JSON Schema's names. Pydantic keeps its own names for numbers that may be written in several ways."""
     if isinstance(schema, list):
         for member in schema:
             _say_limits(member)
@@ -176,10 +125,10 @@ def _answer_errors_in_json(operation: dict[str, Any]) -> None:
 
 
 def _mark(document: dict[str, Any]) -> None:
-    for path, operations in document["paths"].items():
+    for operations in document["paths"].values():
         for operation in operations.values():
-            if path in _OPERATIONS:
-                _note(operation)
+            if operation.get("description", "").startswith(NOTE):
+                operation[MARK] = True
             for parameter in operation.get("parameters", []):
                 if parameter["name"] in _PARAMETERS:
                     _note(parameter)

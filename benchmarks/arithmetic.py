@@ -17,10 +17,9 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import save
-from ft_service.bases.contents import read_contents
-from ft_service.plan.base import BaseShape, base_shape
+from ft_service.bases.description import Description
 from ft_service.plan.speed import flops_per_token
-from ft_service.plan.storage import AdapterShape, Layout, adapters_of, stored_weights
+from ft_service.plan.weight_storage import AdapterShape, ShardLayout, adapters_of, stored_weights
 
 TOKENS, LENGTH = 8192, 2048
 """Of a micro-batch, and of each of its samples."""
@@ -62,12 +61,12 @@ def main() -> None:
 
 def row(folder: Path, weight_format: str, mode: str) -> dict[str, Any]:
     """The terms of one optimizer step of one micro-batch."""
-    from tests.support.bases import LLAMA_8B, save_base, spec_on
+    from tests.support.bases import LLAMA_8B, describe, save_base, spec_on
 
     spec = spec_on(save_base(folder / "8b", LLAMA_8B), precision={"default": weight_format}, lora={"r": 16})
-    base = base_shape(read_contents(Path(spec.model.path)))
+    base = describe(spec.model.path)
     adapters = adapters_of(base, spec)
-    stored = stored_weights(base, spec, Layout(1, 1))
+    stored = stored_weights(base, spec, ShardLayout(1, 1))
     quantised = sum(s.bytes_whole + 2 * s.weight.numel for s in stored if s.format == "nf4")
     seconds = terms(base, adapters, quantised, weight_format == "fp8", mode)
     needed = TOKENS * flops_per_token(base, adapters, LENGTH, checkpointed=False) / ASSUMED["limit of arithmetic, FLOP/s"]
@@ -80,10 +79,10 @@ def row(folder: Path, weight_format: str, mode: str) -> dict[str, Any]:
     }
 
 
-def terms(base: BaseShape, adapters: list[AdapterShape], quantised: int, in_fp8: bool, mode: str) -> dict[str, float]:
+def terms(base: Description, adapters: list[AdapterShape], quantised: int, in_fp8: bool, mode: str) -> dict[str, float]:
     """Seconds by what they are spent on. `quantised`: bytes that one pass of dequantising moves."""
-    shape, memory = base.shape, ASSUMED["memory, bytes/s"]
-    frozen = sum(w.numel for w in base.quantizable())
+    shape, memory = base.dimensions, ASSUMED["memory, bytes/s"]
+    frozen = sum(w.numel for w in base.quantizable)
     rate = ASSUMED["FP8 products, FLOP/s" if in_fp8 else "bf16 products, FLOP/s"]
     # Inputs are rounded once for all that share them (two norms, attention, the product of the feed-forward), gradients each.
     rounded = 2 * shape.hidden + shape.q + shape.intermediate + sum(a.rows for a in adapters) // shape.layers

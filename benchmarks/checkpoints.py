@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, and what a resume costs beside a cold start, on two ranks.
+"""What a checkpoint costs training, and what a resume costs compared with a cold start, on two ranks.
 
     python benchmarks/checkpoints.py [--repeats 5] [--skip-starts]
 

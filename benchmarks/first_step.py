@@ -3,8 +3,8 @@
     python benchmarks/first_step.py [--repeats 5]
 
 The sample base in NF4 on two ranks. The clock starts with the request, or with torchrun's command, and ends when the first
-step was done, by the worker's own clock on the same machine. Contenders take turns: torchrun on a prepared run directory, a
-server that starts every attempt cold, and one that keeps preloaded workers (FT_WARM_START) and was given the time to preload.
+step was done, by the worker's own clock on the same machine. Contenders take turns: torchrun on a prepared run directory, and
+the server.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import machine, save
-from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.client.connection import find_connection
+from ft_service.client.responses import RemoteJob
 from ft_service.host.lifetime import RANKS_LOCK, is_locked
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
 from ft_service.rundir.events import read_segments
-from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, parse_request, resolve
 from ft_service.store.sql import open_store
 from ft_service.supervisor import torchrun
-from ft_service.supervisor.node import Node
+from ft_service.supervisor.torchrun import Node
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "examples/models/tiny-llama"
@@ -44,34 +44,28 @@ DATA = ROOT / "examples/data/train.jsonl"
 SECONDS = 300.0
 SETTLED_SECONDS = 5.0
 """After a server's start, before its first job: what reads data files is loaded by then, as it is on any server in use."""
-PRELOADING_SECONDS = 45.0
-"""Between two warm starts: more than it takes to preload the next."""
 Found = TypeVar("Found")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--preloading", type=float, default=PRELOADING_SECONDS, help="seconds before each warm start")
     options = parser.parse_args()
     result = machine()
-    runs: dict[str, list[dict[str, float]]] = {"torchrun": [], "cold": [], "warm": []}
+    runs: dict[str, list[dict[str, float]]] = {"torchrun": [], "server": []}
     with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder:
         for repeat in range(options.repeats):
             runs["torchrun"].append(bare_torchrun(Path(folder, f"bare-{repeat}")))
-            for name in ("cold", "warm"):
-                with serving(Path(folder, f"{name}-{repeat}"), warm=name == "warm") as home:
-                    time.sleep(options.preloading if name == "warm" else SETTLED_SECONDS)
-                    runs[name].append(served(home))
+            with serving(Path(folder, f"server-{repeat}")) as home:
+                time.sleep(SETTLED_SECONDS)
+                runs["server"].append(served(home))
             print({name: of_contender[-1] for name, of_contender in runs.items()}, flush=True)
     result["median"] = {
         name: {key: round(statistics.median(run[key] for run in of_contender), 3) for key in of_contender[0]}
         for name, of_contender in runs.items()
     }
     base = result["median"]["torchrun"]["first_step_seconds"]
-    result["later_than_torchrun"] = {
-        name: round(result["median"][name]["first_step_seconds"] - base, 3) for name in ("cold", "warm")
-    }
+    result["later_than_torchrun"] = round(result["median"]["server"]["first_step_seconds"] - base, 3)
     result["runs"] = runs
     print(result["median"], result["later_than_torchrun"], flush=True)
     save("first_step", result)
@@ -93,13 +87,15 @@ def bare_torchrun(folder: Path) -> dict[str, float]:
     data = DataFileRef(name=DATA.name, path=str(DATA), sha256=sha256_of(DATA))
     spec = resolve(
         parse_request({"model": "tiny-llama", "training_file": "file", **options_of_the_job()}),
-        job_id="ftjob-bare",
-        organization="local",
-        model=BaseModelRef(name="tiny-llama", path=str(BASE)),
-        training_data=data,
-        validation_data=None,
-        seed=7,
-        gpus=0,
+        JobContext(
+            job_id="ftjob-bare",
+            organization="local",
+            model=BaseModelRef(name="tiny-llama", path=str(BASE)),
+            training_data=data,
+            validation_data=None,
+            seed=7,
+            gpus=0,
+        ),
     )
     start = Start(job_id=spec.job_id, attempt=1, world_size=2, generation=1, checkpoint=None)
     run.write("spec.json", spec)
@@ -121,9 +117,9 @@ def bare_torchrun(folder: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving(home: Path, *, warm: bool) -> Iterator[Path]:
+def serving(home: Path) -> Iterator[Path]:
     home.mkdir()
-    environment = {**os.environ, **surroundings(home), "FT_WARM_START": str(int(warm)), "FT_PORT": "0", "FT_SLOTS": "2"}
+    environment = {**os.environ, **surroundings(home), "FT_PORT": "0", "FT_SLOTS": "2"}
     with (home / "server.log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-m", "ft_service.cli", "serve"], env=environment, stdout=log, stderr=log)
     try:
@@ -152,7 +148,7 @@ def served(home: Path) -> dict[str, float]:
 def queued_at(home: Path, job: RemoteJob) -> float:
     store = open_store(f"sqlite:///{home / 'ft.db'}")
     try:
-        return store.get_job("default", job.id).queued_at or 0.0
+        return store.jobs.get_job("default", job.id).queued_at or 0.0
     finally:
         store.close()
 

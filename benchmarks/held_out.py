@@ -8,10 +8,10 @@ urgent" is urgent, say). How this recipe was found is in README.md. What a job h
 examples/evaluate.py, by transformers and PEFT alone in fp32: what is counted is the adapter, not the base's rounding. The
 messages are made for this, of the held-out items, with order numbers that are in no file, and so many that chance stays below
 the difference that is looked for. `mixed` is NF4 with the down projections in bf16. By method, on NF4 and with each seed: the
-base, supervised training, and direct preference optimisation on pairs that goes on from it. The sweep is
+base, supervised training, and direct preference optimisation on pairs that continues from it. The sweep is
 deploy/examples/sweep.yaml by the same batches, with a server of its own; its best job is scored.
 
-A job takes about a minute on an idle core. Each result is written as it comes: started again, the program goes on behind them.
+A job takes about a minute on an idle core. Each result is written as it comes; a second start continues after the last.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Row:
 
 
 class Results:
-    """What is in the result's file, which is written anew with whatever comes. For several threads."""
+    """Contents of the result file, which is written again with every result. For several threads."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=320, help="of supervised training")
     parser.add_argument("--messages", type=int, default=300, help="that are answered")
     parser.add_argument("--at-once", type=int, default=2, help="jobs side by side, of one rank each")
-    parser.add_argument("--anew", action="store_true", help="what the result's file has is not gone on with")
+    parser.add_argument("--anew", action="store_true", help="ignore the results in the file")
     given = parser.parse_args()
     results = Results(given)
     seeds, formats = [int(seed) for seed in given.seeds.split(",")], given.formats.split(",")
@@ -270,7 +270,7 @@ def _means(rows: list[Row], key: Callable[[Row], str]) -> dict[str, float]:
 
 
 def _plain() -> dict[str, str]:
-    """Nothing of a service that whoever starts this uses."""
+    """The environment without settings of the service."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("FT_", "OPENAI_"))}
 
 

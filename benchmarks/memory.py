@@ -127,6 +127,7 @@ def measure(case: str, rank: int, folder: Path) -> None:
     from tests.support.training.models import spec_for
     from workers.base.load import adapters
     from workers.data.batches import make_batch
+    from workers.describe import describe
     from workers.job.training_state import JobState
     from workers.ranks.allocator import keep_freed_memory
     from workers.ranks.sharding import make_mesh
@@ -147,7 +148,7 @@ def measure(case: str, rank: int, folder: Path) -> None:
     )
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{case}", rank=rank, world_size=ranks)
     torch.ones(64, 64).matmul(torch.ones(64, 64))  # what the libraries set up at their first use
-    print(plan_job(spec, host_cpu()).rank.total, flush=True)
+    print(plan_job(describe(spec.model.path), spec, host_cpu()).rank.total, flush=True)
     sys.stdin.readline()
     mesh, device = make_mesh("cpu", ranks, 1), torch.device("cpu")
     built = construct(spec, mesh, device, print)

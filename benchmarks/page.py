@@ -5,7 +5,7 @@
 Paint is the browser's own `first-contentful-paint`, curves are there once their canvas is drawn; both from the navigation's
 beginning, with a warm HTTP cache. Cost is CPU time of the server's process while one tab is open and the running jobs report a
 step every second, less what it takes with no tab open. Viewers ask what open pages ask, at their pace, from a process of their
-own, while jobs are submitted beside them; the same submits without them are the peer.
+own, while jobs are submitted at the same time; the same submits without them are the peer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.machine import machine, save
-from ft_service.host.servers import living_servers
+from ft_service.host.running_servers import living_servers
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.page.browser import browsing, find, until
 from tests.support.page.seeded import NOW, new_settings, seed_event, seed_files, seed_job, seed_steps
@@ -89,8 +89,8 @@ def main() -> None:
 def _stepping(home: Path, job_ids: list[str]) -> Iterator[None]:
     """Let jobs report a step every second, as the reconciler would note it."""
     store, stop = open_store(new_settings(home).resolved_database_url()), threading.Event()
-    jobs = [store.get_job("default", job_id) for job_id in job_ids]
-    newest = {job.id: store.latest_metrics(job.id) for job in jobs}
+    jobs = [store.jobs.get_job("default", job_id) for job_id in job_ids]
+    newest = {job.id: store.jobs.latest_metrics(job.id) for job in jobs}
 
     def report() -> None:
         step = 0
@@ -118,8 +118,8 @@ def _served(home: Path, count: int) -> Iterator[tuple[str, str, list[str], subpr
     settings = new_settings(home)
     migrate(settings.resolved_database_url())
     store = open_store(settings.resolved_database_url())
-    store.ensure_project("default", "local")
-    _, key = store.create_key(project_id="default", name="benchmark", scope="admin")
+    store.projects.ensure_project("default", "local")
+    _, key = store.keys.create_key(project_id="default", name="benchmark", scope="admin")
     ids = _seeded(store, key, settings, count)
     store.close()
     environment = os.environ | {"FT_HOME": str(home), "FT_PORT": "0", "FT_MODELS": str(settings.models[0])}
@@ -139,7 +139,7 @@ def _served(home: Path, count: int) -> Iterator[tuple[str, str, list[str], subpr
 
 
 def _seeded(store: Store, key: str, settings: Any, count: int) -> list[str]:
-    holder = store.authenticate(key)
+    holder = store.keys.authenticate(key)
     assert holder is not None
     files = seed_files(settings, store, "default")
     body = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"team": "benchmark"}}
@@ -213,7 +213,7 @@ def _beside(url: str, key: str, ids: list[str], viewers: int, work: Callable[[],
 
 
 def _asked(client: httpx2.Client, path: str, tag: str) -> httpx2.Response:
-    """An answer; as a browser does, it asks anew where the server has just closed a connection that was idle for long."""
+    """An answer; like a browser, it asks again if the server has just closed a connection that was idle for long."""
     try:
         return client.get(path, headers={"if-none-match": tag})
     except (httpx2.ReadError, httpx2.RemoteProtocolError):

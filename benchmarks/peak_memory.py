@@ -32,7 +32,7 @@ class PeakMemory:
         self._thread.join()
 
     def largest(self, count: int) -> list[int]:
-        """Bytes of the `count` processes that had most: the ranks, beside which their parents are small."""
+        """Bytes of the `count` processes that had most: the ranks, whose parents are small."""
         return sorted(self.peaks.values(), reverse=True)[:count]
 
     def _watch(self) -> None:

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
 from benchmarks.machine import machine, save
 from benchmarks.preview_service import measure
 from ft_service.spec import PrecisionOptions
-from workers.serving.chat import Chat, Chats
+from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.engine import Engine, Request
 from workers.serving.model import ServedModel
 
@@ -46,7 +46,7 @@ def main() -> None:
     compute, dtype = ("bf16", torch.bfloat16) if device.type == "cuda" else ("fp32", torch.float32)
     chats = Chats(str(options.model))
     # So that every answer has as many tokens.
-    Chat.ends = property(lambda chat: frozenset())  # pyright: ignore[reportAttributeAccessIssue]
+    ChatTokenizer.ends = property(lambda chat: frozenset())  # pyright: ignore[reportAttributeAccessIssue]
     served = ServedModel(str(options.model), PrecisionOptions(compute=compute), device, None)
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     stock.to(device)
@@ -70,7 +70,7 @@ def main() -> None:
         )
 
 
-def by_generate(model: Any, chat: Chat, tokens: int) -> float:
+def by_generate(model: Any, chat: ChatTokenizer, tokens: int) -> float:
     """Tokens a second of one answer by transformers."""
     ids = torch.tensor([chat.tokens(chat.prompt(ASKED, []).result())], device=model.device)
     begin = time.perf_counter()

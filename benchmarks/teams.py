@@ -2,9 +2,9 @@
 
     python benchmarks/teams.py [--jobs 500] [--seed 1]
 
-Three `ft serve --api-only` behind a balancer, two `ft reconcile`, PostgreSQL, and two hosts whose jobs train nothing
-(tests/support/programs/fake_host.py). Users are threads with OpenAI's client and its own retries. Every few seconds one of
-the five processes is killed (SIGKILL) or, every third time, asked to end as for a new version (SIGTERM), and begun anew; the
+Three `ft serve --api-only` behind a balancer, two `ft reconcile`, PostgreSQL, and a host whose jobs train nothing
+(tests/support/programs/played_host.py). Users are threads with OpenAI's client and its own retries. Every few seconds one of
+the five processes is killed (SIGKILL) or, every third time, asked to end as for a new version (SIGTERM), and started again; the
 next one is struck when it is back. The program fails unless every accepted job has run exactly once and succeeded, no request
 has failed, what was used is what the jobs used, and the two figures hold:
 
@@ -42,7 +42,7 @@ from sqlalchemy import text
 
 from benchmarks.machine import machine, save
 from benchmarks.wire import postgresql
-from tests.support.installation import ADMIN_KEY, HOSTS, SLOTS, START_SECONDS, Installation, installation, wait_for
+from tests.support.installation import ADMIN_KEY, SLOTS, START_SECONDS, Installation, installation, wait_for
 
 BLOW_SECONDS = (2.0, 5.0)
 USERS = 6
@@ -65,7 +65,7 @@ TEAMS = (Team("small", 4 / 7, 1), Team("medium", 2 / 7, 2), Team("large", 1 / 7,
 
 
 def strike(there: Installation, seed: int, over: threading.Event) -> None:
-    """Kill one after the other, and begin it anew at once, as whatever keeps processes alive does."""
+    """Kill one after the other, and start it again at once, as a process manager does."""
     draw = random.Random(seed)
     while not over.wait(draw.uniform(*BLOW_SECONDS)):
         one, number = draw.choice(there.units), signal.SIGTERM if sum(there.blows.values()) % 3 == 2 else signal.SIGKILL
@@ -155,8 +155,8 @@ def campaign(folder: Path, jobs: int, seed: int, *, figures_hold: bool = True) -
         admin = there.client(ADMIN_KEY)
         keys = {team.name: new_key(admin, team.name) for team in TEAMS}
         watched, over = Watched(), threading.Event()
-        with ThreadPoolExecutor(2) as beside:
-            works = [beside.submit(strike, there, seed, over), beside.submit(sample, there, watched, over)]
+        with ThreadPoolExecutor(2) as pool:
+            works = [pool.submit(strike, there, seed, over), pool.submit(sample, there, watched, over)]
             try:
                 began = time.monotonic()
                 made = submit_all(there, keys, jobs, seed)
@@ -227,7 +227,7 @@ def judged(there: Installation, made: dict[str, list[str]], watched: Watched) ->
     figures = {
         "run_more_or_less_than_once": 0,
         "backlogged_seconds": round(watched.backlogged_seconds, 1),
-        "slots_in_use_meanwhile": round(sum(watched.held.values()) / watched.backlogged_seconds / HOSTS / SLOTS, 3),
+        "slots_in_use_meanwhile": round(sum(watched.held.values()) / watched.backlogged_seconds / SLOTS, 3),
         "largest_difference_from_fair": round(unfair, 4),
         "slot_seconds_beyond_training": round(statistics.median(beyond), 2),
         "jobs_told_a_start": len(ratios),

@@ -40,7 +40,7 @@ from ft_service.rundir.documents import Start
 from ft_service.rundir.events import read_segments
 from ft_service.spec import JobSpec
 from ft_service.supervisor import torchrun
-from ft_service.supervisor.node import Node
+from ft_service.supervisor.torchrun import Node
 
 ROOT = Path(__file__).parent.parent
 LLAMA = Llama(hidden=256, intermediate=688, layers=4, heads=8, vocabulary=8192)
@@ -167,7 +167,7 @@ class Bench:
         }
 
     def why_not(self, name: str, ranks: int, run: Run, ours: Run) -> str | None:
-        """Why a run of TRL's does not count beside one of ours; None if it does."""
+        """Why a run of TRL's cannot be compared with one of ours; None if it can."""
         if name != OURS and ranks > 1 and (run.sharded or 0) < 0.99:
             return f"only {run.sharded:.0%} of the parameters are sharded DTensors: this is DDP, not FSDP2"
         if name == PADDED:

@@ -2,7 +2,7 @@
 
     python benchmarks/training_trl.py SETTINGS.json
 
-It reads the settings (`Settings`) and writes what each rank measured beside them. The samples are tokens already, in the order
+It reads the settings (`Settings`) and writes what each rank measured next to them. The samples are tokens already, in the order
 in which our steps take them, and the adapters begin with our values: without packing, every step's loss must be ours.
 """
 

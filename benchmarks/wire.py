@@ -6,7 +6,7 @@ The server is a process of its own, as `ft serve` runs it but without a reconcil
 are threads of another process, each with one connection that it keeps; on few cores they take time from the server. Every
 submit is durable before its answer: both databases flush to the disk at each commit.
 
-Beside it: the least that a service can do with the same parts, one row in SQLite by FastAPI and sqlite3 for each request.
+The peer: the least that a service can do with the same parts, one row in SQLite by FastAPI and sqlite3 for each request.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def job_body(file_id: str, number: int) -> bytes:
 
 def fill(store: Store, template: str, count: int) -> None:
     """Store so many jobs more like the one with the id `template`, each with a pair of metadata, in few transactions."""
-    like = store.get_job("default", template)
+    like = store.jobs.get_job("default", template)
     for start in range(0, count, BATCH):
         made = [replace(like, id=new_id("ftjob-")) for _ in range(min(BATCH, count - start))]
         insert_all(store, made)

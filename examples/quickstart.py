@@ -1,7 +1,7 @@
 """One fine-tuning job from upload to adapter, on this machine: what `make quickstart` runs.
 
 It starts a server for itself, talks to it with the `openai` client, and stops it again. Ctrl-C pauses the job at a checkpoint;
-the next run goes on from there.
+the next run continues from there.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
             client.fine_tuning.jobs.cancel(last.id)
         uploaded = [client.files.create(file=path, purpose="fine-tune") for path in files]
         _line("upload", f"{', '.join(path.name for path in files)} ({_chats(files)} chats)")
-        with _uninterrupted():  # a job that nobody remembers could not be paused
+        with _uninterrupted():  # a job whose id is not stored could not be paused
             job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
             memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n")
     _line("job", f"{job.id} ({choice.text})")
@@ -230,7 +230,7 @@ def _pause(client: OpenAI, memory: Path) -> int:
             return INTERRUPTED
         console.print("\nStopping: the job saves a checkpoint first.")
         job = _wait_for_rest(client, client.fine_tuning.jobs.pause(job.id))
-        further = "starts a new one" if job.status in FINISHED else "goes on with it"
+        further = "starts a new one" if job.status in FINISHED else "continues with it"
         console.print(f"The job is {job.status}{_at_step(job)}. `make quickstart` {further}.", soft_wrap=True)
     except OpenAIError as error:
         console.print(f"The job was not paused ({error}). `make quickstart` finds it again.", soft_wrap=True)

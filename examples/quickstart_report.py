@@ -14,7 +14,7 @@ import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ft_service.cli.app import app
+from ft_service.cli.root_command import app
 
 Point = tuple[int, float]
 

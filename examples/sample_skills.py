@@ -1,7 +1,7 @@
 """Pre-training text of the sample base model: generic small skills in chat form.
 
 The skills are copying, looking up a field, and answering about a short text in plain words.
-Together they make the in-context copying that tuning builds on. None of them writes JSON, so the
+Together they make the in-context copying that tuning builds on. They never write JSON, so the
 base does not know the tuned task; it only knows that task's words and punctuation as loose pieces.
 """
 

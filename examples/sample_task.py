@@ -1,8 +1,7 @@
 """The tuned task: a customer's message becomes one line of compact JSON.
 
-The splits are generated, so the data hold nobody's words. No order number and no item of one
-split occurs in another: a model that scores well on the held-out split copies and understands,
-it cannot have memorised.
+The splits are generated, so the data contain no customer's words. Order numbers and items of one split do not
+occur in another: a model that scores well on the held-out split cannot have memorised the answers.
 """
 
 from __future__ import annotations

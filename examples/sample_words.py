@@ -48,7 +48,7 @@ MOODS: dict[str, tuple[str, ...]] = {
     "angry": ("I am furious!", "How dare they!", "That makes me mad.", "I hate it!"),
     "tired": ("I want to sleep.", "I can hardly stand.", "It was a long night.", "I need rest."),
 }
-"""Sentences by the mood of whoever says them."""
+"""Sentences by the mood of the customer."""
 
 
 def items() -> list[str]:

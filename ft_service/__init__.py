@@ -1,3 +1,3 @@
 """The core of ft-service: job specs, states, store, launchers, reconciler and command line. No torch, no web framework."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -6,8 +6,8 @@ FtError
 ├── NotFoundError        no such file, job or model in this project (HTTP 404)
 ├── AuthError            missing, malformed, unknown or expired API key (HTTP 401)
 ├── ForbiddenError       the key is valid but may not do this (HTTP 403)
-├── LimitError           the project or the key has used what it may (HTTP 429)
-├── ConflictError        two writers raced and this one lost; trying again may help (HTTP 409)
+├── LimitError           the project or the key has reached a limit (HTTP 429)
+├── ConflictError        another request changed the same object first; a retry may help (HTTP 409)
 └── UnavailableError     a part the service needs does not answer (HTTP 503)
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class FtError(Exception):
-    """Base of the tree. `code` is stable and machine readable; `param` names the field at fault, dotted, or None."""
+    """Base class. `code` is stable and machine readable; `param` is the dotted name of the wrong field, or None."""
 
     code = "internal_error"
 
@@ -40,7 +40,7 @@ class DataError(FtError):
 
 
 class NotFoundError(FtError):
-    """There is no such thing in this project."""
+    """The file, job or model does not exist in this project."""
 
     code = "not_found"
 
@@ -58,25 +58,25 @@ class ForbiddenError(FtError):
 
 
 class LimitError(FtError):
-    """The project has used what it may."""
+    """The project, or the key, has reached a limit."""
 
     code = "limit_exceeded"
 
     def __init__(self, message: str, *, code: str | None = None, retry_after: float | None = None) -> None:
-        """`retry_after`: seconds after which the same request succeeds; None: time alone does not help."""
+        """`retry_after`: seconds after which the same request succeeds; None: waiting does not help."""
         super().__init__(message, code=code)
         self.retry_after = retry_after
 
 
 class ConflictError(FtError):
-    """Somebody else changed it first."""
+    """Another request changed it first."""
 
     code = "conflict"
 
 
 class UnavailableError(FtError):
-    """A part of the service does not answer. `retry_after`: seconds after which trying again may help; None: time alone does
-    not."""
+    """A part of the service does not answer. `retry_after`: seconds after which a retry may help; None: waiting does not
+    help."""
 
     code = "unavailable"
 

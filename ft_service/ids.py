@@ -1,4 +1,4 @@
-"""Identifiers in the shapes that OpenAI's clients know. They sort in no useful order; lists are ordered by creation."""
+"""Identifiers in the form of OpenAI's. Their order means nothing; lists are ordered by creation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LENGTH = 24
 
 
 def new_id(prefix: str) -> str:
-    """`prefix` and 24 random letters and digits (over 142 bits): `file-…`, `ftjob-…`, `ftckpt_…`, `ftevent-…`.
+    """Return `prefix` and 24 random letters and digits (over 142 bits): `file-…`, `ftjob-…`, `ftckpt_…`, `ftevent-…`.
 
-    The first eight letters come up a quarter more often than the rest, since 256 is no multiple of 62.
+    The first eight letters are a quarter more frequent than the others, since 256 is not a multiple of 62.
     """
     return prefix + secrets.token_bytes(_LENGTH).translate(_OF_A_BYTE).decode()

@@ -1,7 +1,7 @@
-"""The service's log: JSON lines (or, on a terminal, lines for people), each with the request and the job that it is about.
+"""Log of the service: JSON lines (or text on a terminal), each with its request and job.
 
-Everything is logged through the standard library's loggers; what surrounds a line (`request_id`, `job_id`, `attempt`) is bound
-once, by `about`, and added to every line below it, whichever module writes it.
+Modules use the standard library's loggers. `about` binds fields (`request_id`, `job_id`, `attempt`) once, and they are added
+to every line logged inside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ about = structlog.contextvars.bound_contextvars
 """`with about(job_id=…):` adds fields to every line that this thread or task logs inside."""
 
 _QUIET = ("alembic", "httpx2", "httpcore2", "uvicorn.error", "asyncio")
-"""Libraries that are heard only from warnings on."""
+"""Libraries that log only warnings and errors."""
 
 
 def configure(level: Level, format: Format, stream: TextIO | None = None) -> None:
@@ -39,7 +39,7 @@ def configure(level: Level, format: Format, stream: TextIO | None = None) -> Non
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Fields of one line beside its message: `log.info("…", extra=fields(seconds=0.1))`."""
+    """Return fields of one line in addition to its message: `log.info("…", extra=fields(seconds=0.1))`."""
     return {"ft": values}
 
 
@@ -48,8 +48,8 @@ def _formatter(as_json: bool) -> logging.Formatter:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line. Every request waits for one or shares the processor with one: structlog's chain takes three times as
-    long."""
+    """Formatter with one JSON object per line. It is on the path of every request, and structlog's chain takes three times
+    as long."""
 
     def format(self, record: logging.LogRecord) -> str:
         event: EventDict = {
@@ -71,7 +71,7 @@ def _add_fields(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 def _printable(logger: Any, method: str, event: EventDict) -> EventDict:
-    """What a client sent must not move a terminal's cursor; JSON escapes it anyway, and the renderer the fields."""
+    """Escape control characters in the message, which a client may have sent; JSON and the renderer escape fields anyway."""
     event["event"] = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(event["event"]))
     return event
 

@@ -1,8 +1,7 @@
-"""What the service counts while it runs, for Prometheus: the parts increase these, and the web layer shows them.
+"""Metrics of the service for Prometheus: modules update them, and the web layer exposes them.
 
-Names follow Prometheus: `_total` counts since this process began, `_seconds` are durations. No label ever holds
-a name or an id that a user chose. What the database knows is not counted here but asked for at each scrape
-(api/http/metrics.py).
+Names follow Prometheus: `_total` counts since this process began, `_seconds` are durations. Labels never contain a name or
+an id that a user chose. Values that the database knows are read at each scrape instead (api/http/prometheus.py).
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _LONG = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 
 class Meters:
-    """One set of counters, in a registry of its own; made in `main` and passed down. Safe to share between threads."""
+    """Metrics in a registry of their own; made in `main` and passed down. Safe to share between threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds, of any beginning."""
+        """`clock`: seconds since any moment."""
         self._clock = clock
         self._began = clock()
         self._turned: float | None = None
@@ -78,9 +77,9 @@ class Meters:
         ).set_function(lambda: math.nan if self._turned is None else self.turn_age())
 
     def turn(self) -> None:
-        """The reconciler's loop begins a turn."""
+        """Record that the reconciler's loop begins a turn."""
         self._turned = self._clock()
 
     def turn_age(self) -> float:
-        """Seconds since the loop last began a turn; before its first, since the beginning."""
+        """Return the seconds since the loop last began a turn; before its first, since this process began."""
         return self._clock() - (self._began if self._turned is None else self._turned)

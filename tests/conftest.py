@@ -23,8 +23,8 @@ MARK = "FT_TEST_RUN"
 OWN_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """They end with this process: the forkserver that ranks are forked from, and its bookkeeper."""
 ROOT = Path(__file__).parents[1]
-LONG = ("tests/e2e/", "tests/workers/")
-"""Begun first, the longest folder before: side by side, test processes then end at about the same time."""
+LONG = ("tests/e2e/", "tests/ft_service/store/", "tests/ft_service/supervisor/", "tests/workers/")
+"""Begun first, those with the longest pieces before: side by side, test processes then end at about the same time."""
 TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
 """Never side by side: tests that share one GPU; tests that share one PostgreSQL, whose start takes longer than most of them."""
 LEFT = "left_behind"

@@ -1,4 +1,4 @@
-"""Tests set what they depend on: settings in the environment of whoever runs them change nothing."""
+"""Tests set what they depend on: settings in the environment of a test run change nothing."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_tidy_run_has_passed(project: Path) -> None:
 
 
 def test_what_tests_share_is_no_test_module() -> None:
-    """A helper in a test module is found by nobody, and its module's fixtures and imports come along."""
+    """A helper in a test module is not found, and brings its module's fixtures and imports along."""
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

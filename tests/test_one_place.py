@@ -56,7 +56,7 @@ def test_strings_are_seen_and_docstrings_are_not() -> None:
         pytest.param(r"^checkpoints/", CHECKPOINTS, id="keys of a checkpoint"),
         pytest.param(r"\b(COMPLETE|DAMAGED)\b", CHECKPOINTS, id="marks of a checkpoint"),
         pytest.param(r"^ft_service\.supervisor$", COMMAND_LINE, id="the supervisor's name"),
-        pytest.param(r"^--(lock-fd|node-rank|standby|mirror)$", COMMAND_LINE, id="the supervisor's options"),
+        pytest.param(r"^--(lock-fd|node-rank|mirror)$", COMMAND_LINE, id="the supervisor's options"),
     ],
 )
 def test_only_one_place_spells(pattern: str, place: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 import typer
 import typer.core
 
-from ft_service.cli.app import app
-from ft_service.convert import names
+from ft_service.cli.root_command import app
+from ft_service.convert import names_page
 from tests.support.blocks import PAGES, ROOT, Block, blocks
 
 SCREENS = 4 * 50
@@ -60,8 +60,8 @@ def test_the_readme_fits_on_four_screens() -> None:
 
 def test_the_tables_of_other_tools_names_are_current() -> None:
     page = ROOT / "docs/from-other-tools.md"
-    assert page.read_text() == names.page(), f"python -m ft_service.convert.names > {page.relative_to(Path.cwd())}"
+    assert page.read_text() == names_page.page(), f"python -m ft_service.convert.names_page > {page.relative_to(Path.cwd())}"
 
 
 def test_every_usual_option_of_another_tool_has_a_rule() -> None:
-    assert "no option of that name" not in names.page()
+    assert "no option of that name" not in names_page.page()

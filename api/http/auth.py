@@ -1,4 +1,4 @@
-"""Authentication: `Authorization: Bearer <key>`; or a browser's session, which a key has opened on the page."""
+"""Authentication: `Authorization: Bearer <key>`, or a browser's session, which was opened with a key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
 
 from api.http import sessions
 from api.http.dependencies import Services, Svc
@@ -20,9 +21,11 @@ _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 async def authenticated(request: Request, credentials: _Credentials, services: Svc) -> Principal:
-    """The holder of the key or session. Raises AuthError; the message never repeats the key."""
+    """Return the holder of the key or session. Raises AuthError, whose message never repeats the key; ForbiddenError if the
+    scope does not allow the request; LimitError if the project sends too many requests.
+    """
     if credentials is None and (secret := sessions.secret_of(request)) and services.settings.page == "on":
-        principal = await sessions.holder(request, secret, services.holders)
+        principal = await sessions.holder(request, secret, services.store)
     else:
         principal = await _holder(credentials, services)
     request.state.principal = principal  # for the log
@@ -45,7 +48,7 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
 
 
 async def may_scrape(credentials: _Credentials, services: Svc) -> None:
-    """Raises AuthError or ForbiddenError unless /metrics is open, or the key's scope is metrics or admin."""
+    """Raise AuthError or ForbiddenError unless /metrics is open, or the key's scope is metrics or admin."""
     if services.settings.metrics_open:
         return
     if (await _holder(credentials, services)).scope not in ("metrics", "admin"):
@@ -56,7 +59,7 @@ async def may_scrape(credentials: _Credentials, services: Svc) -> None:
 async def _holder(credentials: HTTPAuthorizationCredentials | None, services: Services) -> Principal:
     if credentials is None or not credentials.credentials:
         raise AuthError("No API key was sent. Send it as `Authorization: Bearer <key>`; `ft keys create` makes one.")
-    principal = await services.holders.find(credentials.credentials)
+    principal = await run_in_threadpool(services.store.keys.authenticate, credentials.credentials)
     if principal is None:
         raise AuthError("This API key is not known here, has expired or was revoked.")
     return principal
@@ -70,25 +73,25 @@ async def _admin(caller: Annotated[Principal, Depends(authenticated)]) -> Princi
 
 Caller = Annotated[Principal, Depends(authenticated)]
 Admin = Annotated[Principal, Depends(_admin)]
-"""A caller whose key has the scope admin; everybody else gets a ForbiddenError."""
+"""A caller whose key has the scope admin; any other gets a ForbiddenError."""
 
 
 def manages(caller: Principal) -> bool:
-    """Whether an admin key in this project manages the others of its organisation."""
-    return caller.project_id == MANAGING_PROJECT
+    """Return whether a caller manages the other projects of its organisation: with an admin key of the first project."""
+    return caller.scope == "admin" and caller.project_id == MANAGING_PROJECT
 
 
 def known_project(project_id: str, caller: Principal, services: Services) -> Project:
-    """A project that the caller may know of: its own; with a managing key every one of its organisation. Raises NotFoundError
-    for any other, as if there were none.
+    """Return a project that the caller may see: its own, and with a managing key every project of its organisation. Raises
+    NotFoundError for any other, whether it exists or not.
     """
     if project_id == caller.project_id:
-        return services.store.get_project(project_id)
+        return services.store.projects.get_project(project_id)
     missing = NotFoundError(f"There is no project {project_id[:80]!r} in this organisation.")
-    if caller.scope != "admin" or not manages(caller):
+    if not manages(caller):
         raise missing
     try:
-        project = services.store.get_project(project_id)
+        project = services.store.projects.get_project(project_id)
     except NotFoundError:
         raise missing from None
     if project.organization != caller.organization:

@@ -1,4 +1,4 @@
-"""Connections with an end: of those who never finish a request, and of too many at once. uvicorn itself ends only those that
+"""Limits on connections: on the time that a request takes to arrive, and on their number. uvicorn itself closes only those that
 are idle after an answer."""
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_SECONDS = 20.0
-"""How long a request's first line and headers may take, from the opening of the connection or their first byte on."""
+"""Limit on the arrival of a request's first line and headers, from the opening of the connection or their first byte."""
 BODY_SECONDS = 60.0
-"""How long nothing of a body may come while the server waits for it."""
+"""Limit on a pause in the arrival of a body while the server waits for it."""
 _OTHER_FILES = 200
-"""Files that the process has open besides connections: the database's, logs, downloads."""
+"""Open files of the process other than connections: the database's, logs, downloads."""
 _FEWEST = 16
 
 
-def at_most(wanted: int) -> int:
-    """How many connections there may be, of as many as are wanted: fewer than the files that the process may open."""
+def possible_connections(wanted: int) -> int:
+    """Return the number of connections to allow: `wanted`, but fewer than the files that the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if soft == resource.RLIM_INFINITY else max(_FEWEST, min(wanted, soft - _OTHER_FILES))
 
 
 def limited(most: int, header_seconds: float = HEADER_SECONDS, body_seconds: float = BODY_SECONDS) -> type[HttpToolsProtocol]:
-    """What uvicorn is to make of each connection of one server."""
+    """Return the protocol class for uvicorn's connections of one server."""
     values = {"most": most, "header_seconds": header_seconds, "body_seconds": body_seconds, "waiting": {}}
     return type("LimitedConnection", (_Connection,), values)
 
@@ -35,13 +35,13 @@ class _Connection(HttpToolsProtocol):
     header_seconds: ClassVar[float]
     body_seconds: ClassVar[float]
     waiting: ClassVar[dict[_Connection, None]]
-    """Those that no request is being answered on, the one that waits longest first."""
+    """Connections without a running request, the one that waits longest first."""
 
     _headers_due: asyncio.TimerHandle | None = None
     _body_due: asyncio.TimerHandle | None = None
-    _heard = 0.0
+    _received_at = 0.0
     _has_begun = False
-    """Something of a request has come."""
+    """Part of a request has arrived."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,20 +50,20 @@ class _Connection(HttpToolsProtocol):
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
+        self._cancel_timers()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self.loop.time()
+        self._received_at = self.loop.time()
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
         self._has_begun = True
         super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        self._expect_nothing()
+        self._cancel_timers()
         super().on_headers_complete()
-        self._body_due = self.loop.call_later(self.body_seconds, self._look_for_body)
+        self._body_due = self.loop.call_later(self.body_seconds, self._check_body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -77,25 +77,25 @@ class _Connection(HttpToolsProtocol):
         self.waiting[self] = None
         self._headers_due = self.loop.call_later(self.header_seconds, self._end, b"408 Request Timeout")
 
-    def _expect_nothing(self) -> None:
+    def _cancel_timers(self) -> None:
         self.waiting.pop(self, None)
         for timer in (self._headers_due, self._body_due):
             if timer is not None:
                 timer.cancel()
         self._headers_due = self._body_due = None
 
-    def _look_for_body(self) -> None:
-        """End a connection whose request has not come to its end and does not go on."""
+    def _check_body(self) -> None:
+        """Close a connection whose request is incomplete and has stopped arriving."""
         if self.transport.is_closing() or not self.cycle.more_body or self.cycle.response_complete:
             return
-        left = self._heard + self.body_seconds - self.loop.time()
+        left = self._received_at + self.body_seconds - self.loop.time()
         if left <= 0 and not self.flow.read_paused:
             self.transport.close()
             return
-        self._body_due = self.loop.call_later(left if left > 0 else self.body_seconds, self._look_for_body)
+        self._body_due = self.loop.call_later(left if left > 0 else self.body_seconds, self._check_body)
 
     def _make_room(self) -> None:
-        """There is one too many: end the one that has waited longest for a request, or else this one."""
+        """Close the connection that has waited longest for a request, or else this one: there is one too many."""
         for other in self.waiting:
             if other is not self:
                 other._end(b"503 Service Unavailable")
@@ -103,8 +103,8 @@ class _Connection(HttpToolsProtocol):
         self._end(b"503 Service Unavailable", always=True)
 
     def _end(self, status: bytes, *, always: bool = False) -> None:
-        """`always`: say why even if nothing was asked."""
-        self._expect_nothing()
+        """Close the connection. `always`: send the status even if no request has begun."""
+        self._cancel_timers()
         if self.transport.is_closing():
             return
         if self._has_begun or always:

@@ -1,5 +1,4 @@
-"""The middleware of every request: a request id, headers that keep browsers from misusing an answer, a line in the log, a
-count, and an answer even to a bug."""
+"""The middleware of every request: a request id, security headers, a line in the log, metrics, and an answer after a bug."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.wire.errors import internal_error
+from api.wire.error_views import internal_error
 from ft_service.ids import new_id
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
@@ -17,9 +16,9 @@ from ft_service.meters import Meters
 log = logging.getLogger("ft_service.api")
 
 INNER = "ft_service.inner"
-"""In the scope of a request that the page makes within another: that one is logged and counted."""
+"""Key in the scope of a request that the page makes within another; only the outer one is logged and counted."""
 _UNKNOWN = "none"
-"""Route of a request that no route was found for: its path is the client's choice and no label."""
+"""Route label of a request without a route: its path is the client's choice, and must not become a label."""
 _ALWAYS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -30,17 +29,15 @@ _UNLESS_GIVEN = (
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
 )
-"""Of an answer that does not say otherwise: the page and the description of the API run scripts of their own."""
+"""Headers of answers that do not set them: the page and /docs run scripts of their own."""
 _PROBES = ("/livez", "/readyz", "/metrics")
 _JOB = "/v1/fine_tuning/jobs/{job_id}"
 _WATCHED = (_JOB, f"{_JOB}/events", f"{_JOB}/metrics")
-"""What everybody who watches a job asks every second."""
+"""Routes that every viewer of a job polls."""
 
 
 class RequestContext:
-    """ASGI middleware. It stands outside everything else, so that every answer carries `x-request-id`, and every line logged
-    for one request does (lines for several at once have none: api/http/batching.py).
-    """
+    """The outermost ASGI middleware, so that every answer and every log line of a request has `x-request-id`."""
 
     def __init__(self, app: ASGIApp, meters: Meters) -> None:
         self._app = app
@@ -70,21 +67,21 @@ class RequestContext:
                 await self._app(scope, receive, send_with_headers)
             except Exception:
                 log.exception("%s %s failed", scope["method"], scope["path"])
-                if status:  # the answer is half sent: closing the connection is all that tells the client
+                if status:  # part of the answer was sent: only closing the connection shows the error
                     raise
                 await internal_error(request_id)(scope, receive, send_with_headers)
             finally:
                 self._note(scope, status, time.perf_counter() - started)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count the request and log it: the path and what it names, never the query, the body or the key."""
+        """Count the request and log it: its path and ids, never the query, the body or the key."""
         route = getattr(scope.get("route"), "path", _UNKNOWN)
         self._meters.requests.labels(scope["method"], route, status).observe(seconds)
-        usual = route in _PROBES or (scope["method"] == "GET" and (route in _WATCHED or route.startswith("/page/live/")))
-        level = logging.DEBUG if usual and status < 400 else logging.INFO
-        about_it: dict[str, Any] = {"method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 5)}
+        is_routine = route in _PROBES or (scope["method"] == "GET" and (route in _WATCHED or route.startswith("/page/live/")))
+        level = logging.DEBUG if is_routine and status < 400 else logging.INFO
+        details: dict[str, Any] = {"method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 5)}
         if job_id := scope.get("path_params", {}).get("job_id"):
-            about_it["job_id"] = job_id
+            details["job_id"] = job_id
         if principal := scope.get("state", {}).get("principal"):
-            about_it |= {"project_id": principal.project_id, "key_id": principal.key_id}
-        log.log(level, "%s %s: %d", scope["method"], scope["path"], status, extra=fields(**about_it))
+            details |= {"project_id": principal.project_id, "key_id": principal.key_id}
+        log.log(level, "%s %s: %d", scope["method"], scope["path"], status, extra=fields(**details))

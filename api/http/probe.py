@@ -1,4 +1,4 @@
-"""The probe of a process without a web server: `/livez` for its cluster, and the counters at every other path."""
+"""HTTP endpoints of a process without the API: `/livez` for its cluster, and metrics at every other path."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from ft_service.errors import SpecError
-from ft_service.host.listeners import holder
+from ft_service.host.port_owner import holder
 from ft_service.meters import Meters
 
 STALE_SECONDS = 900.0
-"""Age of the reconciler's last turn from which on its loop counts as hanging. Reading a large checkpoint takes minutes."""
+"""Age of the reconciler's last turn at which its loop counts as hanging. Reading a large checkpoint takes minutes."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 @contextlib.contextmanager
 def serving(port: int, address: str, meters: Meters) -> Iterator[int]:
-    """Serve in threads of their own. Yields the port, which 0 leaves open. Raises SpecError if the port is taken."""
+    """Serve in threads while the block runs. Yield the port, which is chosen for 0. Raises SpecError if the port is taken."""
     kind = _Server6 if ":" in address else ThreadingWSGIServer
     try:
         server = make_server(address, port, application(meters), kind, handler_class=_Silent)
@@ -46,7 +46,7 @@ def _cannot_listen(port: int, address: str, error: OSError) -> str:
 
 
 def application(meters: Meters) -> Application:
-    """The WSGI application."""
+    """Return the WSGI application."""
     metrics = make_wsgi_app(meters.registry)
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -1,8 +1,8 @@
-"""Sessions of browsers: a cookie that no script reads and no other site sends, and a token on every change.
+"""Sessions of browsers: a cookie that scripts cannot read and other sites cannot send, and a token for every change.
 
-A session is opened with a key (api/routes/page/entry.py) and stands for it in every route, for as long as the key is valid,
-the session lasts and nobody signs out. A changing request must name the session's token in a header: a form on another site
-does not know it, and could set no header.
+A session is opened with a key (api/routes/page/sign_in_page.py) and has the key's rights in every route, until the key becomes
+invalid, the session expires or the user signs out. A request that changes something must send the session's token in a header:
+a form on another site does not know it, and cannot set headers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import hashlib
 import hmac
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from api.http.key_cache import Holders
 from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.records import Principal
+from ft_service.store.sql import Store
 from ft_service.store.tenants.keys import SESSION_SECONDS
 
 TOKEN_HEADER = "x-csrf-token"
@@ -23,28 +24,28 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def secret_of(request: Request) -> str | None:
-    """The session's secret that the browser sent; None: it sent none."""
+    """Return the session's secret in the browser's cookie; None without one."""
     return request.cookies.get(_cookie(request))
 
 
 def token_of(secret: str) -> str:
-    """What a change in a session must name. It follows from the session's secret, which scripts cannot read."""
+    """Return the token of a session, derived from its secret, which scripts cannot read."""
     return hashlib.sha256(f"ft-service csrf {secret}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
-async def holder(request: Request, secret: str, holders: Holders) -> Principal:
-    """Whose session it is. Raises AuthError for one that is over, and ForbiddenError for a change without its token."""
-    principal = await holders.find_session(secret)
+async def holder(request: Request, secret: str, store: Store) -> Principal:
+    """Return the holder of a session. Raises AuthError if it is over, and ForbiddenError for a change without its token."""
+    principal = await run_in_threadpool(store.sessions.session_holder, secret)
     if principal is None:
         raise AuthError("This session is over. Sign in again.", code="session_over")
     if request.method not in _SAFE and not _has_token(request, secret):
-        message = f"{TOKEN_HEADER}: a change that a browser asks for needs its session's token. Reload the page."
+        message = f"{TOKEN_HEADER}: a change by a browser needs its session's token. Reload the page."
         raise ForbiddenError(message, code="csrf")
     return principal
 
 
-def give(request: Request, response: Response, secret: str) -> None:
-    """Let the browser keep a session. `Secure` where it came by TLS, as far as a proxy says so."""
+def set_cookie(request: Request, response: Response, secret: str) -> None:
+    """Set the session's cookie, with `Secure` if the request came over TLS, also by the word of a proxy."""
     response.set_cookie(
         _cookie(request),
         secret,
@@ -55,8 +56,8 @@ def give(request: Request, response: Response, secret: str) -> None:
     )
 
 
-def take(request: Request, response: Response) -> None:
-    """Let the browser forget its session."""
+def delete_cookie(request: Request, response: Response) -> None:
+    """Delete the session's cookie."""
     response.delete_cookie(_cookie(request), httponly=True, samesite="strict")
 
 
@@ -65,5 +66,5 @@ def _has_token(request: Request, secret: str) -> bool:
 
 
 def _cookie(request: Request) -> str:
-    # Browsers send a cookie to every port of a host, and two services of one host have each its own sessions.
+    # Browsers send a cookie to every port of a host; the name keeps the sessions of two services on one host apart.
     return f"ft_session_{request.url.port or 0}"

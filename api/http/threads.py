@@ -1,8 +1,8 @@
-"""Threads for what a request waits for, shared between projects: the one way from a route into a thread.
+"""Threads for blocking work of requests, shared fairly between projects. Routes use threads only by way of this module.
 
-A project's requests have so many threads at once, whatever they wait for, and the others have the rest. What waits for a
-process that works on what a tenant gave (it reads files, it makes an adapter) first waits for its turn, without a thread; of
-such turns there are few, a project has one at a time, and projects take turns. So no route can hold up another project's.
+A project has a limited number of threads at once, so that the others always have the rest. Work that waits for a process on a
+tenant's input (reading files, making an adapter) first waits for its turn, without a thread. There are few turns; a project has
+one at a time, and projects alternate. So no route can block another project's requests.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from anyio.lowlevel import RunVar
 from ft_service.errors import LimitError, UnavailableError
 
 AT_ONCE = 40
-"""Threads of all projects' requests."""
+"""Threads of all projects together."""
 AT_ONCE_OF_PROJECT = 8
 TURNS = 2
-"""At once, of each kind: what takes one has a process of some 200 MB."""
+"""Turns of each kind at once: each has a process of about 200 MB."""
 TURNS_WAITING = 16
-"""Requests of a project that may wait for their turn, of each kind."""
+"""Requests of a project that may wait for a turn of each kind."""
 TURN_SECONDS = 60.0
-"""How long one waits for it."""
+"""Limit on the wait for a turn."""
 
 Kind = Literal["reading", "making"]
-"""What takes turns: reading data files for somebody to see, making the adapter of a checkpoint."""
-_SAID: dict[Kind, str] = {"reading": "Files are being read", "making": "Adapters of checkpoints are being made"}
+"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint."""
+_BUSY: dict[Kind, str] = {"reading": "Files are being read", "making": "Adapters of checkpoints are being made"}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,26 +40,26 @@ _project: ContextVar[str] = ContextVar("project", default="")
 _TURN = "__ft_turn__"
 
 
-class Turns:
-    """Of one kind, in one event loop."""
+class FairTurns:
+    """The turns of one kind in one event loop."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind: Kind = kind
         self._all = asyncio.Semaphore(TURNS)
         self._own: dict[str, asyncio.Semaphore] = {}
-        self._asking: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
 
     @asynccontextmanager
     async def of(self, project_id: str) -> AsyncIterator[None]:
-        """A turn of a project, as long as the block runs. Raises LimitError if too many of its requests wait, UnavailableError
-        if its turn does not come.
+        """Hold a turn of a project while the block runs. Raises LimitError if too many of its requests wait, UnavailableError
+        if its turn does not come in time.
 
-        Only one request of a project waits for the turns of all, so that its others take nobody's place there.
+        Only one request of a project waits for the common turns, so that its others do not take another project's place.
         """
-        if self._asking[project_id] > TURNS_WAITING:
-            message = f"{_SAID[self._kind]} for {TURNS_WAITING} requests of this project. Wait until some have their answers."
+        if self._requests[project_id] > TURNS_WAITING:
+            message = f"{_BUSY[self._kind]} for {TURNS_WAITING} requests of this project. Wait until some have their answers."
             raise LimitError(message, code="too_many_at_once", retry_after=1.0)
-        self._asking[project_id] += 1
+        self._requests[project_id] += 1
         own = self._own.setdefault(project_id, asyncio.Semaphore(1))
         held: list[asyncio.Semaphore] = []
         try:
@@ -69,57 +69,57 @@ class Turns:
                         await semaphore.acquire()
                         held.append(semaphore)
             except TimeoutError:
-                raise UnavailableError(f"{_SAID[self._kind]} for others. Try again in a moment.", retry_after=10) from None
+                raise UnavailableError(f"{_BUSY[self._kind]} for others. Try again in a moment.", retry_after=10) from None
             yield
         finally:
             for semaphore in held:
                 semaphore.release()
-            self._asking[project_id] -= 1
-            if not self._asking[project_id]:
-                del self._asking[project_id], self._own[project_id]
+            self._requests[project_id] -= 1
+            if not self._requests[project_id]:
+                del self._requests[project_id], self._own[project_id]
 
 
 class _Threads:
-    """Of one event loop."""
+    """The threads of one event loop."""
 
     def __init__(self) -> None:
         self.all = CapacityLimiter(AT_ONCE)
-        self.turns: dict[Kind, Turns] = {"reading": Turns("reading"), "making": Turns("making")}
+        self.turns: dict[Kind, FairTurns] = {"reading": FairTurns("reading"), "making": FairTurns("making")}
         self.own: dict[str, asyncio.Semaphore] = {}
-        self.asking: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
 
 
 _threads: RunVar[_Threads] = RunVar("threads")
 
 
 def work_for(project_id: str) -> None:
-    """From now on what this task does in threads is this project's."""
+    """Count the threads of this task as this project's from now on."""
     _project.set(project_id)
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns, called in a thread that is the project's whose key was sent."""
+    """Call `work` in a thread of the caller's project, and return its result."""
     threads, project_id = _here(), _project.get()
-    threads.asking[project_id] += 1
+    threads.requests[project_id] += 1
     own = threads.own.setdefault(project_id, asyncio.Semaphore(AT_ONCE_OF_PROJECT))
     try:
         async with own:
             return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=threads.all)
     finally:
-        threads.asking[project_id] -= 1
-        if not threads.asking[project_id]:
-            del threads.asking[project_id], threads.own[project_id]
+        threads.requests[project_id] -= 1
+        if not threads.requests[project_id]:
+            del threads.requests[project_id], threads.own[project_id]
 
 
 @asynccontextmanager
 async def turn(kind: Kind) -> AsyncIterator[None]:
-    """A turn of the project whose key was sent. Raises as `Turns.of`."""
+    """Hold a turn of the caller's project. Raises as `FairTurns.of`."""
     async with _here().turns[kind].of(_project.get()):
         yield
 
 
 def takes_turns(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Mark a route's function: it waits for a process, and is called once it has its turn (api/http/routing.py)."""
+    """Mark a route's function as one that is called only with a turn (api/http/routing.py)."""
 
     def mark(endpoint: Callable[P, T]) -> Callable[P, T]:
         setattr(endpoint, _TURN, kind)
@@ -129,7 +129,7 @@ def takes_turns(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def kind_of(endpoint: Callable[..., object]) -> Kind | None:
-    """The turns that a route's function takes; None: it takes none."""
+    """Return the kind of turns that a route's function takes; None: it takes none."""
     return getattr(endpoint, _TURN, None)
 
 

@@ -1,47 +1,52 @@
-"""The page's way to the API: requests within this process, in the name of whoever looks at the page.
+"""The page's client of the API: requests within this process, with the session of the page's visitor.
 
 The page reads no store and moves no job by itself: what it can do, a client can.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
+import httpx2
 from fastapi import Depends, Request
-from starlette.types import Message
+from starlette.types import Receive, Scope, Send
 
 from api.http.middleware import INNER
 
-Query = Mapping[str, str | int | Sequence[str] | None]
+QueryValue = str | int | Sequence[str] | None
 _PASSED = (b"cookie", b"host", b"x-csrf-token", b"x-forwarded-proto")
+"""Headers of the visitor's request that the API gets too."""
 
 
 class ApiError(Exception):
-    """The API's refusal, with OpenAI's error object."""
+    """An error answer of the API, with OpenAI's error object."""
 
-    def __init__(self, status: int, error: dict[str, Any]) -> None:
+    def __init__(self, status: int, error: dict[str, Any], retry_after: int | None = None) -> None:
+        """`retry_after`: seconds until the same request may succeed; None: the API does not say."""
         super().__init__(str(error.get("message")))
         self.status = status
         self.error = error
         self.message = str(error.get("message"))
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)
 class InnerApi:
-    """The API as the browser's session may use it."""
+    """The API with the rights of the visitor's session. A query value of None leaves the parameter out. Every method raises
+    ApiError.
+    """
 
     request: Request
 
-    async def get(self, path: str, **query: str | int | Sequence[str] | None) -> Any:
-        """The answer's JSON. `query`: None leaves a parameter out. Raises ApiError."""
-        return await self._ask("GET", path, query, None)
+    async def get(self, path: str, **query: QueryValue) -> Any:
+        """Return the JSON of the answer."""
+        return (await self._send("GET", path, query)).json()
 
-    async def find(self, path: str, **query: str | int | Sequence[str] | None) -> Any | None:
-        """As `get`; None if there is no such thing."""
+    async def find(self, path: str, **query: QueryValue) -> Any | None:
+        """Return the JSON of the answer; None for a 404."""
         try:
             return await self.get(path, **query)
         except ApiError as error:
@@ -49,63 +54,35 @@ class InnerApi:
                 raise
             return None
 
+    async def text(self, path: str, **query: QueryValue) -> str:
+        """Return an answer that is plain text."""
+        return (await self._send("GET", path, query)).text
+
     async def post(self, path: str, body: Any = None) -> Any:
-        """The answer's JSON. The session's token must be in the browser's request. Raises ApiError."""
-        return await self._ask("POST", path, {}, body)
+        """Return the JSON of the answer. The visitor's request must hold the session's token."""
+        return (await self._send("POST", path, body=body)).json()
 
     async def delete(self, path: str) -> Any:
-        """As `post`."""
-        return await self._ask("DELETE", path, {}, None)
+        """Return the JSON of the answer. The visitor's request must hold the session's token."""
+        return (await self._send("DELETE", path)).json()
 
-    async def text(self, path: str, **query: str | int | Sequence[str] | None) -> str:
-        """An answer that is plain text. Raises ApiError."""
-        return (await self._send("GET", path, query, None)).decode(errors="replace")
-
-    async def _ask(self, method: str, path: str, query: Query, body: Any) -> Any:
-        return json.loads(await self._send(method, path, query, body))
-
-    async def _send(self, method: str, path: str, query: Query, body: Any) -> bytes:
-        content = b"" if body is None else json.dumps(body).encode()
-        sent, status, answer = False, 0, b""
-
-        async def receive() -> Message:
-            nonlocal sent
-            if sent:
-                return {"type": "http.disconnect"}
-            sent = True
-            return {"type": "http.request", "body": content, "more_body": False}
-
-        async def send(message: Message) -> None:
-            nonlocal status, answer
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif message["type"] == "http.response.body":
-                answer += message.get("body", b"")
-
-        await self.request.app(self._scope(method, path, query, content), receive, send)
-        if status >= 400:
-            raise ApiError(status, json.loads(answer)["error"])
+    async def _send(
+        self, method: str, path: str, query: dict[str, QueryValue] | None = None, body: Any = None
+    ) -> httpx2.Response:
+        outer = self.request
+        url = f"{outer.url.scheme}://page{quote(path, safe='/:')}"
+        params = {name: value for name, value in (query or {}).items() if value is not None}
+        headers = [(name, value) for name, value in outer.headers.raw if name in _PASSED]
+        request = httpx2.Request(method, url, params=params or None, headers=headers, json=body)
+        answer = await httpx2.ASGITransport(self._app).handle_async_request(request)
+        await answer.aread()
+        if answer.is_error:
+            wait = answer.headers.get("retry-after", "")
+            raise ApiError(answer.status_code, answer.json()["error"], int(wait) if wait.isdecimal() else None)
         return answer
 
-    def _scope(self, method: str, path: str, query: Query, content: bytes) -> dict[str, Any]:
-        outer = self.request.scope
-        headers = [(name, value) for name, value in outer["headers"] if name in _PASSED]
-        if content:
-            headers += [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        given = {name: value for name, value in query.items() if value is not None}
-        kept = ("asgi", "http_version", "scheme", "server", "client")
-        return {
-            **{name: outer[name] for name in kept if name in outer},
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": quote(path, safe="/:%").encode(),
-            "query_string": urlencode(given, doseq=True).encode(),
-            "root_path": "",
-            "headers": headers,
-            "state": {},
-            INNER: True,
-        }
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.request.app({**scope, "client": self.request.scope.get("client"), INNER: True}, receive, send)
 
 
 def _inner_api(request: Request) -> InnerApi:

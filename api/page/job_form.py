@@ -1,4 +1,4 @@
-"""The form of a new job: between its fields and a create body, and the body as Python, command line and YAML. Pure."""
+"""The form of a new job: its fields, the create body that they mean, and the body as Python, command line and YAML. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FIRST: Mapping[str, str] = {
     "precision.default": "Base precision",
     "distributed.nproc_per_node": "Ranks",
 }
-"""Options that people change first → what the form calls them."""
+"""Options that users change first → their labels."""
 _FILES = ("training_file", "validation_file")
 _NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
-_ALONE = ("model", *_FILES, "suffix", *_NUMBERS)
+_TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 DATA = "data"
-"""The field for what the files call their columns: a mapping, as YAML."""
-_OF_THE_FORM = {*_ALONE, DATA, *SECTIONS, "metadata", "hyperparameters"}
+"""The field for the columns of the files: a mapping, as YAML."""
+_WITH_FIELDS = {*_TOP_LEVEL, DATA, *SECTIONS, "metadata", "hyperparameters"}
 OTHER = "other"
-"""The field for everything that has no field of its own, such as `method`: as YAML."""
+"""The field for options without a field of their own, such as `method`: as YAML."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,33 @@ class Option:
     label: str
     hint: str
     default: str
-    """What it is where the field is left empty."""
+    """The value where the field is left empty."""
     choices: tuple[str, ...]
-    """All that it can be; empty: other values too."""
+    """Every possible value; empty: other values too."""
 
 
 @cache
 def options() -> dict[str, Option]:
-    """Every option, by its dotted name."""
+    """Return every option by its dotted name."""
     schema = JobRequest.model_json_schema()
-    found = {}
+    fields = {}
     for section in SECTIONS:
         model = schema["$defs"][f"{section.capitalize()}Options"]
         for name, about in model["properties"].items():
             full = f"{section}.{name}"
             default = getattr(JobOptions.model_fields[section].default or EvaluationOptions.model_validate({}), name)
-            found[full] = Option(
+            fields[full] = Option(
                 name=full,
                 label=FIRST.get(full, name),
                 hint=about.get("description", ""),
                 default="none" if default is None else _scalar(default),
                 choices=_choices(about),
             )
-    return found
+    return fields
 
 
 def body_of(form: Mapping[str, str]) -> dict[str, Any]:
-    """The create body of filled-in fields. Values are written as in YAML; the API says what is wrong with them."""
+    """Return the create body of the filled-in fields. Values are YAML; the API checks them."""
     body: dict[str, Any] = {name: form[name].strip() for name in ("model", *_FILES, "suffix") if form.get(name, "").strip()}
     sections = {name: value.strip() for name, value in form.items() if name in options() and value.strip()}
     for name, value in sections.items():
@@ -77,7 +77,7 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     for name in (*_NUMBERS, DATA):
         if form.get(name, "").strip():
             body[name] = _value(form[name])
-    if isinstance(body.get(DATA), dict) and set(body[DATA]) == {DATA}:  # copied with its name, as messages write it
+    if isinstance(body.get(DATA), dict) and set(body[DATA]) == {DATA}:  # pasted with its name, as error messages write it
         body[DATA] = body[DATA][DATA]
     if metadata := _metadata(form):
         body["metadata"] = metadata
@@ -85,22 +85,22 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
 
 
 def other_options(form: Mapping[str, str]) -> dict[str, Any]:
-    """What is written for options without a field of their own. Raises ValueError if it is no YAML of `name: value`."""
+    """Return the options without a field of their own. Raises ValueError if their text is not YAML of `name: value`."""
     text = form.get(OTHER, "")
     try:
-        found = yaml.safe_load(text) if text.strip() else {}
+        options = yaml.safe_load(text) if text.strip() else {}
     except yaml.YAMLError as error:
         raise ValueError(f"Everything else must be YAML, with one option a line: {error}.") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ValueError("Everything else must be options with their values, as in a SPEC file: `name: value`.")
-    if twice := sorted((_OF_THE_FORM - ({DATA} if not form.get(DATA, "").strip() else set())).intersection(found)):
+    if twice := sorted((_WITH_FIELDS - ({DATA} if not form.get(DATA, "").strip() else set())).intersection(options)):
         raise ValueError(f"{twice[0]}: the form has fields for it. Fill in those.")
-    return found
+    return options
 
 
 def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
-    """The fields that a create body fills in, OpenAI's hyperparameters among ours."""
-    fields = {name: str(body[name]) for name in _ALONE if body.get(name) is not None}
+    """Return the fields that a create body fills in. OpenAI's hyperparameters fill in the options that they mean."""
+    fields = {name: str(body[name]) for name in _TOP_LEVEL if body.get(name) is not None}
     for section in SECTIONS:
         fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
     for name, value in _hyperparameters(body).items():
@@ -109,7 +109,7 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
         fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(ours)
     fields[DATA] = _scalar(body[DATA]) if body.get(DATA) else ""
     fields["metadata"] = "\n".join(f"{key}={value}" for key, value in (body.get("metadata") or {}).items())
-    other = {name: value for name, value in body.items() if name not in _OF_THE_FORM and value is not None}
+    other = {name: value for name, value in body.items() if name not in _WITH_FIELDS and value is not None}
     if (other.get("method") or {}).get("type", "supervised") == "supervised":  # its hyperparameters have fields
         other.pop("method", None)
     fields[OTHER] = yaml.safe_dump(other, sort_keys=False, allow_unicode=True, width=100) if other else ""
@@ -117,30 +117,30 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def given_options(body: Mapping[str, Any]) -> set[str]:
-    """Dotted names of the options that a create body gives."""
+    """Return the dotted names of the options that a create body sets."""
     return {name for name in fields_of(body) if name in options()}
 
 
 def yaml_text(body: Mapping[str, Any], files: Mapping[str, str] | None = None) -> str:
-    """A create body as a SPEC file has it. `files`: id → name, which stand there for the ids."""
+    """Return a create body as a SPEC file. `files`: id → name, which replaces the id."""
     named = {name: (files or {}).get(value, value) if name in _FILES else value for name, value in body.items()}
     return yaml.safe_dump(named, sort_keys=False, allow_unicode=True, width=100)
 
 
 def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
-    """Lines for a shell, which write the SPEC and submit it."""
+    """Return shell commands that write the SPEC file and submit it."""
     return f"cat > job.yaml <<'END-OF-SPEC'\n{yaml_text(body, files)}END-OF-SPEC\nft submit --watch job.yaml\n"
 
 
 def python_text(body: Mapping[str, Any], base_url: str) -> str:
-    """A program for the openai client."""
+    """Return a program that creates the job with the openai client."""
     extra = {"validation_split", *JobOptions.model_fields}
     theirs = {name: value for name, value in body.items() if name not in extra}
     ours = {name: value for name, value in body.items() if name not in theirs}
     lines = [f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()]
     if ours:
-        told = pprint.pformat(ours, width=96, sort_dicts=False).replace("\n", "\n    ")
-        lines.append(f"    extra_body={told},")
+        extra_body = pprint.pformat(ours, width=96, sort_dicts=False).replace("\n", "\n    ")
+        lines.append(f"    extra_body={extra_body},")
     call = "\n".join(["job = client.fine_tuning.jobs.create(", *lines, ")"])
     client = f'client = OpenAI(base_url="{base_url}/v1", api_key=os.environ["FT_API_KEY"])'
     return f"import os\n\nfrom openai import OpenAI\n\n{client}\n{call}\nprint(job.id)\n"
@@ -157,7 +157,7 @@ def _metadata(form: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(text: str) -> Any:
-    """As YAML reads it; 2e-4 is a number too. What is no YAML stays text."""
+    """Return a value as YAML reads it; 2e-4 is a number too. Text that is not YAML stays text."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -171,7 +171,7 @@ def _value(text: str) -> Any:
 
 
 def _scalar(value: Any) -> str:
-    """A value as one line that `_value` reads as the same."""
+    """Return a value as one line, which `_value` reads back."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -181,7 +181,7 @@ def _scalar(value: Any) -> str:
 
 
 def _choices(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """Every value, if there are a few only."""
+    """Return every value that a JSON schema allows, if they are few; else ()."""
     parts = about.get("anyOf", [about])
     found: list[str] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Templates, static files, and the headers with which a browser runs nothing but them."""
+"""Templates, static files, and headers that let a browser run nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from api.http import sessions
-from api.page import words
+from api.page import formatting
 from api.page.inner_api import ApiError
 
 FOLDER = Path(__file__).parent
@@ -26,62 +26,62 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 }
-"""Of every answer of the page: no inline script or style, nothing of another origin. The others: api/http/middleware.py."""
+"""Headers of every answer of the page: no inline script or style, no other origin. api/http/middleware.py adds more."""
 _SEEN = f"seen-{secrets.token_hex(8)}"
-"""Stands for what is known once the part is written; nobody can guess it."""
+"""Placeholder of a digest that is known only after the part is written. It cannot be guessed."""
 _MOST_PARTS = 2000
-"""Half a megabyte for each 250."""
+"""Limit of `_parts`: half a megabyte for each 250."""
 _parts: dict[Hashable, Markup] = {}
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
 class SignInNeeded(Exception):
-    """Nobody is signed in, or no longer."""
+    """The browser has no valid session."""
 
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
-    """A whole document."""
+    """Return a whole document."""
     return HTMLResponse(_render(request, template, values), status, headers=HEADERS)
 
 
 def fragment(request: Request, template: str, **values: Any) -> Response:
-    """A part of a document that refreshes itself: 204, which leaves it as it is, if the browser has this very part already."""
+    """Return a part of a document that refreshes itself; a 204, which changes nothing, if the browser has the same part."""
     return sent(request, rendered(request, template, **values))
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a document, and what a browser says that has it."""
+class DocumentPart:
+    """A part of a document, and the digest that a browser with this part sends."""
 
     body: str
     seen: str
 
 
-def rendered(request: Request, template: str, **values: Any) -> Part:
-    """For `sent`: to many, if nothing in it is one session's own."""
+def rendered(request: Request, template: str, **values: Any) -> DocumentPart:
+    """Return a part for `sent`. Several browsers may get it if nothing in it belongs to one session."""
     body = _render(request, template, values | {"seen": _SEEN})
     seen = hashlib.sha256(body.encode()).hexdigest()[:16]
-    return Part(body.replace(_SEEN, seen), seen)
+    return DocumentPart(body.replace(_SEEN, seen), seen)
 
 
-def sent(request: Request, part: Part) -> Response:
-    """The part, or 204 if the browser has it."""
+def sent(request: Request, part: DocumentPart) -> Response:
+    """Return the part, or a 204 if the browser has it."""
     if request.query_params.get("seen") == part.seen:
         return Response(status_code=204, headers=HEADERS)
     return HTMLResponse(part.body, headers=HEADERS)
 
 
 def _part(template: str, key: Hashable, **values: Any) -> Markup:
-    """A template's text within another one. `key`: says all that it depends on, so that it is made once; None: made anew."""
-    known = _parts.get((template, key)) if key is not None else None
-    if known is not None:
-        return known
-    made = Markup(_environment().get_template(template).render(values))
+    """Return a rendered template for use in another one. `key`: all that it depends on, for the cache; None: not cached."""
+    cached = _parts.get((template, key)) if key is not None else None
+    if cached is not None:
+        return cached
+    rendered = Markup(_environment().get_template(template).render(values))
     if key is not None:
         if len(_parts) >= _MOST_PARTS:
             _parts.clear()
-        _parts[template, key] = made
-    return made
+        _parts[template, key] = rendered
+    return rendered
 
 
 def leave_for(request: Request, path: str) -> Response:
@@ -92,14 +92,14 @@ def leave_for(request: Request, path: str) -> Response:
 
 
 def to_sign_in(request: Request, error: Exception) -> Response:
-    """Send a browser without a session to where one signs in."""
+    """Send a browser without a session to the sign-in page."""
     if "hx-request" in request.headers:
         return Response(status_code=401, headers={**HEADERS, "hx-redirect": "/sign-in"})
     return RedirectResponse("/sign-in", 303, headers=HEADERS)
 
 
 def refusal(request: Request, error: Exception) -> Response:
-    """The API's refusal as a page; as JSON to a script, which shows it where it was asked."""
+    """Return the API's refusal as a page; as JSON to htmx, whose script shows it."""
     assert isinstance(error, ApiError)
     if error.status == 401:
         return to_sign_in(request, error)
@@ -110,20 +110,20 @@ def refusal(request: Request, error: Exception) -> Response:
 
 @cache
 def static_files() -> dict[str, tuple[bytes, str, str]]:
-    """Name → contents, media type, version. All that the page serves beside its documents."""
-    return {path.name: _static_file(path) for path in sorted((FOLDER / "static").rglob("*")) if path.is_file()}
+    """Return name → contents, media type and version of every static file."""
+    files = {}
+    for path in sorted((FOLDER / "static").rglob("*")):
+        if path.is_file():
+            contents = path.read_bytes()
+            media_type = mimetypes.guess_type(path.name)[0] or "text/plain"
+            files[path.name] = contents, media_type, hashlib.sha256(contents).hexdigest()[:12]
+    return files
 
 
 def static_answer(name: str) -> Response:
-    """A static file; its address holds its version, so that browsers keep it."""
+    """Return a static file. Its address holds its version, so browsers cache it."""
     contents, media_type, _ = static_files()[name]
     return Response(contents, media_type=media_type, headers={"cache-control": _FOR_EVER})
-
-
-def _static_file(path: Path) -> tuple[bytes, str, str]:
-    contents = path.read_bytes()
-    media_type = mimetypes.guess_type(path.name)[0] or "text/plain"
-    return contents, media_type, hashlib.sha256(contents).hexdigest()[:12]
 
 
 def _static(name: str) -> str:
@@ -139,8 +139,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters.update(words.FILTERS)
-    environment.globals.update(static=_static, part=_part, **words.GLOBALS)
+    environment.filters.update(formatting.FILTERS)
+    environment.globals.update(static=_static, part=_part, **formatting.GLOBALS)
     return environment
 
 

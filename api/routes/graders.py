@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/alpha/graders`: OpenAI's graders tried on an answer. What jobs score the answers of their evaluation by."""
+"""`/v1/fine_tuning/alpha/graders`: OpenAI's graders tried on an answer. Jobs score the answers of evaluations with them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ router = keyed_router("/v1/fine_tuning/alpha/graders", "fine-tuning")
 
 
 class GraderValidation(Strict):
-    """A grader to be checked."""
+    """A grader to check."""
 
     grader: Grader
 
 
 class GraderRun(Strict):
-    """A grader to be tried."""
+    """A grader and the answer that it scores."""
 
     grader: Grader
     model_sample: Annotated[str, Field(max_length=262_144)]
@@ -36,11 +36,11 @@ class GraderRun(Strict):
 
 class GraderValidationView(BaseModel):
     grader: dict[str, Any]
-    """As it was given."""
+    """The grader as it was sent."""
 
 
 class ErrorsView(BaseModel):
-    """OpenAI's names; only the first three occur here."""
+    """OpenAI's error flags; only the first three occur here."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
@@ -65,7 +65,7 @@ class GraderMetadataView(BaseModel):
     execution_time: float
     """Seconds."""
     scores: dict[str, float]
-    """By the names of the graders that a multi grader is made of; of another its own."""
+    """Name → score of each grader in a multi grader; of another grader, its own."""
     token_usage: int | None = None
     sampled_model_name: str | None = None
 
@@ -80,30 +80,30 @@ class GraderRunView(BaseModel):
 
 @router.post("/validate", openapi_extra=body_schema(GraderValidation))
 def validate(body: JsonBody, caller: Caller) -> GraderValidationView:
-    """The grader, if it can be used. Graders that run code or ask a model are refused by name."""
+    """Return the grader, if it can be used. Graders that run code or call a model are refused."""
     _read(GraderValidation, body)
     return GraderValidationView(grader=body["grader"])
 
 
 @router.post("/run", openapi_extra=body_schema(GraderRun))
 def run(body: JsonBody, caller: Caller) -> GraderRunView:
-    """A grader's reward of an answer."""
-    asked = _read(GraderRun, body)
+    """Return a grader's reward for an answer."""
+    given = _read(GraderRun, body)
     began = time.perf_counter()
-    graded = grade(asked.grader, asked.model_sample, asked.item)
-    return _view(asked.grader, graded, time.perf_counter() - began)
+    graded = grade(given.grader, given.model_sample, given.item)
+    return _view(given.grader, graded, time.perf_counter() - began)
 
 
 def _read(model: Any, body: Any) -> Any:
     try:
-        asked = model.model_validate(body)
+        given = model.model_validate(body)
     except ValidationError as error:
         raise spec_error(error, model) from None
     try:
-        refuse_impossible(asked.grader)
+        refuse_impossible(given.grader)
     except ValueError as error:
         raise SpecError(f"grader.{error}.", param="grader") from None
-    return asked
+    return given
 
 
 def _view(grader: Grader, graded: Graded, seconds: float) -> GraderRunView:

@@ -1,4 +1,4 @@
-"""Is the process alive, can it work, and what has it counted? Only the last needs a key."""
+"""`/livez`, `/readyz` and `/metrics`: whether the process lives and can work, and its metrics. Only the last needs a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from api.http.auth import may_scrape
 from api.http.dependencies import Svc, binary
-from api.http.metrics import exposition
+from api.http.prometheus import exposition
 from api.http.routing import ERRORS
 
 router = APIRouter(tags=["health"], responses=ERRORS)
@@ -17,14 +17,14 @@ router = APIRouter(tags=["health"], responses=ERRORS)
 
 @router.get("/livez")
 def live() -> dict[str, str]:
-    """The process answers."""
+    """Not in OpenAI's API. The process answers."""
     return {"status": "ok"}
 
 
 @router.get("/readyz")
 def ready(services: Svc) -> dict[str, str]:
-    """The database answers, its schema fits, and it can be written; 503 otherwise, which says why. While only writing fails,
-    reading goes on."""
+    """Not in OpenAI's API. The database answers, has this version's schema, and can be written; otherwise a 503 says why. While
+    only writing fails, requests that read still work."""
     services.store.check()
     services.store.check_writable()
     return {"status": "ok"}
@@ -32,7 +32,7 @@ def ready(services: Svc) -> dict[str, str]:
 
 @router.get("/metrics", response_class=Response, responses=binary("text/plain"))
 def metrics(services: Svc, allowed: Annotated[None, Depends(may_scrape)]) -> Response:
-    """Numbers over all projects for Prometheus; no names and no ids of jobs, files or people. Needs a key of scope metrics or
-    admin, unless the operator has set FT_METRICS_OPEN."""
+    """Not in OpenAI's API. Metrics of all projects for Prometheus, without names or ids of jobs, files or users. Needs a key of
+    scope metrics or admin, unless the operator has set FT_METRICS_OPEN."""
     body = exposition(services.meters, services.settings, services.store)
     return Response(body, media_type=CONTENT_TYPE_LATEST)

@@ -1,14 +1,17 @@
-"""Chat completions, which scripts ask for once their job has succeeded: the operator's inference server answers them if there
-is one, else the preview on this host. Without either the refusal says what to do instead.
+"""Chat completions, which scripts request after their job has succeeded. The operator's inference server answers them if there
+is one, else the preview on this host. Without either, the refusal says what to do instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx2
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
@@ -17,17 +20,21 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, server_sent
 from api.http.routing import keyed_router
 from api.http.threads import in_thread, turn
-from api.transfer import chat_answer, inference_proxy
-from api.transfer.adapter_download import adapter_folder
+from api.transfer import chat_answer
+from api.transfer.tar_stream import adapter_folder
 from ft_service.control import tuned_models
-from ft_service.errors import NotFoundError, SpecError
-from ft_service.serving.preview import Deliver, Preview, Ticket
-from ft_service.serving.request import ChatCompletion, parse_chat_completion
+from ft_service.errors import NotFoundError, SpecError, UnavailableError
+from ft_service.serving.chat_request import ChatCompletion, parse_chat_completion
+from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import is_tuned
 
 router = keyed_router("/v1", "inference")
 
+_TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+_turn = count()
+"""The next replica: requests go to the replicas in turn."""
+_PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
 _ANSWER = server_sent()
 _ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
@@ -35,10 +42,10 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 
 @router.post("/chat/completions", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
 async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
-    """For a base, an alias, a tuned model or a checkpoint of one; streamed if asked for. Tuned models must be the project's own
-    or granted to it. With FT_INFERENCE_URL that server answers. Else the preview of this host does (FT_PREVIEW): training comes
-    first, and while it has the slots this is a 503 with `retry-after`, unless `processor` is true, which OpenAI's API has not:
-    then the answer comes from the processor, slowly."""
+    """Answer with a base, an alias, a tuned model or a checkpoint of one; as a stream if `stream` is true. Tuned models must be
+    the project's own or granted to it. With FT_INFERENCE_URL, that server answers; else the preview of this host does
+    (FT_PREVIEW). Training has priority: while it holds the slots, the answer is a 503 with `retry-after`, unless `processor`
+    (not in OpenAI's API) is true: then the processor computes the answer, slowly."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
@@ -47,24 +54,23 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
         if "processor" in body:
             message = "processor: is for the preview, and an inference server answers here (FT_INFERENCE_URL). Leave it out."
             raise SpecError(message, param="processor", code="unsupported_parameter")
-        return await inference_proxy.chat_completion(services.settings, body)
-    if tuned is not None:  # whoever serves models may have loaded one that was pruned since
+        return await _proxied(services.settings, body)
+    if tuned is not None:  # an inference server may still serve one that was pruned
         await in_thread(tuned_models.refuse_pruned, tuned, services.places)
     if services.preview is None:
         raise _not_served(tuned)
-    asked = parse_chat_completion(body)
+    completion = parse_chat_completion(body)
     adapter = None
     if tuned is not None:
         async with turn("making") if tuned.checkpoint is not None else nullcontext():
             adapter = await in_thread(adapter_folder, tuned, services.places)
-    submit = partial(_submit, services, services.preview, asked, tuned, adapter, caller.project_id)
-    return await chat_answer.answer(request, asked, services.preview, submit)
+    submit = partial(_submit, services, completion, tuned, adapter, caller.project_id)
+    return await chat_answer.answer(request, completion, services.preview, submit)
 
 
 def _submit(
     services: Services,
-    preview: Preview,
-    asked: ChatCompletion,
+    completion: ChatCompletion,
     tuned: tuned_models.Tuned | None,
     adapter: Path | None,
     project_id: str,
@@ -72,47 +78,48 @@ def _submit(
 ) -> Ticket:
     if tuned is None:
         try:
-            base = services.catalogue.find(asked.model)
+            base = services.catalogue.find(completion.model)
         except SpecError as error:
             raise NotFoundError(error.message, param="model", code="model_not_found") from None
-        return preview.submit(str(base.path), None, asked.order(None), deliver, project_id=project_id, beside=asked.processor)
-    spec = tuned.job.spec
-    order, formats = asked.order(str(adapter)), spec.precision.model_dump(mode="json")
-    job = tuned.job if tuned.checkpoint is None else None
-    whose = {"project_id": project_id, "beside": asked.processor}
-    return preview.submit(spec.model.path, formats, order, deliver, job, **whose)
+        model, order = PreviewModel(str(base.path)), completion.order(None)
+    else:
+        spec, job = tuned.job.spec, tuned.job if tuned.checkpoint is None else None
+        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job)
+        order = completion.order(str(adapter))
+    assert services.preview is not None
+    return services.preview.submit(model, order, deliver, project_id=project_id, on_processor=completion.processor)
 
 
 class InferenceView(BaseModel):
-    """Who answers chat completions here."""
+    """The program that answers chat completions here."""
 
     object: Literal["inference"] = "inference"
     answered_by: Literal["preview", "inference_server"] | None
-    """preview: a process of this host, to try models; inference_server: the operator's; null: nobody."""
+    """preview: a process of this host, to try models; inference_server: the operator's; null: none."""
     reason: str | None
-    """Why nobody does; null: somebody does."""
+    """Why none does; null: one does."""
 
 
 @router.get("/inference")
 async def retrieve(services: Svc) -> InferenceView:
-    """Not in OpenAI's API. Who answers chat completions here, and why nobody does."""
+    """Not in OpenAI's API. The program that answers chat completions here, or why none does."""
     if services.settings.inference_url:
         return InferenceView(answered_by="inference_server", reason=None)
     if services.preview is not None:
         return InferenceView(answered_by="preview", reason=None)
-    return InferenceView(answered_by=None, reason=_why_nobody(services.settings))
+    return InferenceView(answered_by=None, reason=_why_none(services.settings))
 
 
-def _why_nobody(settings: Settings) -> str:
+def _why_none(settings: Settings) -> str:
     if settings.preview == "off":
         return "The preview is turned off (FT_PREVIEW = off), and no inference server is set (FT_INFERENCE_URL)."
     if settings.launcher != "local":
-        return "Jobs run in a cluster, where nothing of the service's answers; FT_INFERENCE_URL names a server that does."
-    return "This process serves the API alone; the preview runs beside `ft serve`, and FT_INFERENCE_URL names another server."
+        return "Jobs run in a cluster, where the service has no preview; FT_INFERENCE_URL names a server that answers."
+    return "This process serves the API alone; the preview runs with `ft serve`, and FT_INFERENCE_URL names another server."
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of its option --max-lora-rank, 16 unless given."""
+"""Values of vLLM's option --max-lora-rank, whose default is 16."""
 
 
 def _rank_for_vllm(tuned: tuned_models.Tuned) -> int:
@@ -132,3 +139,44 @@ def _not_served(tuned: tuned_models.Tuned | None) -> NotFoundError:
             f"{_rank_for_vllm(tuned)} --lora-modules '{tuned.name}={tuned.job.id}'"
         )
     return NotFoundError(message, param="model", code="model_not_served")
+
+
+async def _proxied(settings: Settings, body: Any) -> StreamingResponse:
+    """Send a body to a replica of FT_INFERENCE_URL with the server's key; the caller's key is never sent. If a replica does not
+    answer, the next one gets the request. Raises UnavailableError.
+    """
+    urls = settings.inference_urls
+    first = next(_turn) % len(urls)
+    failure = UnavailableError("FT_INFERENCE_URL names no server.")
+    for url in (*urls[first:], *urls[:first]):
+        try:
+            return await _forward(url, settings, body)
+        except UnavailableError as error:
+            failure = error
+    raise failure
+
+
+async def _forward(url: str, settings: Settings, body: Any) -> StreamingResponse:
+    headers = {}
+    if settings.inference_api_key:
+        headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
+    client = httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False)
+    try:
+        request = client.build_request("POST", f"{url}/chat/completions", json=body, headers=headers)
+        answer = await client.send(request, stream=True)
+    except BaseException as error:
+        await client.aclose()
+        if isinstance(error, httpx2.HTTPError):
+            raise UnavailableError(f"The inference server (FT_INFERENCE_URL) does not answer: {error}.") from error
+        raise
+    kept = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+    return StreamingResponse(_chunks(client, answer), status_code=answer.status_code, headers=kept)
+
+
+async def _chunks(client: httpx2.AsyncClient, answer: httpx2.Response) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in answer.aiter_bytes():
+            yield chunk
+    finally:
+        await answer.aclose()
+        await client.aclose()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from fastapi import Query
 
 from api.http.auth import Caller
-from api.http.dependencies import Svc
+from api.http.dependencies import Services, Svc
 from api.http.routing import keyed_router
 from api.wire.views import BaseView, DeletedModelView, ModelsView, ModelView, VerifyView
 from ft_service.bases.catalogue import Base
+from ft_service.bases.description import write_described
 from ft_service.control import tuned_models
 from ft_service.control.base_facts import base_facts
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
@@ -27,25 +29,36 @@ def list_models(
     services: Svc,
     owned_by: Annotated[Literal["system"] | None, Query(description="`system`: no tuned models.")] = None,
 ) -> ModelsView:
-    """Every base below FT_MODELS, the aliases in FT_MODEL_ALIASES, then the tuned models that the project may use, newest
-    first. `owned_by`, which OpenAI's API has not: only the bases and aliases."""
-    bases = [_base(model.name, model) for model in services.catalogue.list_models()]
-    aliases = [_base(alias, model) for alias, model in services.catalogue.list_aliases()]
+    """List every base below FT_MODELS, the aliases in FT_MODEL_ALIASES, then the tuned models that the project may use, newest
+    first. `owned_by` (not in OpenAI's API): only the bases and aliases."""
+    bases = [_base(model.name, model, services) for model in services.catalogue.list_models()]
+    aliases = [_base(alias, model, services) for alias, model in services.catalogue.list_aliases()]
     tuned = () if owned_by else tuned_models.list_usable(caller, services.store, services.places)
     return ModelsView(data=[*bases, *aliases, *(_tuned(model, caller) for model in tuned)])
 
 
 @router.get("/{model:path}")
-def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
-    """A base, an alias, a tuned model, or a checkpoint of one; ids hold `/` and `:`, percent-encoded or not."""
+def retrieve(
+    model: str,
+    caller: Caller,
+    services: Svc,
+    include: Annotated[
+        Literal["description"] | None, Query(description="`description`: what training finds in a base.")
+    ] = None,
+) -> ModelView:
+    """A base, an alias, a tuned model, or a checkpoint of one; ids contain `/` and `:`, percent-encoded or not. `include` (not
+    in OpenAI's API) adds the description of a base."""
     if is_tuned(model):
         tuned = tuned_models.find(model, caller, services.store)
         tuned_models.refuse_pruned(tuned, services.places)
         return _tuned(tuned, caller)
     try:
-        return _base(model, services.catalogue.find(model))
+        base = services.catalogue.find(model)
     except SpecError as error:
         raise NotFoundError(error.message, param="model", code="model_not_found") from None
+    view = _base(model, base, services)
+    described = services.catalogue.descriptions.known(base.path) if include else None
+    return view if described is None else view.model_copy(update={"description": json.loads(write_described(described))})
 
 
 @router.delete("/{model:path}")
@@ -53,29 +66,28 @@ def delete(model: str, caller: Caller, services: Svc) -> DeletedModelView:
     """Hide a tuned model or a checkpoint of one: it can no longer be found, downloaded or served. The job stays. Bases and
     aliases are the operator's and cannot be deleted here."""
     if not is_tuned(model):
-        untuned = retrieve(model, caller, services)
-        message = f"model = {untuned.id!r}: a base model is the operator's and cannot be deleted; only tuned models can."
+        base = retrieve(model, caller, services)
+        message = f"model = {base.id!r}: a base model is the operator's and cannot be deleted; only tuned models can."
         raise ForbiddenError(message, param="model")
     tuned = tuned_models.find_own(model, caller.project_id, services.store)
     tuned_models.refuse_pruned(tuned, services.places)
-    services.store.delete_model(caller.project_id, tuned.name)
+    services.store.models.delete_model(caller.project_id, tuned.name)
     return DeletedModelView(id=tuned.name)
 
 
 @router.post("/{model:path}/verify")
 def verify_adapter(model: str, caller: Caller, services: Svc) -> VerifyView:
-    """Not in OpenAI's API. Read the adapter of a tuned model of the project anew, and compare it with what was written: files,
-    digests, shapes."""
+    """Not in OpenAI's API. Read the adapter of a tuned model of the project again, and compare its files, digests and shapes
+    with those that were written."""
     tuned = tuned_models.find_own(model, caller.project_id, services.store)
     tuned_models.refuse_pruned(tuned, services.places)
     report = verify(services.places.run(tuned.job.id).path(tuned.adapter_key))
     return VerifyView(model=tuned.name, ok=not report.faults, checked=report.checked, faults=report.faults)
 
 
-def _base(name: str, model: Base) -> ModelView:
-    facts = base_facts(model.path, model.name)
-    about = BaseView.model_validate(facts, from_attributes=True)
-    return ModelView(id=name, created=int(model.created_at), owned_by="system", root=model.name, base=about)
+def _base(name: str, model: Base, services: Services) -> ModelView:
+    facts = base_facts(model.path, services.catalogue.descriptions.known(model.path))
+    return ModelView(id=name, created=int(model.created_at), owned_by="system", root=model.name, base=BaseView.of(facts))
 
 
 def _tuned(model: tuned_models.Tuned, caller: Principal) -> ModelView:

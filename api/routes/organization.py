@@ -1,7 +1,7 @@
-"""`/v1/organization`: projects, their keys and limits, the record of changes, and use. For admin keys only.
+"""`/v1/organization`: projects, their keys and limits, the audit log, and usage. For admin keys only.
 
-An admin key manages its own project's keys. One of the first project (`default`) also manages the other projects of its
-organisation, and their limits; of what is in them (files, jobs, models) it sees the list of jobs, if it asks by `project`.
+An admin key manages the keys of its own project. An admin key of the first project (`default`) also manages the other projects
+of its organisation, and their limits; of their contents it sees only the list of jobs, with the parameter `project`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Query
 from fastapi.responses import PlainTextResponse
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from api.http.auth import Admin, known_project, manages
 from api.http.dependencies import After, JsonBody, Services, Svc, body_schema, parse_body
@@ -33,8 +33,9 @@ from api.wire.organization_views import (
 from api.wire.views import ListView, list_view
 from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import Strict
-from ft_service.store.records import Limits, Principal, Project
+from ft_service.store.records import Principal, Project, TenantLimits
 from ft_service.store.tenants.projects import MANAGING_PROJECT
+from ft_service.store.tenants.usage import UsageQuery
 
 router = keyed_router("/v1/organization", "organization")
 
@@ -43,10 +44,11 @@ Name = Annotated[str, Field(min_length=1, max_length=255)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 _DEFAULT_DAYS = 7
 _LAST_DAY = 10_000_000
+Time = Annotated[int | None, Field(ge=0, le=_LAST_DAY * DAY_SECONDS)]
 
 
 class ProjectLimits(Strict):
-    """What a project may use. What is left out stays; null takes a limit away."""
+    """Limits of a project. A limit that is left out stays as it is; null removes it."""
 
     max_slots: Count | None = None
     max_queued: Count | None = None
@@ -69,7 +71,7 @@ class ProjectRequest(Strict):
 
 
 class ProjectUpdate(Strict):
-    """What changes of a project."""
+    """Changes to a project."""
 
     name: Name | None = None
     limits: ProjectLimits = ProjectLimits()
@@ -85,28 +87,31 @@ class ProjectKeyRequest(Strict):
 
 
 class KeyRotation(Strict):
-    """How a key is replaced."""
+    """The replacement of a key."""
 
     keep_seconds: Annotated[int, Field(ge=0, le=366 * DAY_SECONDS)] = DAY_SECONDS
-    """For how long the old key goes on beside the new one."""
+    """How long the old key stays valid."""
 
 
 @router.get("/projects", response_model=ListView[ProjectView])
 def list_projects(caller: Admin, services: Svc, after: After = None, limit: Limit = 20, include_archived: bool = False) -> Any:
-    """By creation. An admin key of another project than the first sees its own."""
+    """List projects by creation. An admin key of another project than the first sees only its own."""
     if not manages(caller):
-        return list_view([_view(services.store.get_project(caller.project_id), services)], has_more=False)
-    page = services.store.list_projects(organization=caller.organization, archived=include_archived, after=after, limit=limit)
+        return list_view([_view(services.store.projects.get_project(caller.project_id), services)], has_more=False)
+    page = services.store.projects.list_projects(
+        organization=caller.organization, archived=include_archived, after=after, limit=limit
+    )
     return list_view([_view(project, services) for project in page.data], page.has_more)
 
 
 @router.post("/projects", openapi_extra=body_schema(ProjectRequest))
 def create_project(body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
     """Create a project, without keys. `limits` are not in OpenAI's API."""
-    asked = parse_body(body, ProjectRequest)
+    given = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
-    limits = Limits(**asked.limits.given())
-    return _view(services.store.create_project(name=asked.name, organization=caller.organization, limits=limits), services)
+    limits = TenantLimits(**given.limits.given())
+    made = services.store.projects.create_project(name=given.name, organization=caller.organization, limits=limits)
+    return _view(made, services)
 
 
 @router.get("/projects/{project_id}")
@@ -116,26 +121,26 @@ def retrieve_project(project_id: str, caller: Admin, services: Svc) -> ProjectVi
 
 @router.post("/projects/{project_id}", openapi_extra=body_schema(ProjectUpdate))
 def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
-    """Change its name and limits; these are not in OpenAI's API. They hold from a second later on."""
-    asked = parse_body(body, ProjectUpdate)
+    """Change a project's name and limits; limits are not in OpenAI's API. They apply after a second."""
+    given = parse_body(body, ProjectUpdate)
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
-    return _view(services.store.update_project(project_id, name=asked.name, limits=asked.limits.given()), services)
+    return _view(services.store.projects.update_project(project_id, name=given.name, limits=given.limits.given()), services)
 
 
 @router.post("/projects/{project_id}/archive")
 def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectView:
-    """End a project: its keys open nothing any more. Its jobs run on, and what it has stays."""
+    """Archive a project: its keys become invalid. Its jobs continue, and its files and models stay."""
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
-    return _view(services.store.archive_project(project_id), services)
+    return _view(services.store.projects.archive_project(project_id), services)
 
 
 @router.get("/projects/{project_id}/api_keys", response_model=ListView[ApiKeyView])
 def list_keys(project_id: str, caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
-    """Oldest first, expired and revoked ones too."""
+    """List keys, the oldest first, expired and revoked ones too."""
     known_project(project_id, caller, services)
-    now, keys = services.store.now(), services.store.list_keys(project_id)
+    now, keys = services.store.now(), services.store.keys.list_keys(project_id)
     if after is not None:
         place = next((number for number, key in enumerate(keys) if key.id == after), None)
         if place is None:
@@ -146,80 +151,85 @@ def list_keys(project_id: str, caller: Admin, services: Svc, after: After = None
 
 @router.post("/projects/{project_id}/api_keys", openapi_extra=body_schema(ProjectKeyRequest))
 def create_key(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
-    """Make a key, whose `value` is shown this one time."""
-    asked = parse_body(body, ProjectKeyRequest)
+    """Create a key. Its `value` is shown only once."""
+    given = parse_body(body, ProjectKeyRequest)
     known_project(project_id, caller, services)
     now = services.store.now()
-    expires_at = None if asked.expires_in_seconds is None else now + asked.expires_in_seconds
-    key, secret = services.store.create_key(project_id=project_id, name=asked.name, scope=asked.scope, expires_at=expires_at)
+    expires_at = None if given.expires_in_seconds is None else now + given.expires_in_seconds
+    key, secret = services.store.keys.create_key(
+        project_id=project_id, name=given.name, scope=given.scope, expires_at=expires_at
+    )
     return new_api_key_view(key, secret, now)
 
 
 @router.get("/projects/{project_id}/api_keys/{api_key_id}")
 def retrieve_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -> ApiKeyView:
     known_project(project_id, caller, services)
-    return api_key_view(services.store.get_key(project_id, api_key_id), services.store.now())
+    return api_key_view(services.store.keys.get_key(project_id, api_key_id), services.store.now())
 
 
 @router.delete("/projects/{project_id}/api_keys/{api_key_id}")
 def revoke_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -> DeletedApiKeyView:
-    """Revoke a key; it stays in the list. It opens nothing from a second later on."""
+    """Revoke a key. It stays in the list, and becomes invalid after a second."""
     known_project(project_id, caller, services)
-    return DeletedApiKeyView(id=services.store.revoke_key(project_id, api_key_id).id)
+    return DeletedApiKeyView(id=services.store.keys.revoke_key(project_id, api_key_id).id)
 
 
 @router.post("/projects/{project_id}/api_keys/{api_key_id}/rotate", openapi_extra=body_schema(KeyRotation))
 def rotate_key(project_id: str, api_key_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
-    """Replace a key by one of the same name and scope. The old one goes on for `keep_seconds`."""
-    asked = parse_body(body, KeyRotation)
+    """Not in OpenAI's API. Replace a key with a new one of the same name and scope. The old one stays valid for
+    `keep_seconds`."""
+    keep_seconds = parse_body(body, KeyRotation).keep_seconds
     known_project(project_id, caller, services)
-    key, secret = services.store.rotate_key(project_id, api_key_id, keep_seconds=asked.keep_seconds)
+    key, secret = services.store.keys.rotate_key(project_id, api_key_id, keep_seconds=keep_seconds)
     return new_api_key_view(key, secret, services.store.now())
 
 
 @router.get("/audit_logs", response_model=ListView[AuditView])
 def list_audit(caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
-    """What was changed, newest first: in the caller's project, or in all that it manages."""
-    page = services.store.list_audit(**_scope(caller), after=after, limit=limit)
+    """List changes, the newest first: those of the caller's project, or of all projects that it manages."""
+    page = services.store.audit.list_audit(**_scope(caller), after=after, limit=limit)
     return list_view([audit_view(entry) for entry in page.data], page.has_more)
 
 
+class UsageParameters(BaseModel):
+    """Which usage is summed, and how it is grouped."""
+
+    start_time: Time = None
+    end_time: Time = None
+    bucket_width: Literal["1d"] = "1d"
+    project_ids: list[str] | None = None
+    api_key_ids: list[str] | None = None
+    group_by: list[Literal["project_id", "api_key_id"]] | None = None
+    limit: Annotated[int, Field(ge=1, le=366)] = 31
+    page: str | None = None
+    format: Literal["json", "csv"] = "json"
+
+
 @router.get("/usage/fine_tuning", response_model=UsageView, responses={200: {"content": {"text/csv": {}}}})
-def usage(
-    caller: Admin,
-    services: Svc,
-    start_time: Annotated[int | None, Query(ge=0, le=_LAST_DAY * DAY_SECONDS)] = None,
-    end_time: Annotated[int | None, Query(ge=0, le=_LAST_DAY * DAY_SECONDS)] = None,
-    bucket_width: Literal["1d"] = "1d",
-    project_ids: Annotated[list[str] | None, Query()] = None,
-    api_key_ids: Annotated[list[str] | None, Query()] = None,
-    group_by: Annotated[list[Literal["project_id", "api_key_id"]] | None, Query()] = None,
-    limit: Annotated[int, Query(ge=1, le=366)] = 31,
-    page: str | None = None,
-    format: Literal["json", "csv"] = "json",
-) -> Any:
-    """What was used, by day (UTC), and by project and key if `group_by` says so. `start_time`: default: a week ago. `format`
-    csv: one line a day, project and key."""
+def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query()]) -> Any:
+    """Not in OpenAI's API. Usage by day (UTC), and by project and key if `group_by` says so. `start_time`: default: a week ago.
+    `format` csv: one line for each day, project and key."""
     today = int(services.store.now() // DAY_SECONDS)
-    first = max(0, today - _DEFAULT_DAYS + 1) if start_time is None else start_time // DAY_SECONDS
-    last = today if end_time is None else -(-end_time // DAY_SECONDS) - 1
-    if page is not None:
-        if not page.isdecimal() or len(page) > 9:
-            raise SpecError(f"page = {page[:80]!r}: use the next_page of an answer.", param="page")
-        first = max(first, int(page))
-    groups = [{"api_key_id": "key_id"}.get(name, name) for name in group_by or ()]
-    if format == "csv":
-        groups = ["project_id", "key_id"]
-    end = min(last, first + limit - 1)
-    rows = services.store.usage(
-        first_day=first,
-        last_day=end,
-        project_ids=project_ids,
-        key_ids=api_key_ids,
-        group_by=groups,
-        **_usage_scope(caller),
+    first = max(0, today - _DEFAULT_DAYS + 1) if query.start_time is None else query.start_time // DAY_SECONDS
+    last = today if query.end_time is None else -(-query.end_time // DAY_SECONDS) - 1
+    if query.page is not None:
+        if not query.page.isdecimal() or len(query.page) > 9:
+            raise SpecError(f"page = {query.page[:80]!r}: use the next_page of an answer.", param="page")
+        first = max(first, int(query.page))
+    end = min(last, first + query.limit - 1)
+    names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
+    rows = services.store.usage.usage(
+        UsageQuery(
+            first_day=first,
+            last_day=end,
+            project_ids=query.project_ids,
+            key_ids=query.api_key_ids,
+            group_by=[{"api_key_id": "key_id"}.get(name, name) for name in names],
+            **_scope(caller, "only_project"),
+        )
     )
-    if format == "csv":
+    if query.format == "csv":
         return PlainTextResponse(usage_csv(rows), media_type="text/csv")
     return usage_view(rows, first, end, next_page=str(end + 1) if end < last else None)
 
@@ -233,9 +243,6 @@ def _refuse_unless_managing(caller: Principal) -> None:
         raise ForbiddenError(f"Projects and their limits are managed with an admin key of the project {MANAGING_PROJECT}.")
 
 
-def _scope(caller: Principal) -> dict[str, Any]:
-    return {"organization": caller.organization} if manages(caller) else {"project_id": caller.project_id}
-
-
-def _usage_scope(caller: Principal) -> dict[str, Any]:
-    return {"organization": caller.organization} if manages(caller) else {"only_project": caller.project_id}
+def _scope(caller: Principal, own: str = "project_id") -> dict[str, Any]:
+    """Return what limits a query to the caller's organisation or project. `own`: the parameter that takes the project."""
+    return {"organization": caller.organization} if manages(caller) else {own: caller.project_id}

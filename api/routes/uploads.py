@@ -1,4 +1,4 @@
-"""`/v1/uploads`: a file that arrives in parts, for what is too large for one request."""
+"""`/v1/uploads`: files that arrive in parts, since they are too large for one request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from api.http.threads import in_thread
-from api.routes.files import require_chat_file
-from api.transfer.multipart import TEMPORARY_PREFIX, clean_filename, keep, received, sync_folder
-from api.transfer.multipart import ReceivedFile as Received
-from api.wire.expiry import ExpiresAfter
-from api.wire.views import UploadPartView, UploadView, upload_part_view, upload_view
+from api.routes.files import ExpiresAfter, require_data_file
+from api.transfer.multipart import TEMPORARY_PREFIX, ReceivedFile, clean_filename, keep, received, sync_folder
+from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
@@ -34,7 +32,7 @@ LIFETIME_SECONDS = 3600
 MAX_PART_BYTES = 64 * 1024**2
 MAX_PARTS = 10_000
 MAX_PENDING = 20
-"""Pending uploads of a project: with the largest upload, what the disk must have room for."""
+"""Pending uploads of a project: the disk must have room for as many of the largest size."""
 _COPY_BYTES = 1024**2
 
 _PART = {
@@ -54,56 +52,57 @@ _PART = {
 
 
 class UploadRequest(Strict):
-    """What is going to be sent."""
+    """The file that will be sent."""
 
     bytes: Annotated[int, Field(ge=1)]
-    """Of the whole file; at most FT_MAX_UPLOAD_BYTES."""
+    """Size of the whole file; at most FT_MAX_UPLOAD_BYTES."""
     filename: Annotated[str, Field(min_length=1, max_length=4096)]
     mime_type: Annotated[str, Field(max_length=255)]
-    """OpenAI's field. The contents are checked by the job that uses them, whatever it says."""
+    """OpenAI's field. It has no effect: the job that uses the file checks its contents."""
     purpose: str
     expires_after: ExpiresAfter | None = None
     """Lifetime of the file that the upload becomes; None: until it is deleted."""
 
 
 class CompleteRequest(Strict):
-    """Which parts make the file."""
+    """The parts of the file."""
 
     part_ids: Annotated[list[str], Field(min_length=1, max_length=MAX_PARTS)]
-    """In the order of the file."""
+    """Ids of the parts, in the order of the file."""
     md5: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
-    """Of the whole file, in hexadecimal; None: not compared."""
+    """Digest of the whole file, in hexadecimal; None: not compared."""
 
 
 @router.post("", openapi_extra=body_schema(UploadRequest))
 def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
     """Announce a file. The upload expires after an hour."""
-    asked = parse_body(body, UploadRequest)
-    filename = clean_filename(asked.filename)
-    require_chat_file(filename, "filename", asked.purpose)
-    if asked.bytes > services.settings.max_upload_bytes:
-        message = f"bytes = {asked.bytes}: larger than {services.settings.max_upload_bytes} (FT_MAX_UPLOAD_BYTES). Split it."
+    given, most = parse_body(body, UploadRequest), services.settings.max_upload_bytes
+    filename = clean_filename(given.filename)
+    require_data_file(filename, "filename", given.purpose)
+    if given.bytes > most:
+        message = f"bytes = {given.bytes}: larger than {most} (FT_MAX_UPLOAD_BYTES). Split it."
         raise SpecError(message, param="bytes", code="file_too_large")
     upload = Upload(
         id=new_id("upload_"),
         project_id=caller.project_id,
         filename=filename,
-        purpose=asked.purpose,
-        bytes=asked.bytes,
-        file_seconds=asked.expires_after.seconds if asked.expires_after else None,
+        purpose=given.purpose,
+        bytes=given.bytes,
+        file_seconds=given.expires_after.seconds if given.expires_after else None,
     )
-    return upload_view(services.store.add_upload(upload, seconds=LIFETIME_SECONDS, at_most=MAX_PENDING), None)
+    added = services.store.uploads.add_upload(upload, seconds=LIFETIME_SECONDS, at_most=MAX_PENDING)
+    return UploadView.of(added, file=None)
 
 
-async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[Received]:
-    upload = await in_thread(services.store.get_upload, caller.project_id, upload_id)
+async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[ReceivedFile]:
+    upload = await in_thread(services.store.uploads.get_upload, caller.project_id, upload_id)
     async with received(request, _folder(upload, services), MAX_PART_BYTES, part="data") as part:
         yield part
 
 
 @router.post("/{upload_id}/parts", openapi_extra=_PART)
 def add_part(
-    request: Request, upload_id: str, caller: Caller, services: Svc, sent: Annotated[Received, Depends(_part)]
+    request: Request, upload_id: str, caller: Caller, services: Svc, sent: Annotated[ReceivedFile, Depends(_part)]
 ) -> UploadPartView:
     """Send a part of at most 64 MiB; several may be sent at once. Their order is given when the upload is completed."""
     if sent.fields:
@@ -111,19 +110,19 @@ def add_part(
         raise SpecError(f"{name}: there is no such part; known is data.", param=name, code="unknown_parameter")
     if not sent.bytes:
         raise SpecError("data is empty.", param="data")
-    upload = services.store.get_upload(caller.project_id, upload_id)
+    upload = services.store.uploads.get_upload(caller.project_id, upload_id)
     new = UploadPart(
         id=new_id("part_"), project_id=caller.project_id, upload_id=upload.id, bytes=sent.bytes, sha256=sent.sha256
     )
     if earlier := idempotency.repeated_part(request.headers, services.store, new):
-        return upload_part_view(earlier)
+        return UploadPartView.of(earlier)
     path = _folder(upload, services) / new.id
     try:
         keep(sent, path)
-        # Room for one part more than announced: one whose answer was lost, and which was sent again by hand.
-        return upload_part_view(services.store.add_part(new, slack=MAX_PART_BYTES, at_most=MAX_PARTS))
+        # Room for one part more than announced, which a user may send again after its answer was lost.
+        return UploadPartView.of(services.store.uploads.add_part(new, slack=MAX_PART_BYTES, at_most=MAX_PARTS))
     except FileNotFoundError:
-        raise _being_ended(upload) from None
+        raise _folder_gone(upload) from None
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -132,17 +131,17 @@ def add_part(
 @router.post("/{upload_id}/complete", openapi_extra=body_schema(CompleteRequest))
 def complete(upload_id: str, body: JsonBody, caller: Caller, services: Svc) -> UploadView:
     """Make the file. Repeating it gives the same answer."""
-    asked = parse_body(body, CompleteRequest)
-    upload = services.store.get_upload(caller.project_id, upload_id)
+    given = parse_body(body, CompleteRequest)
+    upload = services.store.uploads.get_upload(caller.project_id, upload_id)
     if upload.status == "pending":
         try:
-            upload = _complete(upload, asked, services)
+            upload = _complete(upload, given, services)
         except (FileNotFoundError, SpecError) as error:
-            # Ended in the same moment, perhaps by the same request; or its parts are on another disk.
-            upload = services.store.get_upload(caller.project_id, upload_id)
+            # Another request, perhaps a repeat of this one, has just ended it; or its parts are on another disk.
+            upload = services.store.uploads.get_upload(caller.project_id, upload_id)
             if upload.status == "pending":
-                raise (error if isinstance(error, SpecError) else _being_ended(upload)) from None
-    if upload.part_ids != asked.part_ids:
+                raise (error if isinstance(error, SpecError) else _folder_gone(upload)) from None
+    if upload.part_ids != given.part_ids:
         message = f"Upload {upload.id} is {upload.status}: start a new one."
         raise SpecError(message, param="upload_id", code="invalid_state")
     return _view(upload, services)
@@ -150,18 +149,17 @@ def complete(upload_id: str, body: JsonBody, caller: Caller, services: Svc) -> U
 
 @router.post("/{upload_id}/cancel")
 def cancel(upload_id: str, caller: Caller, services: Svc) -> UploadView:
-    """Give the upload up; its parts are removed."""
-    upload = services.store.cancel_upload(caller.project_id, upload_id)
+    """Cancel the upload; its parts are removed."""
+    upload = services.store.uploads.cancel_upload(caller.project_id, upload_id)
     shutil.rmtree(_folder(upload, services), ignore_errors=True)
-    return upload_view(upload, None)
+    return UploadView.of(upload, file=None)
 
 
-def _complete(upload: Upload, asked: CompleteRequest, services: Services) -> Upload:
-    parts = _chosen(upload, asked.part_ids, services)
-    file = _assemble(upload, parts, asked.md5, services)
+def _complete(upload: Upload, request: CompleteRequest, services: Services) -> Upload:
+    file = _assemble(upload, _chosen(upload, request.part_ids, services), request.md5, services)
     try:
         services.places.keep(file.id)
-        done = services.store.complete_upload(upload.project_id, upload.id, asked.part_ids, file)
+        done = services.store.uploads.complete_upload(upload.project_id, upload.id, request.part_ids, file)
     except BaseException:
         services.places.remove(file.id)
         raise
@@ -172,8 +170,8 @@ def _complete(upload: Upload, asked: CompleteRequest, services: Services) -> Upl
 
 
 def _chosen(upload: Upload, part_ids: Sequence[str], services: Services) -> list[UploadPart]:
-    """The parts of a file; one may be used twice. Raises SpecError if one is unknown or their length is not as announced."""
-    known = {part.id: part for part in services.store.list_parts(upload.project_id, upload.id)}
+    """Return the parts of a file; a part may be used twice. Raises SpecError for an unknown part or a wrong total length."""
+    known = {part.id: part for part in services.store.uploads.list_parts(upload.project_id, upload.id)}
     for number, part_id in enumerate(part_ids):
         if part_id not in known:
             message = f"part_ids.{number} = {part_id[:80]!r}: the upload has no such part."
@@ -227,13 +225,9 @@ def _copy(upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: 
     return whole.hexdigest()
 
 
-def _being_ended(upload: Upload) -> SpecError:
-    """The error for an upload whose folder vanished: completed or cancelled in the same moment, or its parts are on another
-    disk.
-    """
-    message = (
-        f"Upload {upload.id} is being ended, or its parts are not on this server's disk: look at it again, or begin a new one."
-    )
+def _folder_gone(upload: Upload) -> SpecError:
+    """Return the error for an upload without a folder: it has just ended, or its parts are on another disk."""
+    message = f"Upload {upload.id} has just ended, or its parts are not on this server's disk. Start a new upload."
     return SpecError(message, param="upload_id", code="invalid_state")
 
 
@@ -243,7 +237,7 @@ def _folder(upload: Upload, services: Services) -> Path:
 
 def _view(upload: Upload, services: Services) -> UploadView:
     try:
-        file = services.store.get_file(upload.project_id, upload.file_id or "")
+        file = services.store.files.get_file(upload.project_id, upload.file_id or "")
     except NotFoundError:  # deleted since
         file = None
-    return upload_view(upload, file)
+    return UploadView.of(upload, file=FileView.of(file) if file else None)

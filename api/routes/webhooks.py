@@ -1,4 +1,4 @@
-"""`/v1/webhook_endpoints` and `/v1/webhook_event_types`: receivers of a job's end."""
+"""`/v1/webhook_endpoints` and `/v1/webhook_event_types`: receivers of messages about the end of jobs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ from api.http.auth import Caller
 from api.http.dependencies import After, JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router, written
 from api.http.threads import in_thread
-from api.wire.views import ListView, list_view
-from api.wire.webhook_views import (
-    DeletedWebhookView,
-    EventTypesView,
-    WebhookSecretView,
-    WebhookTestView,
-    WebhookView,
-    webhook_secret_view,
-    webhook_view,
-)
+from api.wire.views import Deleted, ListView, Seconds, View, list_view
 from ft_service.control.webhook_delivery import TRY_SECONDS, DeliveryError
 from ft_service.errors import LimitError, SpecError
 from ft_service.host.webhook_receiver import parse_receiver
@@ -33,6 +24,7 @@ from ft_service.store.webhooks import EVENT_TYPES, event_body
 router = keyed_router("/v1", "webhooks")
 
 KEPT_SECONDS = 24 * 3600.0
+"""Validity of an old secret after a rotation that keeps it."""
 
 EventType = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
 EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=len(EVENT_TYPES))]
@@ -41,7 +33,7 @@ Url = Annotated[str, Field(min_length=1, max_length=2048, json_schema_extra={"fo
 
 
 class WebhookRequest(Strict):
-    """Who is to be told of what."""
+    """A new receiver, and the events that it gets."""
 
     event_types: EventTypes
     name: Name
@@ -50,25 +42,59 @@ class WebhookRequest(Strict):
 
 
 class WebhookUpdate(Strict):
-    """What is to change; None: stays as it is."""
+    """Changes to a receiver; None: no change."""
 
     event_types: EventTypes | None = None
-    """All that the endpoint is to be told of from now on."""
+    """The complete new list of events."""
     name: Name | None = None
     url: Url | None = None
 
 
 class RotateRequest(Strict):
-    """How the old secret ends."""
+    """The end of the old secret."""
 
     keep_old_secret_active_for_24_hours: bool = False
     """Sign deliveries with both secrets for a day."""
 
 
 class WebhookTest(Strict):
-    """What the sample says."""
+    """The event of the sample."""
 
     event_type: EventType
+
+
+class WebhookView(View):
+    id: str
+    object: Literal["webhook_endpoint"] = "webhook_endpoint"
+    created_at: Seconds
+    event_types: list[str]
+    name: str
+    signing_secret_hint: str
+    url: str
+    updated_at: Seconds
+
+
+class WebhookSecretView(WebhookView):
+    signing_secret: str
+    """Only in the answers to create and rotate_secret."""
+
+
+class DeletedWebhookView(Deleted):
+    object: Literal["webhook_endpoint.deleted"] = "webhook_endpoint.deleted"
+
+
+class WebhookTestView(View):
+    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
+    event_type: str
+    status_code: int
+    success: Literal[True] = True
+    """The receiver answered, with `status_code`."""
+    webhook_endpoint_id: str
+
+
+class EventTypesView(View):
+    object: Literal["list"] = "list"
+    data: list[str]
 
 
 @router.get("/webhook_event_types")
@@ -79,44 +105,44 @@ def list_event_types(caller: Caller) -> EventTypesView:
 @router.post("/webhook_endpoints", openapi_extra=body_schema(WebhookRequest))
 def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
     """The answer holds the signing secret, which is not shown again."""
-    asked = parse_body(body, WebhookRequest)
-    parse_receiver(asked.url, allow_private=services.settings.webhook_allow_private)
+    given = parse_body(body, WebhookRequest)
+    parse_receiver(given.url, allow_private=services.settings.webhook_allow_private)
     new = WebhookEndpoint(
         id=new_id("we_"),
         project_id=caller.project_id,
-        name=asked.name,
-        url=asked.url,
-        event_types=list(dict.fromkeys(asked.event_types)),
+        name=given.name,
+        url=given.url,
+        event_types=list(dict.fromkeys(given.event_types)),
     )
-    return webhook_secret_view(services.store.add_webhook(new))
+    return _secret_view(services.store.webhooks.add_webhook(new))
 
 
 @router.get("/webhook_endpoints", response_model=ListView[WebhookView])
 def list_endpoints(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
     """Newest first."""
-    page = services.store.list_webhooks(caller.project_id, after=after, limit=limit)
-    return list_view([webhook_view(endpoint) for endpoint in page.data], page.has_more)
+    page = services.store.webhooks.list_webhooks(caller.project_id, after=after, limit=limit)
+    return list_view([_view(endpoint) for endpoint in page.data], page.has_more)
 
 
 @router.get("/webhook_endpoints/{webhook_endpoint_id}")
 def retrieve(webhook_endpoint_id: str, caller: Caller, services: Svc) -> WebhookView:
-    return webhook_view(services.store.get_webhook(caller.project_id, webhook_endpoint_id))
+    return _view(services.store.webhooks.get_webhook(caller.project_id, webhook_endpoint_id))
 
 
 @router.post("/webhook_endpoints/{webhook_endpoint_id}", openapi_extra=body_schema(WebhookUpdate))
 def update(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookView:
-    """Deliveries that are still waiting go to the new address."""
+    """Change a receiver. Deliveries that still wait go to the new address."""
     changes = parse_body(body, WebhookUpdate).model_dump(exclude_none=True)
     if "url" in changes:
         parse_receiver(changes["url"], allow_private=services.settings.webhook_allow_private)
     if "event_types" in changes:
         changes["event_types"] = list(dict.fromkeys(changes["event_types"]))
-    return webhook_view(services.store.update_webhook(caller.project_id, webhook_endpoint_id, **changes))
+    return _view(services.store.webhooks.update_webhook(caller.project_id, webhook_endpoint_id, **changes))
 
 
 @router.delete("/webhook_endpoints/{webhook_endpoint_id}")
 def delete(webhook_endpoint_id: str, caller: Caller, services: Svc) -> DeletedWebhookView:
-    services.store.delete_webhook(caller.project_id, webhook_endpoint_id)
+    services.store.webhooks.delete_webhook(caller.project_id, webhook_endpoint_id)
     return DeletedWebhookView(id=webhook_endpoint_id)
 
 
@@ -125,8 +151,8 @@ def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, serv
     """The answer holds the new signing secret, which is not shown again."""
     keep = parse_body(body, RotateRequest).keep_old_secret_active_for_24_hours
     seconds = KEPT_SECONDS if keep else 0.0
-    return webhook_secret_view(
-        services.store.rotate_webhook_secret(caller.project_id, webhook_endpoint_id, keep_seconds=seconds)
+    return _secret_view(
+        services.store.webhooks.rotate_webhook_secret(caller.project_id, webhook_endpoint_id, keep_seconds=seconds)
     )
 
 
@@ -136,12 +162,12 @@ def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, serv
     openapi_extra=body_schema(WebhookTest),
 )
 async def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> Response:
-    """Send a sample, once and now; the answer says what the receiver answered. A few of a project may be under way at once."""
+    """Send a sample once, now. The answer holds the receiver's status. A project may have a few tests running at once."""
     kind = parse_body(body, WebhookTest).event_type
-    endpoint = await in_thread(services.store.get_webhook, caller.project_id, webhook_endpoint_id)
+    endpoint = await in_thread(services.store.webhooks.get_webhook, caller.project_id, webhook_endpoint_id)
     sample = event_body(kind, "ftjob-sample", await in_thread(services.store.now))
-    if not services.webhook_tests.has_room(caller.project_id):  # it waits for a stranger's server: nobody else's request may
-        message = "Other tests of webhook endpoints are under way. Wait until they have ended."
+    if not services.webhook_tests.has_room(caller.project_id):  # another's server may be slow
+        message = "Other tests of webhook endpoints are running. Wait until they have ended."
         raise LimitError(message, code="too_many_at_once", retry_after=TRY_SECONDS)
     try:
         status = await services.webhook_tests.send(endpoint, new_id("wh_"), sample)
@@ -149,3 +175,11 @@ async def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, service
         message = f"url = {endpoint.url!r}: the receiver was not reached: {error}."
         raise SpecError(message, param="url", code="receiver_not_reached") from None
     return written(WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id))
+
+
+def _view(endpoint: WebhookEndpoint) -> WebhookView:
+    return WebhookView.of(endpoint, signing_secret_hint=f"whsec_...{endpoint.secret[-4:]}")
+
+
+def _secret_view(endpoint: WebhookEndpoint) -> WebhookSecretView:
+    return WebhookSecretView.of(_view(endpoint), signing_secret=endpoint.secret)

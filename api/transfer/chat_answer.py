@@ -13,25 +13,25 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from api.http.threads import in_thread
-from api.wire.errors import error_body
+from api.wire.error_views import error_body
 from ft_service.ids import new_id
+from ft_service.serving.chat_request import ChatCompletion
 from ft_service.serving.preview import Deliver, Preview, Ticket
-from ft_service.serving.request import ChatCompletion
 
 _GONE_POLL_SECONDS = 1.0
-"""How often it is looked whether the caller of an answer that is not streamed is still there."""
+"""Interval of the check whether the caller of an answer that is not streamed is still connected."""
 
-_NOBODY = 499
-"""Status of an answer that nobody will read, for the log."""
+_DISCONNECTED = 499
+"""Status in the log of an answer whose caller has disconnected."""
 
 Submit = Callable[[Deliver], Ticket]
 Part = dict[str, Any]
 
 
-async def answer(request: Request, asked: ChatCompletion, preview: Preview, submit: Submit) -> Response:
-    """The answer to a request. Raises the FtError that it ends in, unless a stream has begun.
+async def answer(request: Request, completion: ChatCompletion, preview: Preview, submit: Submit) -> Response:
+    """Return the answer to a request. Raises the FtError that it ends with, unless a stream has begun.
 
-    `submit`: asks the preview. A caller who goes away takes the request along.
+    `submit`: sends the request to the preview. It is cancelled if the caller disconnects.
     """
     parts: asyncio.Queue[Part] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -41,15 +41,15 @@ async def answer(request: Request, asked: ChatCompletion, preview: Preview, subm
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
     ticket = await in_thread(submit, deliver)
-    shape = _Shape(asked)
+    shape = _Shape(completion)
     streams = False
     try:
         while shape.completion_tokens is None:
             part = await _next(parts, request)
             if part is None:
-                return Response(status_code=_NOBODY)
+                return Response(status_code=_DISCONNECTED)
             shape.take(part)
-            if asked.stream:  # it is known by now that there will be an answer
+            if completion.stream:  # the first part has come, so there will be an answer
                 streams = True
                 return StreamingResponse(_events(shape, parts, preview, ticket), media_type="text/event-stream")
         return JSONResponse(shape.whole())
@@ -59,7 +59,7 @@ async def answer(request: Request, asked: ChatCompletion, preview: Preview, subm
 
 
 async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
-    """The next part; None: the caller has gone. Raises the error that is one."""
+    """Return the next part; None if the caller has disconnected. Raises the error in a part that holds one."""
     while True:
         try:
             part = await asyncio.wait_for(parts.get(), _GONE_POLL_SECONDS)
@@ -73,9 +73,9 @@ async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
 
 
 async def _events(shape: _Shape, parts: asyncio.Queue[Part], preview: Preview, ticket: Ticket) -> AsyncIterator[str]:
-    """An error in the middle is an event of its own, after which the stream ends without its mark of the end."""
+    """Yield server-sent events. An error is an event of its own, after which the stream ends without `[DONE]`."""
     try:
-        for index in range(shape.asked.n):
+        for index in range(shape.request.n):
             yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
         while True:
             part = await parts.get()
@@ -97,20 +97,20 @@ def _event(body: dict[str, Any]) -> str:
 
 @dataclass
 class _Shape:
-    """One answer in OpenAI's words, from its parts."""
+    """One answer in OpenAI's format, built from the preview's parts."""
 
-    asked: ChatCompletion
+    request: ChatCompletion
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_tokens: int = 0
     completion_tokens: int | None = None
-    """None: the answer is not complete."""
+    """None until the answer is complete."""
     _texts: dict[int, str] = field(default_factory=dict)
     _logprobs: dict[int, list[Any]] = field(default_factory=dict)
     _ends: dict[int, Part] = field(default_factory=dict)
 
     def take(self, part: Part) -> None:
-        """Keep a part of an answer that is sent whole."""
+        """Add a part to an answer that is sent as one object."""
         match part["kind"]:
             case "begun":
                 self.prompt_tokens = part["prompt_tokens"]
@@ -124,21 +124,21 @@ class _Shape:
 
     def whole(self) -> dict[str, Any]:
         choices = []
-        for index in range(self.asked.n):
+        for index in range(self.request.n):
             end = self._ends[index]
             message: dict[str, Any] = {"role": "assistant", "content": self._texts.get(index, ""), "refusal": None}
             if end["calls"]:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [_call(call) for call in end["calls"]]
-            logprobs = {"content": self._logprobs.get(index, []), "refusal": None} if self.asked.logprobs else None
+            logprobs = {"content": self._logprobs.get(index, []), "refusal": None} if self.request.logprobs else None
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": end["reason"]})
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """The chunks of a stream that a part makes."""
+        """Return the chunks of a stream for a part."""
         match part["kind"]:
             case "text":
-                logprobs = {"content": part.get("logprobs", []), "refusal": None} if self.asked.logprobs else None
+                logprobs = {"content": part.get("logprobs", []), "refusal": None} if self.request.logprobs else None
                 return [self.chunk(part["index"], {"content": part["text"]}, logprobs=logprobs)]
             case "end":
                 calls = [{"index": number, **_call(call)} for number, call in enumerate(part["calls"])]
@@ -158,10 +158,10 @@ class _Shape:
 
     @property
     def _with_usage(self) -> bool:
-        return self.asked.stream_options is not None and self.asked.stream_options.include_usage
+        return self.request.stream_options is not None and self.request.stream_options.include_usage
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
 
     def _usage(self) -> dict[str, int]:
         completion = self.completion_tokens or 0

@@ -14,7 +14,7 @@ _RANK = re.compile(r"(?:(node-\d+)/)?[^/]*/attempt_0/(\d+)/(stdout|stderr)\.log"
 
 
 def log_files(folder: Path | None, rank: int | None = None) -> dict[str, Path]:
-    """Source → file, by name. `folder` None: there is none. `rank`: only what this rank (of each node) printed; None:
+    """Return source → file, by name. `folder` None: no logs. `rank`: only the output of this rank (of each node); None:
     supervisor, torchrun and all ranks.
     """
     files: dict[str, Path] = {}
@@ -32,18 +32,13 @@ def log_files(folder: Path | None, rank: int | None = None) -> dict[str, Path]:
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last `lines` lines of a file, at most 1 MiB of it; bytes that are not UTF-8 are replaced."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _MAX_BYTES))
-        body = file.read(_MAX_BYTES)
-    kept = body.decode(errors="replace").splitlines(keepends=True)[-lines:]
-    return "".join(kept)
+    """Return the last `lines` lines of a file, at most 1 MiB of it; bytes that are not UTF-8 are replaced."""
+    return "".join(_last_bytes(path).decode(errors="replace").splitlines(keepends=True)[-lines:])
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """A file as it was found."""
+    """A log file with its size when it was listed."""
 
     source: str
     path: Path
@@ -51,22 +46,23 @@ class LogFile:
 
 
 def sized(files: Mapping[str, Path]) -> tuple[LogFile, ...]:
-    """Files with their sizes; those that have gone since are left out."""
-    found = []
+    """Return files with their sizes; files that were removed are left out."""
+    listed = []
     for source, path in files.items():
         with contextlib.suppress(FileNotFoundError):
-            found.append(LogFile(source, path, path.stat().st_size))
-    return tuple(found)
+            listed.append(LogFile(source, path, path.stat().st_size))
+    return tuple(listed)
 
 
 def beginnings(files: Sequence[LogFile], lines: int) -> dict[str, int]:
-    """Source → where the last `lines` lines of a file begin, at most 1 MiB before its end."""
-    return {file.source: max(0, file.size - len(_last_bytes(file.path, lines))) for file in files}
+    """Return source → the place where the last `lines` lines of a file begin, at most 1 MiB before its end."""
+    kept = {file: b"".join(_last_bytes(file.path).splitlines(keepends=True)[-lines:]) for file in files}
+    return {file.source: max(0, file.size - len(body)) for file, body in kept.items()}
 
 
 def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
-    """Whole lines from `place` on, about 1 MiB of them, and where the next one begins. `last`: no more will come; a line may
-    then be unended. A line that is longer comes in pieces. Bytes that are not UTF-8 are replaced."""
+    """Return whole lines from `place` on, about 1 MiB of them, and the place of the next line. `last`: the file is
+    complete, and its last line may lack an end. A longer line comes in pieces. Bytes that are not UTF-8 are replaced."""
     try:
         with file.path.open("rb") as opened:
             opened.seek(place)
@@ -83,8 +79,7 @@ def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
     return [line.removesuffix("\r") for line in lines], place + whole
 
 
-def _last_bytes(path: Path, lines: int) -> bytes:
+def _last_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _MAX_BYTES))
-        return b"".join(file.read(_MAX_BYTES).splitlines(keepends=True)[-lines:])
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_BYTES))
+        return file.read(_MAX_BYTES)

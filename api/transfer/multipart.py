@@ -1,7 +1,7 @@
-"""One file of a multipart body, written to its final file system while it arrives.
+"""The file of a multipart body, written to its final file system while it arrives.
 
-Starlette's own form parser would put the whole file into the system's temporary folder first and copy it later: twice the
-writing, and a folder that is often too small for training files.
+Starlette's form parser would write the whole file to the system's temporary folder first and copy it later: it would be written
+twice, and that folder is often too small for training files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TEMPORARY_PREFIX = ".upload-"
 _BUFFER_BYTES = 1024**2
 _MAX_FIELD_BYTES = 16 * 1024
-"""Headers and values of all other parts together."""
+"""Limit on the headers and values of all other parts together."""
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _MAX_NAME = 255
 
@@ -43,7 +43,7 @@ class ReceivedFile:
     fields: dict[str, str]
     """Parts without a filename."""
     filename: str
-    """Without folders and control characters; may be empty."""
+    """The name without folders and control characters; may be empty."""
     path: Path
     """A temporary file; removed after the request unless it was moved away."""
     bytes: int
@@ -54,7 +54,7 @@ class ReceivedFile:
 async def received(request: Request, folder: Path, limit: int, *, part: str = "file") -> AsyncIterator[ReceivedFile]:
     """Read a multipart body with one file, in the part `part`, of at most `limit` bytes, into a temporary file in `folder`.
 
-    Raises SpecError naming the part, and OSError such as that of a full disk. The temporary file goes when the context ends.
+    Raises SpecError naming the part, and OSError, for example if the disk is full. The temporary file is removed at the end.
     """
     stream = request.stream()
     try:
@@ -63,7 +63,7 @@ async def received(request: Request, folder: Path, limit: int, *, part: str = "f
         await drain(stream, limit)
         raise
     try:
-        form = _Form(descriptor, limit, part)
+        form = _FormParser(descriptor, limit, part)
         try:
             await _feed(stream, form, _boundary(request, part))
         except (SpecError, OSError):
@@ -77,14 +77,14 @@ async def received(request: Request, folder: Path, limit: int, *, part: str = "f
 
 
 def _temporary(folder: Path) -> tuple[int, Path]:
-    """A new open file in a folder, which is made if need be."""
+    """Open a new file in a folder, which is created if it is missing. Return its descriptor and path."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
     return descriptor, Path(name)
 
 
 def keep(upload: ReceivedFile, path: Path) -> None:
-    """Move the file to its name, durably: a record that survives a power failure must not refer to a file that did not."""
+    """Move the file to its name, durably: a record that survives a power failure must not name a file that did not."""
     upload.path.rename(path)
     sync_folder(path.parent)
 
@@ -99,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def clean_filename(name: str) -> str:
-    """The last part of a path, whatever the client's system, without control characters."""
+    """Return the last part of a path of any system, without control characters."""
     return _NOT_IN_NAMES.sub("", name.replace("\\", "/").rsplit("/", 1)[-1]).strip()[-_MAX_NAME:]
 
 
@@ -110,7 +110,7 @@ def _boundary(request: Request, part: str) -> bytes:
     return options[b"boundary"]
 
 
-async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> None:
+async def _feed(stream: AsyncIterator[bytes], form: _FormParser, boundary: bytes) -> None:
     try:
         parser = MultipartParser(boundary, form.callbacks())
         async for chunk in stream:
@@ -128,8 +128,8 @@ async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> N
     await in_thread(form.finish)
 
 
-class _Form:
-    """The parser's callbacks: they collect small parts, and pass the file's bytes on to a descriptor."""
+class _FormParser:
+    """Callbacks of the parser, which collect small parts and write the file's bytes to a descriptor."""
 
     def __init__(self, descriptor: int, limit: int, part: str) -> None:
         self.part = part
@@ -228,5 +228,5 @@ class _Form:
     def _count(self, size: int) -> None:
         self._small_bytes += size
         if self._small_bytes > _MAX_FIELD_BYTES:
-            message = f"The parts beside {self.part} hold more than {_MAX_FIELD_BYTES} bytes."
+            message = f"The parts other than {self.part} hold more than {_MAX_FIELD_BYTES} bytes."
             raise SpecError(message, param=self._part or self.part)

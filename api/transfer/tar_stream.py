@@ -1,4 +1,4 @@
-"""A folder as a tar stream: nothing is built on disk or in memory, and the length is known before the first byte."""
+"""Downloads of folders and adapters as tar streams: nothing is built on disk or in memory, and the length is known."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from fastapi.responses import StreamingResponse
+
+from ft_service.control.tuned_models import Tuned, refuse_pruned
+from ft_service.errors import NotFoundError
+from ft_service.rundir.verified_files import refuse_damaged
+from ft_service.storage.locations import Places
+from ft_service.supervisor import worker_tasks
 
 _CHUNK = 1024**2
 
@@ -23,29 +31,57 @@ class Member:
         return -self.size % tarfile.BLOCKSIZE
 
 
+def adapter_folder(model: Tuned, places: Places) -> Path:
+    """Return the folder with a model's adapter, unchanged since it was written. A checkpoint's is made at its first use.
+
+    Raises NotFoundError if it is gone or damaged. All files are read once after each change of theirs.
+    """
+    refuse_pruned(model, places)
+    if model.checkpoint is not None:
+        whole = places.whole_run(model.job.id, model.checkpoint.name)
+        folder = worker_tasks.make_checkpoint_adapter(whole, model.checkpoint.name)
+    else:
+        folder = places.run(model.job.id).plain(model.adapter_key)
+    if not isinstance(folder, Path) or not folder.is_dir() or not any(folder.iterdir()):
+        message = f"The adapter of {model.name} is gone from the service's disk."
+        raise NotFoundError(message, param="job_id", code="no_adapter")
+    refuse_damaged(folder, model.name)
+    return folder
+
+
+def adapter_archive(model: Tuned, places: Places) -> StreamingResponse:
+    """Return the tar of a model's adapter, in a folder `adapter/`. Raises NotFoundError as `adapter_folder`."""
+    name = model.job.id if model.checkpoint is None else f"{model.job.id}-step-{model.checkpoint.step}"
+    return folder_archive(adapter_folder(model, places), f"{name}-adapter", "adapter")
+
+
+def folder_archive(folder: Path, name: str, prefix: str) -> StreamingResponse:
+    """Return a folder as a tar named `name`, its files in a folder `prefix`."""
+    files = members(folder, prefix)
+    headers = {"content-length": str(length(files)), "content-disposition": f'attachment; filename="{name}.tar"'}
+    return StreamingResponse(stream(files), media_type="application/x-tar", headers=headers)
+
+
 def members(folder: Path, prefix: str) -> list[Member]:
-    """The regular files below a folder, by name, each under `prefix/`. Links are left out: an archive never reaches outside."""
-    return [
-        _member(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in sorted(folder.rglob("*")) if _plain(path)
-    ]
+    """Return the regular files below a folder, by name, each in `prefix/`. Links are left out: an archive holds nothing from
+    outside the folder.
+    """
+    plain = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return [_member(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in plain]
 
 
 def length(files: list[Member]) -> int:
-    """Bytes that `stream` yields."""
+    """Return the number of bytes that `stream` yields."""
     return sum(len(file.header) + file.size + file.padding for file in files) + 2 * tarfile.BLOCKSIZE
 
 
 def stream(files: list[Member]) -> Iterator[bytes]:
-    """The archive. Raises OSError if a file has become shorter than it was."""
+    """Yield the archive. Raises OSError if a file has become shorter than it was."""
     for file in files:
         yield file.header
         yield from _contents(file)
         yield bytes(file.padding)
     yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def _member(path: Path, name: str) -> Member:

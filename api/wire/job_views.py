@@ -1,16 +1,22 @@
-"""A job on the wire, and how a record becomes it. Pure."""
+"""A job and its evaluations on the wire. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from api.wire.views import whole_seconds
-from ft_service.jobs.forecast import Place
+from api.wire.views import Seconds, View, whole_seconds
+from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
+from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, ServedQuality
 from ft_service.rundir.events import Metrics
 from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict
+
+_JOB_FIELDS = ("id", "created_at", "finished_at", "trained_tokens", "attempt", "priority", "max_seconds")
+_REQUEST_FIELDS = ("training_file", "validation_file", "metadata", "suffix", "serve")
+_SECTIONS = ("lora", "precision", "training", "distributed", "checkpoint")
 
 
 class ResumeRanks(Strict):
@@ -18,51 +24,51 @@ class ResumeRanks(Strict):
 
 
 class ResumeBody(Strict):
-    """What a paused job goes on with. Not in OpenAI's API."""
+    """Changes to a paused job. Not in OpenAI's API."""
 
     distributed: ResumeRanks | None = None
-    """Another number of ranks per node than before; it trains on the same samples in the same order."""
+    """A new number of ranks per node; the job trains on the same samples in the same order."""
 
 
-class HyperparametersView(BaseModel):
-    """Hyperparameters as resolved: no "auto" is left."""
+class HyperparametersView(View):
+    """Hyperparameters as resolved, without "auto"."""
 
     n_epochs: int | None
-    """None: training.max_steps decides instead."""
+    """null: training.max_steps decides instead."""
     batch_size: int
     learning_rate_multiplier: float
 
 
 class DpoHyperparametersView(HyperparametersView):
-    """The same of direct preference optimisation; learning_rate_multiplier is of its own usual rate."""
+    """Hyperparameters of direct preference optimisation; learning_rate_multiplier refers to its own default rate."""
 
     beta: float
     loss_type: str
     rpo_alpha: float | None
 
 
-class SupervisedView(BaseModel):
+class SupervisedView(View):
     hyperparameters: HyperparametersView
 
 
-class DpoView(BaseModel):
+class DpoView(View):
     hyperparameters: DpoHyperparametersView
 
 
-class MethodView(BaseModel):
+class MethodView(View):
     type: Literal["supervised", "dpo"] = "supervised"
     supervised: SupervisedView | None = None
     dpo: DpoView | None = None
 
 
-class JobErrorView(BaseModel):
+class JobErrorView(View):
     code: str
     message: str
     param: str | None
 
 
-class ProgressView(BaseModel):
-    """The newest numbers that training reported; `valid_loss`: of the last validation so far."""
+class ProgressView(View):
+    """The newest numbers that training reported; `valid_loss` is that of the last validation."""
 
     step: int
     total_steps: int
@@ -76,41 +82,41 @@ class ProgressView(BaseModel):
     trained_tokens: int | None
 
 
-class QueueView(BaseModel):
-    """Where a waiting job stands."""
+class QueueView(View):
+    """The place of a waiting job."""
 
     position: int
     """1: no other waiting job is expected to start before it."""
     reason: str
     """Why it does not run yet."""
-    estimated_start: int | None
-    """Seconds since the epoch, by how long jobs took and take here; null: not known yet."""
+    estimated_start: Seconds | None
+    """Seconds since the epoch, estimated from the durations of jobs here; null: not known yet."""
     share: float
-    """Its project's part, from 0 to 1, of what all projects have used lately (half of it is forgotten every three days). Of
-    jobs of like priority those start first whose project has the smaller part."""
+    """Its project's share, from 0 to 1, of the recent use of all projects (with a half-life of three days). Of jobs with the
+    same priority, those of the project with the smaller share start first."""
 
 
-class MembershipView(BaseModel):
+class MembershipView(View):
     """A job's part in a sweep."""
 
     id: str
     values: dict[str, Any]
-    """What it has of its own: dotted option → value."""
+    """The options that this job has of its own: dotted name → value."""
     stopped: str | None
-    """Why the sweep stopped it; null: it did not."""
+    """Why the sweep stopped it; null: the sweep did not."""
 
 
-class JobView(BaseModel):
+class JobView(View):
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
-    created_at: int
+    created_at: Seconds
     error: JobErrorView | None
     fine_tuned_model: str | None
-    """Once succeeded."""
-    finished_at: int | None
+    """Name of the tuned model, once the job has succeeded."""
+    finished_at: Seconds | None
     hyperparameters: HyperparametersView
     model: str
-    """The base, or the tuned model that the job goes on from."""
+    """The base, or the tuned model that the job continues."""
     organization_id: str
     result_files: list[str]
     seed: int
@@ -119,8 +125,8 @@ class JobView(BaseModel):
     training_file: str
     validation_file: str | None
     validation_split: float | None
-    """Share of the training file's samples that is set aside for validation."""
-    estimated_finish: int | None
+    """Share of the training file's samples that is held out for validation."""
+    estimated_finish: Seconds | None
     integrations: list[Integration]
     metadata: dict[str, str] | None
     method: MethodView
@@ -133,17 +139,17 @@ class JobView(BaseModel):
     """Runs of the workers so far; 0: none yet."""
     progress: ProgressView | None
     pending_reason: str | None
-    """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
-    runs."""
+    """Why a job does not start although its turn has come, or why its state is not known now; null: it waits for its turn,
+    or runs."""
     queue: QueueView | None
-    """While queued."""
+    """Set while the job is queued."""
     suffix: str | None
     data: dict[str, str]
-    """What the data files call the columns of their format; empty: by their names."""
+    """Column of the format → its name in the data files; empty: the files use the format's names."""
     chat_template: str | None
-    """The text of the chat template in place of the base's; null: the base's."""
+    """The text of the chat template that replaces the base's; null: the base's is used."""
     serve: str | None
-    """The inference server that the adapter is meant for; null: none was named."""
+    """The inference server that the adapter is made for; null: not named."""
     priority: int
     max_seconds: int | None
     lora: dict[str, Any]
@@ -153,61 +159,106 @@ class JobView(BaseModel):
     checkpoint: dict[str, Any]
     evaluation: dict[str, Any] | None
     chosen: dict[str, str]
-    """Options that were "auto" → why they are what they are."""
+    """Option that was "auto" → the reason for its value."""
     sweep: MembershipView | None
-    """The sweep that it is one of."""
+    """Its sweep; null: it belongs to none."""
 
 
-def job_view(
-    job: Job,
-    *,
-    organization: str,
-    metrics: Metrics | None = None,
-    ends_at: float | None = None,
-    place: Place | None = None,
-    valid_loss: float | None = None,
-) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `ends_at`: when it likely ends; `place`: in the queue,
-    if it is known; `valid_loss`: of the last validation."""
+class AnsweredView(View):
+    prompt: str
+    """The whole input of the model, as text."""
+    messages: list[dict[str, Any]] | None
+    """The prompt as a conversation; null: it is plain text, or only its tokens are known."""
+    reference: str | None
+    """The expected answer; null: not known."""
+    base: str
+    """The answer of the model before training."""
+    tuned: str | None
+    """The answer at this step; null at step 0."""
+    scores: dict[str, float]
+    """Scores of `tuned`, at step 0 of `base`: name of the metric → score."""
+    base_scores: dict[str, float]
+    served: dict[str, str]
+    """Way of serving the adapter (adapter_on_bf16_base, merged) → answer, where that was compared."""
+
+
+class ServedView(View):
+    """Quality of the adapter for each way of serving it: as_trained, adapter_on_bf16_base, merged."""
+
+    loss: dict[str, float]
+    """Validation loss."""
+    samples: int
+    """Samples of the validation file, the same for each way."""
+    bound: float
+    """The largest increase over as_trained that rounding explains."""
+    beyond: list[str]
+    """The ways whose loss increased by more."""
+    metrics: dict[str, dict[str, float]]
+
+
+class EvaluationView(View):
+    id: str
+    object: Literal["fine_tuning.job.evaluation"] = "fine_tuning.job.evaluation"
+    created_at: Seconds
+    step: int
+    """0: before training."""
+    metrics: dict[str, float]
+    """Means over the samples."""
+    base_metrics: dict[str, float]
+    samples: list[AnsweredView]
+    served: ServedView | None
+    """Set at the step of the job's adapter, where serving was compared."""
+
+
+@dataclass(frozen=True)
+class LiveProgress:
+    """What the service knows of a job's progress besides its record."""
+
+    metrics: Metrics | None = None
+    """The newest metrics."""
+    valid_loss: float | None = None
+    """The last validation's loss."""
+    ends_at: float | None = None
+    """The likely end, in seconds since the epoch."""
+    place: QueuePosition | None = None
+    """Its place in the queue."""
+
+
+def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) -> JobView:
     spec = job.spec
     hyperparameters = _hyperparameters(spec)
     return JobView(
-        id=job.id,
-        created_at=int(job.created_at),
+        **{name: getattr(job, name) for name in _JOB_FIELDS},
+        **{name: job.request.get(name) for name in _REQUEST_FIELDS},
+        **{name: getattr(spec, name).model_dump() for name in _SECTIONS},
         error=JobErrorView.model_validate(job.error) if job.error else None,
         fine_tuned_model=spec.tuned_name if job.state is State.SUCCEEDED else None,
-        finished_at=whole_seconds(job.finished_at),
         hyperparameters=hyperparameters,
         model=spec.parent.name if spec.parent else spec.model.name,
         organization_id=organization,
         result_files=[job.result_file] if job.result_file else [],
         seed=spec.seed,
-        status=State.QUEUED.value if job.phase is Phase.WAITING else job.state.value,
-        trained_tokens=job.trained_tokens,
-        training_file=job.request["training_file"],
-        validation_file=job.request.get("validation_file"),
+        status=status_text(job),
         validation_split=spec.validation_split,
-        estimated_finish=whole_seconds(ends_at),
+        estimated_finish=whole_seconds(known.ends_at),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
-        metadata=job.request.get("metadata"),
         method=_method(spec, hyperparameters),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
-        attempt=job.attempt,
-        progress=_progress(metrics, valid_loss) if metrics else None,
+        progress=_progress(known.metrics, known.valid_loss) if known.metrics else None,
         pending_reason=job.pending if job.state in (State.VALIDATING, State.QUEUED, State.RUNNING) else None,
-        queue=_queue(place) if place and job.state is State.QUEUED else None,
-        suffix=job.request.get("suffix"),
+        queue=_queue(known.place) if known.place and job.state is State.QUEUED else None,
         data=dict(spec.data.pairs),
         chat_template=spec.chat_template or None,
-        serve=job.request.get("serve"),
-        priority=job.priority,
-        max_seconds=job.max_seconds,
         evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
         sweep=_membership(job),
-        **{name: getattr(spec, name).model_dump() for name in ("lora", "precision", "training", "distributed", "checkpoint")},
     )
+
+
+def status_text(job: Job) -> str:
+    """Return the `status` of a job; one that waits for its slots again is shown as queued."""
+    return State.QUEUED.value if job.phase is Phase.WAITING else job.state.value
 
 
 def _membership(job: Job) -> MembershipView | None:
@@ -224,12 +275,12 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
 
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
-    training, of_one = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
+    training, default_rate = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
     return HyperparametersView(
         n_epochs=training.epochs if training.max_steps is None else None,
         batch_size=training.batch,
-        # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
-        learning_rate_multiplier=float(f"{training.rate / of_one:.12g}"),
+        # The number that the user wrote: quotients such as 1e-4 / 2e-4 carry the noise of two roundings.
+        learning_rate_multiplier=float(f"{training.rate / default_rate:.12g}"),
     )
 
 
@@ -239,7 +290,7 @@ def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
 
 
-def _queue(place: Place) -> QueueView:
+def _queue(place: QueuePosition) -> QueueView:
     forecast = place.forecast
     return QueueView(
         position=forecast.position,
@@ -247,3 +298,25 @@ def _queue(place: Place) -> QueueView:
         estimated_start=whole_seconds(forecast.starts_at),
         share=round(place.share, 4),
     )
+
+
+def evaluation_id(job_id: str, step: int) -> str:
+    return f"{job_id.replace('ftjob', 'fteval', 1)}-{step}"
+
+
+def evaluation_view(job_id: str, evaluation: Evaluation, served: ServedQuality | None) -> EvaluationView:
+    """Return the view of an evaluation. `served`: the quality of the job's adapter, which is that of one step."""
+    own = served if served is not None and served.step == evaluation.step else None
+    return EvaluationView.of(
+        evaluation,
+        id=evaluation_id(job_id, evaluation.step),
+        created_at=evaluation.time,
+        samples=[_answered(sample, number, own) for number, sample in enumerate(evaluation.samples)],
+        served=ServedView(**own.model_dump(exclude={"step", "answers"}), beyond=own.beyond) if own is not None else None,
+    )
+
+
+def _answered(sample: EvaluatedPrompt, number: int, served: ServedQuality | None) -> AnsweredView:
+    answers = served.answers if served else {}
+    own = {way: texts[number] for way, texts in answers.items() if number < len(texts)}
+    return AnsweredView(**sample.model_dump(), served=own)

@@ -1,125 +1,109 @@
-"""Sweeps on the wire: nothing of OpenAI's, in the manner of its jobs. Pure."""
+"""Sweeps on the wire. OpenAI's API has none; the fields follow those of its jobs. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from api.wire.job_views import status_text
+from api.wire.views import Deleted, Seconds, View
+from ft_service.jobs.states import TERMINAL, Job, State
+from ft_service.store.records import Sweep
+from ft_service.sweeps.halving import SweepJobProgress
 
-from ft_service.jobs.states import TERMINAL, Job, Phase, State
-from ft_service.store.sweeps.records import Sweep
-from ft_service.sweeps.course import Course
 
-
-class SweepJobView(BaseModel):
-    """A job of a sweep, in its table."""
+class SweepJobView(View):
+    """A job of a sweep."""
 
     id: str
     values: dict[str, Any]
-    """What it has of its own: dotted option → value."""
+    """The options that this job has of its own: dotted name → value."""
     status: str
     phase: str | None
     reason: str | None
     stopped: str | None
-    """Why the sweep stopped it; null: it did not."""
+    """Why the sweep stopped it; null: the sweep did not."""
     error: str | None
     """Why it failed."""
     step: int | None
     total_steps: int | None
     valid_loss: float | None
-    """Its lowest, by which jobs are compared; null: it was not validated yet."""
+    """Its lowest validation loss, by which jobs are compared; null: not validated yet."""
     best_step: int | None
-    """Where that was."""
+    """The step with the lowest validation loss."""
     fine_tuned_model: str | None
 
 
-class BestView(BaseModel):
-    """The job with the lowest validation loss, the earlier one at equal losses."""
+class BestView(View):
+    """The job with the lowest validation loss; of equal ones, the earliest."""
 
     job_id: str
     valid_loss: float
     step: int
     values: dict[str, Any]
     fine_tuned_model: str | None
-    """Once it has succeeded."""
+    """Set once it has succeeded."""
 
 
-class SweepView(BaseModel):
+class SweepView(View):
     id: str
     object: Literal["fine_tuning.sweep"] = "fine_tuning.sweep"
-    created_at: int
-    finished_at: int | None
+    created_at: Seconds
+    finished_at: Seconds | None
     status: Literal["running", "succeeded", "failed", "cancelled"]
-    """running: a job is not over; succeeded: a job has succeeded, and is named; failed: none has."""
+    """running: a job is not over; succeeded: at least one job has succeeded; failed: no job has."""
     model: str
     training_file: str
     validation_file: str | None
     suffix: str | None
     metadata: dict[str, str] | None
     sweep: dict[str, Any]
-    """As it was asked for."""
+    """The search space as the create body gave it."""
     method: Literal["grid", "random"]
     options: list[str]
-    """Those that are tried, dotted."""
+    """Dotted names of the options that are tried."""
     seed: int | None
-    """Of what was drawn."""
+    """Seed of the drawn values."""
     eta: int | None
-    """Of those that reach a rung one in so many is kept; null: none is stopped."""
+    """One of `eta` jobs that reach a rung is kept; null: no job is stopped."""
     rungs: list[float]
-    """Shares of a job's steps after which jobs are compared."""
+    """Shares of a job's steps at which jobs are compared."""
     counts: dict[str, int]
-    """Status → jobs."""
+    """Status → number of jobs."""
     best: BestView | None
-    """So far, until the sweep is over: then of the jobs that have succeeded."""
+    """The best job so far; once the sweep is over, the best of the jobs that have succeeded."""
     jobs: list[SweepJobView]
-    """Best first; those without a loss last, in the order of their creation."""
+    """Best first; jobs without a loss come last, in the order of their creation."""
 
 
-class DeletedSweepView(BaseModel):
-    id: str
+class DeletedSweepView(Deleted):
     object: Literal["fine_tuning.sweep"] = "fine_tuning.sweep"
-    deleted: Literal[True] = True
 
 
 def sweep_view(sweep: Sweep, jobs: Sequence[Job], best: Job | None) -> SweepView:
-    """`jobs`: its jobs in the order of their creation; `best`: of these, so far."""
+    """Return the view of a sweep. `jobs`: its jobs in the order of their creation; `best`: the best of them so far."""
     request, settings = sweep.request, sweep.settings
-    counts: dict[str, int] = {}
-    for job in jobs:
-        counts[_status(job)] = counts.get(_status(job), 0) + 1
+    optional = ("validation_file", "suffix", "metadata")
     return SweepView(
-        id=sweep.id,
-        created_at=int(sweep.created_at),
-        finished_at=None if sweep.finished_at is None else int(sweep.finished_at),
-        status=_status_of(sweep, jobs),
-        model=request["model"],
-        training_file=request["training_file"],
-        validation_file=request.get("validation_file"),
-        suffix=request.get("suffix"),
-        metadata=request.get("metadata"),
-        sweep=request["sweep"],
-        method=settings["method"],
-        options=settings["options"],
+        **{name: getattr(sweep, name) for name in ("id", "created_at", "finished_at")},
+        status=_sweep_status(sweep, jobs),
+        **{name: request[name] for name in ("model", "training_file", "sweep")},
+        **{name: request.get(name) for name in optional},
+        **{name: settings[name] for name in ("method", "options", "eta", "rungs")},
         seed=settings.get("seed"),
-        eta=settings["eta"],
-        rungs=settings["rungs"],
-        counts=counts,
-        best=_best(best) if best else None,
-        jobs=sorted((_job(job) for job in jobs), key=_rank),
+        counts=dict(Counter(status_text(job) for job in jobs)),
+        best=_best_view(best) if best else None,
+        jobs=sorted((_job_view(job) for job in jobs), key=lambda view: (view.valid_loss is None, view.valid_loss or 0.0)),
     )
 
 
-def _rank(job: SweepJobView) -> tuple[bool, float]:
-    return job.valid_loss is None, job.valid_loss or 0.0
-
-
-def _job(job: Job) -> SweepJobView:
-    course = Course.read(job.sweep_course)
+def _job_view(job: Job) -> SweepJobView:
+    course = SweepJobProgress.read(job.sweep_course)
     return SweepJobView(
         id=job.id,
         values=job.sweep_values or {},
-        status=_status(job),
+        status=status_text(job),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         stopped=job.stopped,
@@ -132,25 +116,12 @@ def _job(job: Job) -> SweepJobView:
     )
 
 
-def _best(job: Job) -> BestView:
-    shown = _job(job)
-    assert shown.valid_loss is not None, "the best job has a loss"
-    assert shown.best_step is not None, "a loss is of a step"
-    return BestView(
-        job_id=job.id,
-        valid_loss=shown.valid_loss,
-        step=shown.best_step,
-        values=shown.values,
-        fine_tuned_model=shown.fine_tuned_model,
-    )
+def _best_view(job: Job) -> BestView:
+    view = _job_view(job)
+    return BestView.of(view, job_id=job.id, step=view.best_step)
 
 
-def _status(job: Job) -> str:
-    """As a job's own view says it."""
-    return State.QUEUED.value if job.phase is Phase.WAITING else job.state.value
-
-
-def _status_of(sweep: Sweep, jobs: Sequence[Job]) -> Literal["running", "succeeded", "failed", "cancelled"]:
+def _sweep_status(sweep: Sweep, jobs: Sequence[Job]) -> Literal["running", "succeeded", "failed", "cancelled"]:
     if any(job.state not in TERMINAL for job in jobs) or (sweep.finished_at is None and sweep.cancelled_at is None):
         return "running"
     if sweep.cancelled_at is not None:

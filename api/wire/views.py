@@ -1,4 +1,4 @@
-"""The wire: OpenAI's objects as this service writes them, and how records become them. Pure.
+"""OpenAI's objects as this service writes them, and their construction from records. Pure.
 
 OpenAI's fields come first in each class; what this service adds follows them. Times are whole seconds since the epoch.
 """
@@ -6,120 +6,149 @@ OpenAI's fields come first in each class; what this service adds follows them. T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from ft_service.rundir.events import Metrics
 from ft_service.spec import TunedName
-from ft_service.store.records import Checkpoint, File, Permission, StoredEvent, Upload, UploadPart
+from ft_service.store.records import Checkpoint, StoredEvent
 
-View = TypeVar("View")
+Item = TypeVar("Item")
 
 
-class ErrorBody(BaseModel):
+def whole_seconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds)
+
+
+Seconds = Annotated[int, BeforeValidator(whole_seconds)]
+"""A time in whole seconds since the epoch."""
+
+
+class View(BaseModel):
+    """An object on the wire."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    @classmethod
+    def of(cls, record: object, **values: Any) -> Self:
+        """Return the view of a record. `values`: fields that are not attributes of the record, or differ from them."""
+        names = (name for name in cls.model_fields if name not in values and hasattr(record, name))
+        return cls(**{name: getattr(record, name) for name in names}, **values)
+
+
+class ErrorBody(View):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorView(BaseModel):
+class ErrorView(View):
     """Every answer of 400 and above."""
 
     error: ErrorBody
 
 
-class ListView(BaseModel, Generic[View]):
+class ListView(View, Generic[Item]):
     """A page. The next one: `after=<last_id>`."""
 
     object: Literal["list"] = "list"
-    data: list[View]
+    data: list[Item]
     has_more: bool
     first_id: str | None
     last_id: str | None
 
 
-class FileView(BaseModel):
+class FileView(View):
     id: str
     object: Literal["file"] = "file"
     bytes: int
-    created_at: int
+    created_at: Seconds
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
-    """A file is usable as soon as it is there: clients wait for this word."""
+    """Clients wait for this word; a file is usable at once."""
     status_details: None = None
-    expires_at: int | None = None
+    expires_at: Seconds | None = None
 
 
-class UploadView(BaseModel):
+class UploadView(View):
     id: str
     object: Literal["upload"] = "upload"
     bytes: int
-    created_at: int
-    expires_at: int
+    created_at: Seconds
+    expires_at: Seconds
     filename: str
     purpose: str
     status: Literal["pending", "completed", "cancelled", "expired"]
     file: FileView | None
-    """Once completed."""
+    """The file, once the upload is completed."""
 
 
-class UploadPartView(BaseModel):
+class UploadPartView(View):
     id: str
     object: Literal["upload.part"] = "upload.part"
-    created_at: int
+    created_at: Seconds
     upload_id: str
 
 
-class DeletedView(BaseModel):
+class Deleted(View):
+    """The answer to the deletion of an object."""
+
     id: str
-    object: Literal["file"] = "file"
     deleted: Literal[True] = True
 
 
-class ModelView(BaseModel):
+class DeletedView(Deleted):
+    object: Literal["file"] = "file"
+
+
+class ModelView(View):
     id: str
     object: Literal["model"] = "model"
-    created: int
+    created: Seconds
     owned_by: str
     shutdown_date: None = None
 
     root: str
-    """The base that an alias stands for, or that a tuned model was trained on; of a base itself its name."""
+    """The base of an alias, or the base that a tuned model was trained on; a base's own name."""
     parent: str | None = None
-    """What a tuned model was trained on from: its base, or the tuned model that its job went on from."""
+    """The model that a tuned model was trained from: its base, or the tuned model that its job continued."""
     job_id: str | None = None
-    """The project's own job that trained it."""
+    """The job that trained it, if the job is the project's own."""
     base: BaseView | None = None
-    """Of a base and its aliases; null: a tuned model."""
+    """Facts of a base or of an alias's base; null: a tuned model."""
+    description: dict[str, Any] | None = None
+    """What training finds in a base, or why the base is refused, if `include=description`; null: not described yet."""
 
 
-class BaseView(BaseModel):
-    """Not in OpenAI's API. What is known of a base without training on it; null: it does not say."""
+class BaseView(View):
+    """Not in OpenAI's API. Facts of a base that are known without training on it; null: the base does not say."""
 
     family: str | None
-    """model_type of its decoder."""
+    """The decoder's model_type."""
     parameters: int | None
-    """Of its decoder."""
+    """Parameters of its decoder."""
     format: str | None
-    """How its weights are published: bf16, fp8, nf4, mxfp4, …"""
+    """The storage format of its weights: bf16, fp8, nf4, mxfp4, …"""
     context: int | None
-    """Positions that it was made for."""
+    """Positions that it was trained for."""
     chat_template: bool
-    """Whether it brings one."""
+    """Whether it has one."""
     licence: str | None
     repository: str | None
     """ORG/NAME that it was pulled from."""
     commit: str | None
-    trainable: bool
-    """Whether a job with no options would be accepted."""
+    described: bool
+    """False: it is being described, and facts that depend on the description are null."""
+    trainable: bool | None
+    """Whether a job with no options would be accepted; null: it is not described yet, and a job waits until it is."""
     why_not: str | None
 
 
-class VerifyView(BaseModel):
-    """Whether an adapter still is what was written."""
+class VerifyView(View):
+    """Whether an adapter still is as it was written."""
 
     object: Literal["model.verification"] = "model.verification"
     model: str
@@ -128,41 +157,37 @@ class VerifyView(BaseModel):
     faults: list[str]
 
 
-class DeletedModelView(BaseModel):
-    id: str
+class DeletedModelView(Deleted):
     object: Literal["model"] = "model"
-    deleted: Literal[True] = True
 
 
-class ModelsView(BaseModel):
+class ModelsView(View):
     object: Literal["list"] = "list"
     data: list[ModelView]
 
 
-class EventView(BaseModel):
+class EventView(View):
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
-    created_at: int
+    created_at: Seconds
     level: str
     message: str
     type: Literal["message", "metrics"]
     data: dict[str, Any] | None
 
 
-class PermissionView(BaseModel):
+class PermissionView(View):
     id: str
     object: Literal["checkpoint.permission"] = "checkpoint.permission"
-    created_at: int
+    created_at: Seconds
     project_id: str
 
 
-class DeletedPermissionView(BaseModel):
-    id: str
+class DeletedPermissionView(Deleted):
     object: Literal["checkpoint.permission"] = "checkpoint.permission"
-    deleted: Literal[True] = True
 
 
-class CheckpointMetricsView(BaseModel):
+class CheckpointMetricsView(View):
     step: int
     train_loss: float | None
     train_mean_token_accuracy: float | None
@@ -173,10 +198,10 @@ class CheckpointMetricsView(BaseModel):
     full_valid_mean_token_accuracy: float | None
 
 
-class CheckpointView(BaseModel):
+class CheckpointView(View):
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
-    created_at: int
+    created_at: Seconds
     fine_tuning_job_id: str
     fine_tuned_model_checkpoint: str
     step_number: int
@@ -184,73 +209,23 @@ class CheckpointView(BaseModel):
 
 
 def list_view(items: Sequence[Any], has_more: bool) -> ListView[Any]:
-    """A ListView of views that have an id."""
+    """Return a page of views that have an id."""
     first, last = (items[0].id, items[-1].id) if items else (None, None)
     return ListView[Any](data=list(items), has_more=has_more, first_id=first, last_id=last)
 
 
-def file_view(file: File) -> FileView:
-    return FileView(
-        id=file.id,
-        bytes=file.bytes,
-        created_at=int(file.created_at),
-        expires_at=whole_seconds(file.expires_at),
-        filename=file.filename,
-        purpose=file.purpose,
-    )
-
-
-def upload_view(upload: Upload, file: File | None) -> UploadView:
-    return UploadView(
-        id=upload.id,
-        bytes=upload.bytes,
-        created_at=int(upload.created_at),
-        expires_at=int(upload.expires_at),
-        filename=upload.filename,
-        purpose=upload.purpose,
-        status=upload.status,
-        file=file_view(file) if file else None,
-    )
-
-
-def upload_part_view(part: UploadPart) -> UploadPartView:
-    return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
-
-
 def event_view(event: StoredEvent) -> EventView:
-    return EventView(
-        id=event.id,
-        created_at=int(event.created_at),
-        level=event.level,
-        message=event.message,
-        type="metrics" if event.metrics else "message",
-        data=event.metrics.flat() if event.metrics else None,
-    )
+    metrics = event.metrics
+    return EventView.of(event, type="metrics" if metrics else "message", data=metrics.flat() if metrics else None)
 
 
 def checkpoint_view(checkpoint: Checkpoint, tuned_name: TunedName) -> CheckpointView:
-    known = checkpoint.metrics or Metrics(step=checkpoint.step, total_steps=checkpoint.step)
-    return CheckpointView(
-        id=checkpoint.id,
-        created_at=int(checkpoint.created_at),
+    metrics = checkpoint.metrics or Metrics(step=checkpoint.step, total_steps=checkpoint.step)
+    whole_file = {f"full_{name}": getattr(metrics, name) for name in ("valid_loss", "valid_mean_token_accuracy")}
+    return CheckpointView.of(
+        checkpoint,
         fine_tuning_job_id=checkpoint.job_id,
         fine_tuned_model_checkpoint=str(tuned_name.at(checkpoint.step)),
         step_number=checkpoint.step,
-        metrics=CheckpointMetricsView(
-            step=checkpoint.step,
-            train_loss=known.train_loss,
-            train_mean_token_accuracy=known.train_mean_token_accuracy,
-            valid_loss=known.valid_loss,
-            valid_mean_token_accuracy=known.valid_mean_token_accuracy,
-            full_valid_loss=known.valid_loss,
-            full_valid_mean_token_accuracy=known.valid_mean_token_accuracy,
-        ),
+        metrics=CheckpointMetricsView.of(metrics, step=checkpoint.step, **whole_file),
     )
-
-
-def permission_view(permission: Permission) -> PermissionView:
-    return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
-
-
-def whole_seconds(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds)

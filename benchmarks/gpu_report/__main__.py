@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_report [--device cuda] [--minutes 8] [--only ceilings,kernels] [--skip ..] [--out FOLDER]
     python -m benchmarks.gpu_report --device cpu --tiny       every section in its smallest form, to prove that it runs
 
-FOLDER/gpu_report.jsonl grows while sections run, and a table in Markdown beside it is made anew after each. A section that is
-killed, fails or lacks something is a row; the others go on. Exit code 1 if any row says that something failed.
+FOLDER/gpu_report.jsonl grows while sections run, and a table in Markdown next to it is written after each. A section that is
+killed, fails or lacks something is a row; the others continue. Exit code 1 if any row says that something failed.
 """
 
 from __future__ import annotations

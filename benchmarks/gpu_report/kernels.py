@@ -133,7 +133,7 @@ def masks_agree(device: torch.device) -> dict[str, Any]:
 
 
 def times(weight_class: Any, side: int, device: torch.device) -> dict[str, Any]:
-    """Beside a dense product of the same shape, with 4,096 rows of input (64 in the smallest form)."""
+    """Compared with a dense product of the same shape, with 4,096 rows of input (64 in the smallest form)."""
     weight = weight_class.quantize(torch.randn(side, side, device=device).bfloat16())
     x = torch.randn(64 if side < 1024 else 4096, side, device=device, dtype=torch.bfloat16)
     dense = weight.dequantize(torch.bfloat16)

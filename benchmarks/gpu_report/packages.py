@@ -1,4 +1,4 @@
-"""The packages that `make gpu-report` needs beside PyTorch, transformers and PEFT, for a machine that has those and no index.
+"""The packages that `make gpu-report` needs besides PyTorch, transformers and PEFT, for a machine that has those and no index.
 
     python benchmarks/gpu_report/packages.py FOLDER [--python 3.12] [--cuda 130]
 

@@ -40,7 +40,7 @@ class Rows:
         append(self.path, Row(self.section, case, status, numbers, note))
 
     def run(self, case: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Add what `measure` returns, or how it failed: other cases go on. A case with `ok=False` in its numbers has failed."""
+        """Add what `measure` returns, or its error; other cases continue. A case with `ok=False` in its numbers has failed."""
         with self.case(case) as numbers:
             numbers.update(measure())
 

@@ -1,4 +1,4 @@
-"""Attempts as the service runs them: supervised, checkpoints beside training, a stop and a resume, a warm start."""
+"""Attempts as the service runs them: supervised, with checkpoints during training, a stop and a resume, and the start."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 from benchmarks.gpu_report.jobs import events_of, losses_of, steps_of
 from benchmarks.gpu_report.sections import Context
 from ft_service.jobs.states import Ended
-from ft_service.launcher.local import LocalLauncher
+from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.spec import JobSpec
-from ft_service.supervisor.warm_start import Standby
 from tests.support.attempts import wait_for
 from tests.support.training.attempts import supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
@@ -35,9 +34,9 @@ def measure(context: Context) -> None:
     )
     context.rows.run("stopped and resumed, checkpoints beside training", lambda: stopped_and_resumed(context.scratch, spec))
     if context.tiny:
-        context.rows.add("cold and warm start", "skipped", "takes half a minute of imports; not in the smallest form")
+        context.rows.add("start", "skipped", "takes seconds of imports; not in the smallest form")
         return
-    context.rows.run("cold and warm start", lambda: starts(context.scratch, spec))
+    context.rows.run("start", lambda: starts(context.scratch, spec))
 
 
 def stopped_and_resumed(scratch: Path, spec: JobSpec) -> dict[str, Any]:
@@ -63,17 +62,8 @@ def stopped_and_resumed(scratch: Path, spec: JobSpec) -> dict[str, Any]:
 
 
 def starts(scratch: Path, spec: JobSpec) -> dict[str, Any]:
-    """Seconds from the start of an attempt to the end of its first step, cold and from ranks that wait preloaded."""
-    cold = first_step(prepared(scratch / "runs/cold", spec), LocalLauncher(1))
-    standby = Standby(5.0, refill_seconds=0.0)
-    try:
-        wait_for(standby.is_ready, SECONDS)
-        run = prepared(scratch / "runs/warm", spec)
-        warm = first_step(run, LocalLauncher(1, standby=standby))
-    finally:
-        standby.close()
-    preloaded = "which was preloaded" in run.path("attempts/1/logs/supervisor.log").read_text()
-    return {"ok": preloaded, "cold_seconds": cold, "warm_seconds": warm, "note": "" if preloaded else "the warm start was cold"}
+    """Seconds from the start of an attempt to the end of its first step."""
+    return {"ok": True, "first_step_seconds": first_step(prepared(scratch / "runs/start", spec), LocalLauncher(1))}
 
 
 def prepared(folder: Path, spec: JobSpec) -> RunDir:

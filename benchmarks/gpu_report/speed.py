@@ -1,4 +1,4 @@
-"""Tokens a second and peak memory of our jobs on eight layers of an 8B model, beside the arithmetic limit and the plan."""
+"""Tokens a second and peak memory of our jobs on eight layers of an 8B model, next to the arithmetic limit and the plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks.gpu_report.speed_job import RANK, Shape, job, llama_of, shapes_o
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
+from workers.describe import describe
 
 WARM_UP = 3
 STEPS = 12
@@ -45,9 +46,9 @@ def speed(context: Context, spec: JobSpec, shape: Shape, name: str, device: torc
     synchronize()
     steps = steps_of(run)
     tokens = sum(metrics.tokens or 0 for _, metrics in steps[WARM_UP:])
-    seconds = sum(metrics.step_seconds or 0.0 for _, metrics in steps[WARM_UP:])  # the device's own: it is told of late
+    seconds = sum(metrics.step_seconds or 0.0 for _, metrics in steps[WARM_UP:])  # the device's own, which are reported late
     found = figures(context, tokens / max(seconds, 1e-9), shape)
-    planned = plan_job(spec, MACHINES["H200"]).rank.total
+    planned = plan_job(describe(spec.model.path), spec, MACHINES["H200"]).rank.total
     if context.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         found |= {"peak_gib": peak / 2**30, "planned_gib": planned / 2**30, "peak_of_plan": peak / planned}

@@ -53,7 +53,7 @@ def shapes_of(context: Context) -> tuple[Shape, ...]:
 
 
 def base_of(context: Context) -> Path:
-    """The base's folder, made by whoever comes first, of numbers from the device; in memory where the system allows that."""
+    """The base's folder, written by the first rank to need it, of numbers from the device; in memory where possible."""
     folder = context.scratch / "speed-base"
     if not (folder / "done").exists():
         write_llama(folder, llama_of(context), device=context.device)

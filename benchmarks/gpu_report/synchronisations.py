@@ -120,5 +120,5 @@ def line_of_ours() -> str:
     inner = stack[-1] if stack else None
     if inner is not None and (not ours or inner is not ours[-1]):
         shown.append(f"by {'/'.join(Path(inner.filename).parts[-2:])}:{inner.lineno}")
-    beside = "" if threading.current_thread() is threading.main_thread() else f" (thread {threading.current_thread().name})"
-    return " ".join(shown) + beside
+    thread = "" if threading.current_thread() is threading.main_thread() else f" (thread {threading.current_thread().name})"
+    return " ".join(shown) + thread

@@ -1,5 +1,5 @@
 # API, reconciler and migration: the core, the web framework and tokenizers, no torch.
-#   docker build -f deploy/containers/api.Dockerfile -t ft-api:0.1.0 .
+#   docker build -f deploy/containers/api.Dockerfile -t ft-api:0.2.0 .
 # Pin the base by digest for a release: --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 

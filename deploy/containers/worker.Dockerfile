@@ -1,6 +1,6 @@
 # Workers: torch with its CUDA libraries, which need only the driver that the container runtime brings. It holds the API too, for one
 # GPU host without a cluster (compose.yaml).
-#   docker build -f deploy/containers/worker.Dockerfile -t ft-worker:0.1.0 .
+#   docker build -f deploy/containers/worker.Dockerfile -t ft-worker:0.2.0 .
 # Another CUDA version, or none: --build-arg TORCH_INDEX=<URL that the selector on pytorch.org shows>
 # Pin the base by digest for a release: --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm

@@ -1,52 +1,57 @@
-"""What the tensors of an adapter are called in its file: what they are in the model, but where PEFT renames them.
+"""The names of an adapter's tensors in its file: those in the model, except where PEFT renames tensors as it loads them.
 
-PEFT puts an adapter on a model of Transformers by the rules that rename the base's files. Of some bases these rules match names
-that the model has already, and PEFT would miss what is called so, with no more than a warning. Such an adapter's file has the
-names of the base's files, and says in its metadata by which family's rule.
+PEFT loads an adapter by the rules that rename the base's files. For some bases these rules match names that the model already
+has, and PEFT would skip such tensors with only a warning. The file then has other names, which PEFT turns into the model's, and
+lists them in its metadata.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from ft_service.bases.families.family import DEFAULT, Family
-from ft_service.bases.families.known import family_of
-
-_KEY = "names_of"
+_KEY = "renamed_modules"
+_LORA = ".lora_"
 
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """The names of an adapter's tensors, both ways; with `base_model.model.` in front."""
+    """The mapping between names in the model and in the file. Names begin with `base_model.model.`."""
 
-    family: Family
-
-    @classmethod
-    def of_base(cls, config: Mapping[str, Any]) -> AdapterNames:
-        """Those of adapters on a base with this config.json."""
-        return cls(family_of(config))
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name of a module in the model → its name in the file, where they differ."""
 
     @classmethod
     def of_file(cls, metadata: Mapping[str, str] | None) -> AdapterNames:
-        """Those of an adapter whose safetensors file has this metadata."""
-        kind = (metadata or {}).get(_KEY)
-        return cls(DEFAULT if kind is None else family_of({"model_type": kind}))
+        """Read the names from the metadata of an adapter's safetensors file. Raises ValueError for invalid metadata."""
+        try:
+            renamed = json.loads((metadata or {}).get(_KEY, "{}"))
+        except RecursionError:
+            renamed = None
+        if not isinstance(renamed, dict) or not all(isinstance(name, str) for name in renamed.values()):
+            raise ValueError(f"the metadata {_KEY} of the adapter's file is not an object of names")
+        return cls(renamed)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the file says of them."""
-        return {_KEY: self.family.types[0]} if self.family.names_in_adapter else {}
+        """The metadata that `of_file` reads."""
+        return {_KEY: json.dumps(dict(self.renamed))} if self.renamed else {}
 
     def in_file(self, name: str) -> str:
-        for ours, theirs in self.family.names_in_adapter.items():
-            if ours in name:
-                return name.replace(ours, theirs, 1)
-        return name
+        """The name in the file of a tensor, by its name in the model."""
+        return _rename(name, self.renamed)
 
     def in_model(self, name: str) -> str:
-        for ours, theirs in self.family.names_in_adapter.items():
-            if theirs in name:
-                return name.replace(theirs, ours, 1)
-        return name
+        """The name in the model of a tensor, by its name in the file."""
+        return _rename(name, self._in_model)
+
+    @cached_property
+    def _in_model(self) -> Mapping[str, str]:
+        return {in_file: in_model for in_model, in_file in self.renamed.items()}
+
+
+def _rename(name: str, renamed: Mapping[str, str]) -> str:
+    module, lora, rest = name.partition(_LORA)
+    return f"{renamed.get(module, module)}{lora}{rest}"

@@ -1,11 +1,11 @@
-"""Files of a base's folder: the one place where any of them is opened.
+"""The files of a base's folder. Every file of a base is opened here.
 
-A base comes from strangers, and everyone's process reads it: server, plan, examiner, ranks and preview. So only regular files
-that lie inside the folder are opened, without waiting, and only up to a size. Inside means inside what a link to the folder
-leads to; in Hugging Face's cache, where a snapshot is made of links, inside the model's whole folder there.
+A base comes from strangers, and server, plan, examiner, ranks and preview read it. Therefore only regular files inside the
+folder are opened, without blocking, and only up to a size. A link to the folder is followed first; in Hugging Face's cache,
+where a snapshot consists of links, the files may lie anywhere in the model's folder.
 
-`open_base_file`, `read_document` and their like open a file for us. `require_openable` judges a whole folder by the same rule,
-for libraries that open its files by themselves.
+`open_base_file`, `read_document` and similar functions open a file. `require_openable` checks a whole folder by the same rule,
+for libraries that open its files themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,29 +25,29 @@ from ft_service.errors import SpecError
 
 NOT_REGULAR = "it is not a regular file"
 MAX_DEPTH = 64
-"""Lists and objects inside each other in a document; published ones have below ten."""
+"""Levels of nested lists and objects in a document; published ones have fewer than ten."""
 MAX_ENTRIES = 10_000
 """Files and folders in a base's folder."""
 _CACHED = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
 """A model's folder in Hugging Face's cache, two above its files (`snapshots/<revision>`)."""
 _TEMPLATES = "additional_chat_templates"
-"""The one folder below a base's that is read too."""
+"""The only subfolder of a base that is read."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How large a kind of file may be. `values`: numbers, texts, lists and objects in its JSON, each of which takes memory."""
+    """Most bytes of a kind of file. `values`: most numbers, strings, lists and objects in its JSON; each takes memory."""
 
     bytes: int
     values: int
 
 
 DOCUMENT = Limit(bytes=8 * 2**20, values=500_000)
-"""config.json and its like. The largest that are published list a few thousand added tokens."""
+"""The limit of config.json and similar files. The largest published ones list a few thousand added tokens."""
 INDEX = Limit(bytes=64 * 2**20, values=1_000_000)
-"""model.safetensors.index.json. One of 200,000 tensors has 20 MB."""
+"""The limit of model.safetensors.index.json. With 200,000 tensors it has 20 MB."""
 TOKENIZER = Limit(bytes=64 * 2**20, values=4_000_000)
-"""tokenizer.json, and vocabularies in other forms. The largest that are published have 40 MB and 2 million values."""
+"""The limit of tokenizer.json and other vocabularies. The largest published ones have 40 MB and 2 million values."""
 TEMPLATE = Limit(bytes=2**20, values=0)
 _ORDER: tuple[tuple[str, Limit | None], ...] = (
     ("*.safetensors", None),
@@ -63,27 +63,27 @@ _ORDER: tuple[tuple[str, Limit | None], ...] = (
 
 
 def limit_of(name: str) -> Limit | None:
-    """The limit of a file by its name. None: it is of any size, since it is not read as a whole."""
+    """The limit of a file by its name. None: any size, since the file is not read as a whole."""
     return next((limit for pattern, limit in _ORDER if fnmatchcase(name, pattern)), None)
 
 
 def cached_name(folder: Path) -> str | None:
-    """ORG/NAME of a model's folder in Hugging Face's cache; None: it is not one."""
-    found = _CACHED.fullmatch(folder.name)
-    return f"{found['organisation']}/{found['name']}" if found else None
+    """ORG/NAME of a model's folder in Hugging Face's cache; None: it is another folder."""
+    match = _CACHED.fullmatch(folder.name)
+    return f"{match['organisation']}/{match['name']}" if match else None
 
 
 def open_base_file(path: Path, folder: Path | None = None) -> BinaryIO:
-    """A file of a base's folder, opened to be read. `folder`: the base's, if that is not the file's own.
+    """Open a file of a base's folder for reading. `folder`: the base's folder; None: the file's parent.
 
-    Raises SpecError for what is not a regular file inside the folder, or is too large; OSError if it is absent or unreadable.
+    Raises SpecError if it is not a regular file inside the folder, or is too large; OSError if it is absent or unreadable.
     """
     real = _judged(path, _inside_of(path.parent if folder is None else folder))
     return open_regular(real, lambda why: unreadable_base(path, why))
 
 
 def open_regular(path: Path, refusal: Callable[[str], Exception]) -> BinaryIO:
-    """A regular file. Raises what `refusal` makes of the reason for anything else, without waiting for it; OSError."""
+    """Open a regular file for reading, without blocking. Raises `refusal(reason)` for anything else; OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -92,7 +92,7 @@ def open_regular(path: Path, refusal: Callable[[str], Exception]) -> BinaryIO:
 
 
 def require_openable(folder: Path) -> None:
-    """Raises SpecError naming the first entry of a base's folder that may not be opened, and why."""
+    """Raise SpecError naming the first entry of a base's folder that may not be opened, and why."""
     try:
         _require_openable(folder)
     except OSError as error:
@@ -118,7 +118,7 @@ def _require_openable(folder: Path) -> None:
 
 
 def is_base_file(path: Path, folder: Path | None = None) -> bool:
-    """True if a file of a base's folder is there and may be opened. `folder`: the base's, if that is not the file's own."""
+    """Whether a file of a base's folder exists and may be opened. `folder`: the base's folder; None: the file's parent."""
     try:
         _judged(path, _inside_of(path.parent if folder is None else folder))
     except (SpecError, OSError):
@@ -127,7 +127,7 @@ def is_base_file(path: Path, folder: Path | None = None) -> bool:
 
 
 def read_bytes(path: Path, limit: Limit | None = None) -> bytes:
-    """All of a file, `limit`: that of its name. Raises SpecError and OSError as `open_base_file` does."""
+    """Read a whole file. `limit`: None: that of its name. Raises SpecError and OSError as `open_base_file`."""
     most = (limit or limit_of(path.name) or DOCUMENT).bytes
     with open_base_file(path) as file:
         text = file.read(most + 1)
@@ -137,13 +137,13 @@ def read_bytes(path: Path, limit: Limit | None = None) -> bytes:
 
 
 def copy_base_file(path: Path, target: Path) -> None:
-    """Copy a file of a base's folder. Raises SpecError and OSError as `open_base_file` does."""
+    """Copy a file of a base's folder. Raises SpecError and OSError as `open_base_file`."""
     with open_base_file(path) as source, target.open("wb") as copy:
         shutil.copyfileobj(source, copy)
 
 
 def read_text(path: Path) -> str:
-    """All of a small text in UTF-8. Raises SpecError; OSError if it is absent or unreadable."""
+    """Read a small text in UTF-8. Raises SpecError; OSError if it is absent or unreadable."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
@@ -151,9 +151,9 @@ def read_text(path: Path) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A JSON object, read as tolerantly as transformers does, which writes Infinity where it means it.
+    """Read a JSON object as tolerantly as transformers, which writes Infinity.
 
-    Raises SpecError for a file that may not be opened, is too large, or is not such an object; OSError.
+    Raises SpecError for a file that may not be opened, is too large, or holds anything else; OSError.
     """
     limit = limit_of(path.name) or DOCUMENT
     try:
@@ -163,7 +163,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def document_or_none(path: Path) -> dict[str, Any] | None:
-    """`read_document`; None: it is absent, or is not one. For files without which a base is whole."""
+    """`read_document` of a file that a base does not need; None: it is absent or cannot be read."""
     try:
         return read_document(path)
     except (SpecError, OSError):
@@ -178,17 +178,15 @@ def parse_document(
     unique: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
     constant: Callable[[str], NoReturn] | None = None,
 ) -> dict[str, Any]:
-    """A JSON object of bounded depth and number of values. `unique`, `constant`: json's hooks for objects and for NaN.
+    """Parse a JSON object of bounded depth and number of values. `unique`, `constant`: json's hooks for objects and for NaN.
 
-    Raises ValueError that names `what`. It refuses before it builds: text of a few megabytes can stand for gigabytes of lists.
+    Raises ValueError that names `what`, before memory is taken: a few megabytes of text can stand for gigabytes of lists.
     """
     require_few_values(text, limit, what)
     try:
         value = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
     except (ValueError, RecursionError) as error:
-        said = str(error)
-        said = said if len(said) <= 80 else f"{said[:77]}..."
-        raise ValueError(f"{what} cannot be read as JSON ({type(error).__name__}: {said})") from None
+        raise ValueError(f"{what} cannot be read as JSON ({type(error).__name__}: {_cut(str(error))})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{what} is no JSON object")
     _require_flat(value, what)
@@ -196,8 +194,8 @@ def parse_document(
 
 
 def require_few_values(text: bytes, limit: Limit, what: str = "it") -> None:
-    """Raises ValueError for JSON that may hold more values than the limit allows: every one but the first follows a comma, or
-    what opens a list or an object.
+    """Raise ValueError for JSON that may hold more values than the limit allows: every value except the first follows a comma
+    or an opening bracket.
     """
     if text.count(b",") + text.count(b"[") + text.count(b"{") > limit.values:
         raise ValueError(f"{what} holds more than {limit.values:,} values")
@@ -206,7 +204,7 @@ def require_few_values(text: bytes, limit: Limit, what: str = "it") -> None:
 def unreadable_base(path: Path, why: str) -> SpecError:
     """The refusal of a base because of one of its files."""
     return SpecError(
-        f"The base's {path.name} in {path.parent}: {why}. Copy or download it anew.", param="model", code="model_unreadable"
+        f"The base's {path.name} in {path.parent}: {why}. Copy or download it again.", param="model", code="model_unreadable"
     )
 
 
@@ -224,7 +222,7 @@ def _inside_of(folder: Path) -> Path:
 def _judge_entry(entry: os.DirEntry[str], inside: Path) -> None:
     try:
         _judged(Path(entry.path), inside, is_link=entry.is_symlink())
-    except FileNotFoundError:  # a link inside, to what has not arrived: for whoever looks for it there is no such file
+    except FileNotFoundError:  # a link inside the folder to a file that does not exist yet: it counts as absent
         return
     except OSError as error:
         raise unreadable_base(Path(entry.path), error.strerror or "it cannot be read") from None
@@ -232,7 +230,7 @@ def _judge_entry(entry: os.DirEntry[str], inside: Path) -> None:
 
 def _judged(path: Path, inside: Path, *, is_link: bool = True) -> Path:
     """The real path of a file that may be opened. Raises SpecError, OSError."""
-    real = Path(os.path.realpath(path)) if is_link else path  # unlike `resolve`, of a loop too
+    real = Path(os.path.realpath(path)) if is_link else path  # `resolve` raises for a loop of links
     if is_link and not real.is_relative_to(inside):
         raise unreadable_base(path, "it is a link that leads out of the base's folder; put the file itself there")
     state = real.stat()
@@ -245,13 +243,58 @@ def _judged(path: Path, inside: Path, *, is_link: bool = True) -> Path:
 
 
 def _require_flat(document: dict[str, Any], what: str) -> None:
-    """Raises ValueError for lists and objects that lie too deep inside each other: who prints or copies them would fail."""
+    """Raise ValueError for lists and objects that are nested too deeply to be printed or copied."""
     level: list[Any] = [document]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
-        for held in level:
-            inner += [one for one in (held.values() if isinstance(held, dict) else held) if isinstance(one, (dict, list))]
+        for value in level:
+            inner += [part for part in (value.values() if isinstance(value, dict) else value) if isinstance(part, (dict, list))]
         if not inner:
             return
         level = inner
     raise ValueError(f"{what} holds more than {MAX_DEPTH} lists or objects inside each other")
+
+
+def shown(value: object) -> str:
+    """A value for a message: strings quoted, anything cut to 80 characters."""
+    return _cut(repr(value) if isinstance(value, str) else str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json, with the quantisation that ModelOpt may have written to a file of its own.
+
+    Raises SpecError if it is missing or broken.
+    """
+    path = folder / "config.json"
+    try:
+        document = read_document(path)
+    except OSError as error:
+        raise unreadable_base(path, error.strerror or "it cannot be read") from None
+    _require_kinds(path, document, "")
+    announced = document_or_none(folder / "hf_quant_config.json")
+    if announced is not None and document.get("quantization_config") is None:
+        quantization = announced.get("quantization")
+        document["quantization_config"] = {
+            "quant_method": "modelopt",
+            **(quantization if isinstance(quantization, dict) else {}),
+        }
+    return document
+
+
+def _require_kinds(path: Path, section: Mapping[str, Any], prefix: str) -> None:
+    """Raise SpecError for a name or a section of a config.json that has another type. `prefix`: the section's own name."""
+    for key, kind, wanted in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
+        given = section.get(key)
+        names = given if isinstance(given, list) else [given]
+        if given is not None and not (isinstance(given, kind) and all(isinstance(name, str) for name in names)):
+            raise unreadable_base(path, f"it says {prefix}{key} = {shown(given)}, and that must be {wanted}")
+    for part, inner in section.items():
+        if inner is None or not part.endswith("_config"):
+            continue
+        if not isinstance(inner, Mapping):
+            raise unreadable_base(path, f"it says {prefix}{part} = {shown(inner)}, and that must be an object")
+        _require_kinds(path, inner, f"{prefix}{part}.")

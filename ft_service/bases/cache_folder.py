@@ -1,14 +1,14 @@
-"""Folders of what is made once on this host, quantised bases above all: found by key, published whole, evicted by age.
+"""A cache of folders on this host, such as quantised bases: found by key, published as a whole, evicted by last use.
 
-    FT_CACHE          the folder; unset: FT_HOME/cache, which supervisors tell their workers; empty: no cache
-    FT_CACHE_BYTES    the most it may take; unset: half of what it takes now and what its disk has free; 0: no cache
+    FT_CACHE          the folder; unset: FT_HOME/cache, which supervisors pass to their workers; empty: no cache
+    FT_CACHE_BYTES    its limit; unset: half of the sum of its bytes and its disk's free bytes; 0: no cache
 
-    <key>/index.json      what the entry holds; its time of modification is when the entry was last used
-    <key>/lock            held (shared) by whoever reads or writes the entry; who wants to remove it must hold it alone
-    .new-*/  .old-*/      entries on their way in or out
+    <key>/index.json      contents of the entry; its modification time is the last use of the entry
+    <key>/lock            locked (shared) by every process that reads or writes the entry, exclusively to remove it
+    .new-*/  .old-*/      entries that are being written or removed
 
-An entry appears by one rename of a finished folder, and of several writers the first wins, so that any number of jobs may look
-for, write and remove entries at the same time; so does whoever prunes the folder. Nothing here knows what an entry means.
+An entry appears by the rename of a finished folder, and the first of several writers wins, so that any number of processes may
+find, write and remove entries at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOCK = "lock"
 
 
 def folder_of(environment: Mapping[str, str], home: Path) -> Path | None:
-    """The folder of this host's cache. None: no cache. `home`: FT_HOME."""
+    """The folder of this host's cache; None: no cache. `home`: FT_HOME."""
     given = environment.get(FOLDER)
     if given is None:
         return home / "cache"
@@ -39,8 +39,8 @@ def folder_of(environment: Mapping[str, str], home: Path) -> Path | None:
 
 
 @dataclass
-class Entry:
-    """An open entry: nobody removes its folder meanwhile."""
+class CacheEntry:
+    """An open entry, whose folder is not removed until it is closed."""
 
     folder: Path
     _lock: int
@@ -51,18 +51,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Cache:
-    """The folder of quantised bases, with the most bytes that it may take."""
+    """A cache folder with its limit."""
 
     folder: Path
     limit: int | None = None
-    """Bytes; None: half of the disk that the cache has or could have."""
+    """Bytes; None: half of the sum of its bytes and its disk's free bytes."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Cache | None:
-        """The cache that FT_CACHE and FT_CACHE_BYTES name to a worker, which knows no FT_HOME.
-
-        Raises FtError for a limit that is no number of bytes.
-        """
+        """The cache of a worker, which has no FT_HOME. Raises FtError if FT_CACHE_BYTES is not a number of bytes."""
         folder, limit = environment.get(FOLDER, ""), environment.get(LIMIT, "")
         if limit and not limit.isdecimal():
             message = f"{LIMIT} = {limit!r}: a number of bytes is needed; 0 turns the cache off."
@@ -71,18 +68,18 @@ class Cache:
             return None
         return cls(Path(folder).expanduser().absolute(), int(limit) if limit else None)
 
-    def find(self, key: str) -> Entry | None:
-        """The entry of a key, marked as used now. Close it when everything is read."""
+    def find(self, key: str) -> CacheEntry | None:
+        """Open the entry of a key, and mark it as used. Close it after reading."""
         entry = _locked(self.folder / key)
         if entry is not None:
-            with contextlib.suppress(OSError):  # of another user, or read-only: it is found all the same
+            with contextlib.suppress(OSError):  # it belongs to another user or is read-only, but can be read
                 os.utime(entry.folder / INDEX)
         return entry
 
-    def stage(self, size: int) -> Entry | None:
-        """A new folder for an entry of about `size` bytes; older entries are removed to make room. None: there is no room.
+    def stage(self, size: int) -> CacheEntry | None:
+        """Create a folder for an entry of about `size` bytes; older entries are removed to make room. None: there is no room.
 
-        Raises OSError where nothing can be written.
+        Raises OSError if the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._make_room(size):
@@ -93,15 +90,15 @@ class Cache:
         try:
             lock = os.open(staged / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(lock, fcntl.LOCK_SH)
-        except OSError:  # such as of a file system without locks
+        except OSError:  # such as in a file system without locks
             if lock is not None:
                 os.close(lock)
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        return Entry(staged, lock)
+        return CacheEntry(staged, lock)
 
-    def publish(self, staged: Entry, key: str) -> bool:
-        """Make a staged folder, its index written, the entry of a key. False: another writer was first. Closes `staged`."""
+    def publish(self, staged: CacheEntry, key: str) -> bool:
+        """Make a staged folder, with its index, the entry of a key, and close it. False: another writer was first."""
         try:
             staged.folder.rename(self.folder / key)
         except OSError:
@@ -110,20 +107,20 @@ class Cache:
         staged.close()
         return True
 
-    def discard(self, staged: Entry) -> None:
+    def discard(self, staged: CacheEntry) -> None:
         """Remove a staged folder and close it."""
         staged.close()
         shutil.rmtree(staged.folder, ignore_errors=True)
 
     def remove(self, key: str, last_use: int | None = None) -> bool:
-        """Remove an entry unless somebody uses it, or has used it since `last_use` (ns); True if it is gone."""
+        """Remove an entry unless it is in use, or was used after `last_use` (ns); True if it was removed."""
         return _remove(self.folder / key, last_use)
 
     def entries(self) -> dict[Path, int]:
-        """Folder → last use (ns since the epoch) of complete entries, the one used longest ago first."""
+        """Folder → last use (ns since the epoch) of complete entries, the least recently used first."""
         used_at: list[tuple[int, Path]] = []
         for path in self.folder.glob(f"[!.]*/{INDEX}"):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it was removed
                 used_at.append((path.stat().st_mtime_ns, path.parent))
         return {folder: used for used, folder in sorted(used_at)}
 
@@ -131,7 +128,7 @@ class Cache:
         for leftover in self.folder.glob(".old-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.folder.glob(".new-*"):
-            _remove(leftover)  # of writers that were killed: a living one holds its lock
+            _remove(leftover)  # from writers that were killed: a running one holds its lock
         held = {folder: _bytes_in(folder) for folder in self.entries()}
         limit = self._limit(sum(held.values()))
         if size > limit:
@@ -147,16 +144,16 @@ class Cache:
         return self.limit if self.limit is not None else (shutil.disk_usage(self.folder).free + held) // 2
 
 
-def _locked(folder: Path, how: int = fcntl.LOCK_SH) -> Entry | None:
-    """The folder with its lock held, None: it is not there, or its lock is not to be had at once."""
+def _locked(folder: Path, how: int = fcntl.LOCK_SH) -> CacheEntry | None:
+    """Lock a folder without waiting; None: it does not exist, or is locked otherwise."""
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
-        if (folder / LOCK).stat().st_ino == os.fstat(lock).st_ino:  # it may have been removed, and even written anew
-            return Entry(folder, lock)
+        if (folder / LOCK).stat().st_ino == os.fstat(lock).st_ino:  # it may have been replaced
+            return CacheEntry(folder, lock)
     except OSError:
         pass
     os.close(lock)

@@ -1,30 +1,29 @@
 """The base models of this host: folders in Hugging Face layout below the operator's model folders.
 
-A model is a folder with `config.json`, safetensors weights and a tokenizer; its name is its path below the model folder. In
-Hugging Face's cache (`models--ORG--NAME`) it is ORG/NAME.
-Weights in pickle form are never read: unpickling runs code.
+A model is a folder with `config.json`, safetensors weights and a tokenizer; its name is its path below the model folder, and in
+Hugging Face's cache (`models--ORG--NAME`) ORG/NAME. Pickled weights are never read: unpickling runs code.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ft_service.bases.base_files import cached_name, is_base_file
+from ft_service.bases.base_files import cached_name, is_base_file, shown
+from ft_service.bases.describing import Descriptions
 from ft_service.bases.origin import cached_snapshots
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef
 
 MAX_DEPTH = 4
-"""Folders below a model folder that are looked through for models."""
+"""Levels below a model folder that are searched for models."""
 _LISTED = 20
 """Names that a refusal lists."""
-_SHOWN = 5
-"""Files of a folder that a refusal lists."""
+_LISTED_FILES = 5
 _NONE = "There are no base models yet: put one into a folder that FT_MODELS names (without it: FT_HOME/models)."
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -34,40 +33,40 @@ _NEVER_READ = ", which is pickled and never read"
 
 @dataclass(frozen=True)
 class Base:
-    """A base that jobs can train on."""
+    """A base model."""
 
     name: str
     path: Path
     created_at: float
-    """When its config.json was last written, seconds since the epoch."""
+    """Modification time of its config.json, seconds since the epoch."""
 
     def ref(self) -> BaseModelRef:
         return BaseModelRef(name=self.name, path=str(self.path))
 
 
 class Catalogue:
-    """The base models below the operator's folders. It looks anew on every call, so that a model copied there is found."""
+    """The base models below the operator's folders. Every call searches again, so that new models are found."""
 
     def __init__(
         self,
         folders: Sequence[Path],
         aliases: Mapping[str, str] | None = None,
-        is_tunable: Callable[[Base], bool] = lambda base: True,
+        descriptions: Descriptions | None = None,
     ) -> None:
-        """`is_tunable`: whether a refusal names a base among those to choose from."""
-        self._is_tunable = is_tunable
+        """`descriptions`: descriptions of the bases; None: without any."""
+        self.descriptions = descriptions or Descriptions(None, None)
         self._folders = [folder.absolute() for folder in folders]
         self._aliases = dict(aliases or {})
 
     @classmethod
-    def from_settings(cls, settings: Settings, is_tunable: Callable[[Base], bool] = lambda base: True) -> Catalogue:
-        """Raises SpecError if FT_MODEL_ALIASES is not a YAML mapping of names to names."""
+    def from_settings(cls, settings: Settings, descriptions: Descriptions | None = None) -> Catalogue:
+        """The catalogue of FT_MODELS. Raises SpecError if FT_MODEL_ALIASES is not a YAML mapping of names to names."""
         aliases = read_aliases(settings.model_aliases) if settings.model_aliases else None
-        return cls(settings.model_folders(), aliases, is_tunable)
+        return cls(settings.model_folders(), aliases, descriptions)
 
     def list_models(self) -> list[Base]:
-        """Every base that may be read, by name, those among them whose weights are pickled and cannot be used. If two model
-        folders hold the same name, the first one's."""
+        """Every base that may be read, sorted by name, also those with pickled weights, which cannot be used. If two model
+        folders hold the same name, the first one counts."""
         usable: dict[str, Base] = {}
         for folder in self._folders:
             for name, path in _model_folders(folder, MAX_DEPTH):
@@ -76,39 +75,44 @@ class Catalogue:
         return [usable[name] for name in sorted(usable)]
 
     def list_aliases(self) -> list[tuple[str, Base]]:
-        """Every alias of a usable base, by name."""
+        """Every alias of a usable base, sorted by name."""
         bases = {model.name: model for model in self.list_models()}
         return [(alias, bases[name]) for alias, name in sorted(self._aliases.items()) if name in bases]
 
     def find(self, name: str, *, to_train: bool = True) -> Base:
-        """A base by its name or an alias. `to_train` False: its config.json is enough. Raises SpecError that names its fault,
-        or lists the known names.
+        """A base by its name or an alias. `to_train` False: its config.json suffices. Raises SpecError with its fault or the
+        known names.
         """
         target = self._aliases.get(name, name)
-        shown = f"model = {_shown(name)}" + (f" (an alias of {_shown(target)})" if target != name else "")
+        named = f"model = {shown(name)}" + (f" (an alias of {shown(target)})" if target != name else "")
         if not is_model_name(target):
-            raise self._not_found(f"{shown}: a model's name is a path below the model folder, without '..'.")
+            raise self._not_found(f"{named}: a model's name is a path below the model folder, without '..'.")
         for folder in self._folders:
             path = _folder_of(folder, target)
             if path is None:
                 continue
             fault = _faults(folder, path)
             if fault and (to_train or not _has_config(path)):
-                raise self._not_found(f"{shown}: {fault}.")
+                raise self._not_found(f"{named}: {fault}.")
             return _base(target, path)
-        raise self._not_found(f"{shown}: there is no such base model.")
+        raise self._not_found(f"{named}: there is no such base model.")
+
+    def _may_be_tuned(self, base: Base) -> bool:
+        """False for a base that was refused, which error messages do not offer."""
+        document = self.descriptions.known(base.path)
+        return pickled_weights(base.path) is None and (document is None or document.refused is None)
 
     def _not_found(self, message: str) -> SpecError:
-        names = [model.name for model in self.list_models() if self._is_tunable(model)]
+        names = [model.name for model in self.list_models() if self._may_be_tuned(model)]
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        none = _NONE if not self.list_models() else "None of those that are here can be tuned."
+        none = _NONE if not self.list_models() else "The bases that are here cannot be tuned."
         there = f"There are: {', '.join(names[:_LISTED])}{more}." if names else none
         return SpecError(f"{message} {there}", param="model", code="model_not_found")
 
 
 def read_aliases(path: Path) -> dict[str, str]:
-    """Names that clients send → names of bases. Raises SpecError if the file is not such a mapping or cannot be read."""
-    import yaml  # most commands need it not
+    """Read the names that clients send → names of bases. Raises SpecError if the file is no such mapping or unreadable."""
+    import yaml  # most commands do not need it
 
     try:
         aliases = yaml.safe_load(path.read_text()) or {}
@@ -121,17 +125,17 @@ def read_aliases(path: Path) -> dict[str, str]:
 
 
 def _folder_of(folder: Path, name: str) -> Path | None:
-    """The folder of a model by its name: a path, or ORG/NAME of a cache."""
+    """The folder of a model by its name: a path, or ORG/NAME in a cache."""
     if (folder / name).is_dir():
         return folder / name
     return next((path for known, path in _model_folders(folder, MAX_DEPTH) if known == name), None)
 
 
 def _model_folders(folder: Path, depth: int, prefix: str = "") -> Iterator[tuple[str, Path]]:
-    """Name and folder of what has a config.json, at most `depth` levels below; such a folder is not searched further."""
+    """(name, folder) of every folder with a config.json, at most `depth` levels below; their subfolders are not searched."""
     try:
         entries = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    except OSError:  # a model folder that is not there, or may not be read, holds no models
+    except OSError:  # a model folder that does not exist or may not be read holds no models
         return
     for name in entries:
         path = folder / name
@@ -144,14 +148,14 @@ def _model_folders(folder: Path, depth: int, prefix: str = "") -> Iterator[tuple
 
 
 def is_model_name(name: str) -> bool:
-    """Whether a name can be a path below a folder: not absolute, no '..', no hidden folder, nothing a file system refuses."""
+    """Whether a name can be a path below a folder: relative, without '..' and hidden folders, valid in a file system."""
     if not name.isprintable() or "\\" in name:
         return False
     return all(part and not part.startswith(".") and len(part.encode()) <= 255 for part in name.split("/"))
 
 
 def _faults(folder: Path, path: Path) -> str | None:
-    """Why a folder cannot be trained on. None: it can."""
+    """The reason why a folder cannot be trained on; None: it can."""
     try:
         state, whole = path.stat(), folder.stat()
     except OSError as error:
@@ -161,7 +165,7 @@ def _faults(folder: Path, path: Path) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None:
-    """The faults of a base, remembered as long as both are the same folders and no file came to the base or went."""
+    """The fault of a base, cached until a folder is replaced, or a file of the base is added or removed."""
     if not path.resolve().is_relative_to(folder.resolve()):
         return "it is a symbolic link out of the model folder; add the folder it points into to FT_MODELS"
     names = sorted(entry.name for entry in path.iterdir())
@@ -171,14 +175,14 @@ def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None
         pickled = [name for name in names if name.endswith(_PICKLED)]
         if pickled:
             return f"{_NO_SAFETENSORS}{pickled[0]}{_NEVER_READ}"
-        return f"{_NO_SAFETENSORS}{', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
+        return f"{_NO_SAFETENSORS}{', '.join(names[:_LISTED_FILES])}{', …' if len(names) > _LISTED_FILES else ''}"
     if not any(name in names for name in _TOKENIZER_FILES):
         return "the folder holds no tokenizer (tokenizer.json)"
     return None
 
 
 def pickled_weights(folder: Path) -> str | None:
-    """A file of weights in the only form that a base's folder has them in, if that is pickled, which is never read."""
+    """Name of a pickled file of weights, if the folder has no others; None: it has."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError:
@@ -193,16 +197,11 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _has_config(folder: Path) -> bool:
-    """True for the folder of a model, also where its config.json is a link or a pipe that nobody may open: it is listed, with
-    that as the reason why it cannot be used.
+    """Whether it is the folder of a model. A config.json that may not be opened (a link, a pipe) counts, so that the model is
+    listed with that as its fault.
     """
     return os.path.lexists(folder / "config.json")
 
 
 def _base(name: str, path: Path) -> Base:
     return Base(name, path, (path / "config.json").lstat().st_mtime)
-
-
-def _shown(name: str) -> str:
-    text = repr(name)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,9 +1,9 @@
-"""Bases from Hugging Face's hub, or from another that speaks like it (HF_ENDPOINT): found, fetched, and put in place whole.
+"""Bases from Hugging Face's hub, or from another with its API (HF_ENDPOINT): looked up, fetched, and published as a whole.
 
-    <model folder>/.pulls/<organisation>--<name>@<commit>/    what is fetched, until all of it is there and is what the hub says
+    <model folder>/.pulls/<organisation>--<name>@<commit>/    files that are being fetched, until all are there and verified
     <model folder>/<organisation>/<name>/                     the base, with origin.json
 
-A pull that was interrupted goes on where it was: files, and what there is of one, are kept until then.
+An interrupted pull keeps files and parts of files, and the next pull continues there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from ft_service.bases.base_files import DOCUMENT, limit_of
+from ft_service.bases.base_files import DOCUMENT, limit_of, shown
 from ft_service.bases.origin import Origin, is_published, read_origin, write_origin
 from ft_service.errors import FtError, SpecError, UnavailableError
 
@@ -31,7 +31,7 @@ STAGED = ".pulls"
 ENDPOINT = "https://huggingface.co"
 _WEIGHTS = "*.safetensors"
 _TWICE = ("consolidated*", "adapter_model*")
-"""Weights that a base holds once more, in another layout, and those that are none of a base."""
+"""Weights in another layout, which a base holds twice, and weights of adapters."""
 _SMALL = (
     *("config.json", "generation_config.json", "*.safetensors.index.json", "tokenizer*", "chat_template*", "*.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "preprocessor_config.json"),
@@ -39,46 +39,46 @@ _SMALL = (
 )
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*")
-"""Of a file that is fetched. Others may be listed, but never become a name on this machine."""
+"""Names of files that may be fetched."""
 _COMMIT = re.compile(r"[0-9A-Za-z]{7,64}")
 _LONGEST_NAME = 255
 _SHOWN = 80
 _SPARE_BYTES = 2**30
 _PART = ".part"
 _AT_ONCE = 4
-"""Files of weights that are fetched side by side."""
+"""Files that are fetched at the same time."""
 _TIMEOUT_SECONDS = 20.0
 
 
 Kind = Literal["model", "dataset"]
-"""What a repository of the hub holds."""
+"""Kind of a repository."""
 
 
 @dataclass(frozen=True)
 class HubFile:
     bytes: int
     sha256: str | None
-    """None: the hub knows none; of small files."""
+    """None: the hub has none, as for small files."""
 
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A model, or a data set, at one commit."""
+    """A model or a data set at a commit."""
 
     repository: str
     revision: str
-    """As it was asked for."""
+    """The revision that the user named."""
     commit: str
     licence: str | None
     files: Mapping[str, HubFile]
     kind: Kind = "model"
 
     def small_files(self) -> list[str]:
-        """Configuration and tokenizer."""
+        """Names of the files of configuration and tokenizer."""
         return sorted(name for name in self.files if any(_matches(name, pattern) for pattern in _SMALL))
 
     def weights(self) -> list[str]:
-        """Raises SpecError where there are none in safetensors."""
+        """Names of the files of weights. Raises SpecError if there are none in safetensors."""
         at_root = [name for name in self.files if "/" not in name]
         found = sorted(
             name
@@ -95,56 +95,48 @@ class HubRepository:
         raise SpecError(f"{self.repository} holds {what}: no base that can be tuned here{hint}.", param="model")
 
     def refuse_odd_files(self) -> None:
-        """Raises SpecError for a repository with a file of a name that leads elsewhere, or one to be fetched that is no plain
-        name or larger than any such file.
+        """Raise SpecError for a repository with a path that leads out of its folder, or with a file to be fetched that has
+        an unusual name or is larger than its limit.
         """
         for name in self.files:
-            shown = repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…")
             if not _stays_inside(name):
-                raise SpecError(
-                    f"{self.repository} lists a file {shown}, which leads out of its folder or cannot be the name of one: "
-                    "nothing of it is fetched.",
-                    param="model",
-                )
+                raise self._refusal(f"a file {shown(name)}, which leads out of its folder or cannot be the name of one")
         for name in [*self.small_files(), *self.weights()] if self.kind == "model" else []:
             if not is_plain_name(name):
-                raise SpecError(
-                    f"{self.repository} lists a file {name[:_SHOWN]!r}, and a base's files have names of letters, digits and "
-                    "`_.+-`, none of them hidden: nothing of it is fetched.",
-                    param="model",
-                )
+                why = "and a base's files have names of letters, digits and `_.+-` that do not begin with a dot"
+                raise self._refusal(f"a file {shown(name)}, {why}")
             limit = None if _matches(name, _WEIGHTS) else limit_of(name.rpartition("/")[2]) or DOCUMENT
             if limit is not None and self.files[name].bytes > limit.bytes:
-                raise SpecError(
-                    f"{self.repository} lists {name} with {_gb(self.files[name].bytes)}, which is more than such a file of a "
-                    f"base may have ({_gb(limit.bytes)}): nothing of it is fetched.",
-                    param="model",
-                )
+                size = f"{name} with {_gb(self.files[name].bytes)}"
+                raise self._refusal(f"{size}, which is more than such a file of a base may have ({_gb(limit.bytes)})")
+
+    def _refusal(self, listed: str) -> SpecError:
+        return SpecError(f"{self.repository} lists {listed}: nothing of it is fetched.", param="model")
 
     def bytes(self, names: Sequence[str]) -> int:
         return sum(self.files[name].bytes for name in names)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """True if a path matches a pattern folder by folder: `*` stands for no `/`."""
+    """Whether a path matches a pattern folder by folder: `*` does not match `/`."""
     parts, patterns = name.split("/"), pattern.split("/")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def is_plain_name(name: str) -> bool:
-    """True for the path of a file that may be fetched: letters, digits and `_.+-`, and none of its parts hidden."""
+    """Whether a path is that of a file that may be fetched: letters, digits and `_.+-`, without hidden folders."""
     return _NAME.fullmatch(name) is not None and _stays_inside(name)
 
 
 def _stays_inside(name: str) -> bool:
-    """True for a relative path that means the same on any machine."""
+    """Whether it is a relative path that is valid on any machine and stays in its folder."""
     parts = name.split("/")
     fits = all(part not in ("", ".", "..") and len(part.encode(errors="replace")) <= _LONGEST_NAME for part in parts)
     return fits and name.isprintable() and "\\" not in name
 
 
 def parse_name(given: str) -> tuple[str, str]:
-    """Repository and revision of `ORG/NAME[@revision]`. Raises SpecError."""
+    """(repository, revision) of `ORG/NAME[@revision]`. Raises SpecError."""
     bare = re.sub(r"^(https?://[^/]+/(datasets/)?|hf://)", "", given).rstrip("/")
     repository, _, revision = bare.partition("@")
     if not is_published(repository) or (given.endswith("@")):
@@ -153,23 +145,23 @@ def parse_name(given: str) -> tuple[str, str]:
 
 
 def look_up(repository: str, revision: str, kind: Kind = "model") -> HubRepository:
-    """A model, or a data set, as the hub has it. Raises SpecError for one that it does not give, UnavailableError."""
+    """Look up a model or a data set. Raises SpecError if it does not exist or may not be read, UnavailableError."""
     hub = _library()
-    with _told(repository, revision):
+    with _hub_errors(repository, revision):
         api = hub.HfApi(endpoint=endpoint(), library_name="ft-service")
         ask = api.model_info if kind == "model" else api.dataset_info
         info = ask(repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS)
     card = info.card_data.to_dict() if info.card_data else {}
     licence = card.get("license_name") if card.get("license") == "other" else card.get("license")
     files = {
-        one.rfilename: HubFile(one.size or 0, one.lfs.sha256 if one.lfs else None)
-        for one in info.siblings or ()
-        if one.rfilename
+        file.rfilename: HubFile(file.size or 0, file.lfs.sha256 if file.lfs else None)
+        for file in info.siblings or ()
+        if file.rfilename
     }
     if _COMMIT.fullmatch(str(info.sha)) is None:
         raise UnavailableError(f"{endpoint()} names no commit of {repository}, but {str(info.sha)[:_SHOWN]!r}.")
-    told = isinstance(licence, str) and licence.isprintable() and len(licence) <= _SHOWN
-    model = HubRepository(repository, revision, str(info.sha), licence if told else None, files, kind)
+    usable = isinstance(licence, str) and licence.isprintable() and len(licence) <= _SHOWN
+    model = HubRepository(repository, revision, str(info.sha), licence if usable else None, files, kind)
     model.refuse_odd_files()
     return model
 
@@ -183,11 +175,11 @@ def pull(
     *,
     shows_bars: bool,
 ) -> Path:
-    """Fetch a base into `folder`, where it is called `name`; its folder.
+    """Fetch a base into `folder` under `name`. Returns its folder.
 
-    `judge`: is given a folder with all but the weights before they are fetched, and raises for what nobody could train on.
-    Raises SpecError for a model without a base's files, FtError for a full disk, for what arrived damaged and for a folder that
-    is there already; UnavailableError.
+    `judge`: called with a folder that has all files except the weights before these are fetched; raises FtError for a base that
+    cannot be trained. Raises SpecError for a model without a base's files, FtError for a full disk, a damaged file and a folder
+    that exists already; UnavailableError.
     """
     target = folder / name
     weights, small = model.weights(), model.small_files()
@@ -195,7 +187,7 @@ def pull(
         raise FtError(f"{target} exists{_whose(target)}. Remove it, or give this one another name with --as.", param="model")
     staged = folder / STAGED / f"{model.repository.replace('/', '--')}@{model.commit[:12]}"
     _make(staged)
-    _fetch_small(model, staged, small)
+    _fetch_files(model, staged, small, shows_bars=False)
     try:
         judge(staged)
     except FtError:
@@ -204,22 +196,21 @@ def pull(
     _require_room(folder, staged, model.bytes([*weights, *small]))
     files = "file" if len(weights) == 1 else "files"
     tell(f"{model.repository} at {model.commit[:12]}: {len(weights)} {files} of weights, {_gb(model.bytes(weights))}.")
-    _fetch_weights(model, staged, weights, shows_bars=shows_bars)
+    _fetch_files(model, staged, weights, shows_bars=shows_bars)
     tell("Reading it once more, to compare it with the hub's digests.")
-    found = digests(model, staged, [*small, *weights])
-    write_origin(staged, Origin(model.repository, model.revision, model.commit, model.licence, found))
-    shutil.rmtree(staged / ".cache", ignore_errors=True)
+    downloaded = digests(model, staged, [*small, *weights])
+    write_origin(staged, Origin(model.repository, model.revision, model.commit, model.licence, downloaded))
     target.parent.mkdir(parents=True, exist_ok=True)
     staged.rename(target)
     return target
 
 
 def fetch(found: HubRepository, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
-    """Fetch files of a repository into a folder, from where an earlier try has ended. Raises FtError for a full disk, SpecError
-    and UnavailableError as `look_up`."""
+    """Fetch files of a repository into a folder, and continue an interrupted try. Raises FtError for a full disk, SpecError and
+    UnavailableError as `look_up`."""
     _make(staged)
     _require_room(staged.parent, staged, found.bytes(names))
-    _fetch_weights(found, staged, names, shows_bars=shows_bars)
+    _fetch_files(found, staged, names, shows_bars=shows_bars)
 
 
 def _require_room(folder: Path, staged: Path, whole: int) -> None:
@@ -249,26 +240,8 @@ def _make(staged: Path) -> None:
         raise FtError(f"{staged.parents[1]} cannot be written: {error.strerror}.", param="FT_MODELS") from None
 
 
-def _fetch_small(model: HubRepository, staged: Path, names: Sequence[str]) -> None:
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    with _told(model.repository, model.revision):
-        _library().snapshot_download(
-            model.repository,
-            revision=model.commit,
-            local_dir=staged,
-            allow_patterns=list(names),
-            endpoint=endpoint(),
-            library_name="ft-service",
-        )
-    missing = [name for name in names if not (staged / name).is_file()]
-    if missing:
-        raise UnavailableError(f"{missing[0]} of {model.repository} did not arrive: pull it again.")
-
-
-def _fetch_weights(model: HubRepository, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
-    """Some files at a time. The library's own download of a repository begins a file that was interrupted anew."""
+def _fetch_files(model: HubRepository, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
+    """Fetch a few files at a time. The library's own download of a repository cannot continue an interrupted file."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     enable_progress_bars() if shows_bars else disable_progress_bars()
@@ -285,7 +258,7 @@ def _fetch_weights(model: HubRepository, staged: Path, names: Sequence[str], *, 
 
 
 class _Part(io.BufferedWriter):
-    """A file that grows at its end until its writers are to stop."""
+    """A file that is written at its end until `stop` is set."""
 
     def __init__(self, path: Path, stop: threading.Event) -> None:
         super().__init__(io.FileIO(path, "a"))
@@ -298,14 +271,14 @@ class _Part(io.BufferedWriter):
 
 
 def _fetch_file(model: HubRepository, staged: Path, name: str, stop: threading.Event) -> None:
-    """Fetch one file, from where an earlier try has ended."""
+    """Fetch a file, and continue an interrupted try."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     part, size = staged / f"{name}{_PART}", model.files[name].bytes
     part.parent.mkdir(parents=True, exist_ok=True)
     url = _library().hf_hub_url(model.repository, name, repo_type=model.kind, revision=model.commit, endpoint=endpoint())
-    with _told(model.repository, model.revision), _Part(part, stop) as file:
+    with _hub_errors(model.repository, model.revision), _Part(part, stop) as file:
         if file.tell() < size:
             headers = build_hf_headers(library_name="ft-service")
             http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size, displayed_filename=name)
@@ -317,24 +290,24 @@ def _held(staged: Path) -> int:
 
 
 def digests(model: HubRepository, staged: Path, names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of every file. Raises FtError for one that is not the hub's, which is removed."""
-    found = {name: _sha256(staged / name) for name in names}
-    for name, digest in found.items():
+    """SHA-256 of every file. Raises FtError for a file that differs from the hub's, and removes it."""
+    sha256_by_name = {name: _sha256(staged / name) for name in names}
+    for name, digest in sha256_by_name.items():
         expected = model.files[name].sha256
         if expected is not None and expected != digest:
             (staged / name).unlink()
             raise FtError(f"{name} of {model.repository} arrived damaged and was removed: pull it again.", param="model")
-    return found
+    return sha256_by_name
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """Of the library that huggingface_hub speaks HTTP by, which it has loaded by now: httpx2, or httpx before its version 2."""
+    """Errors of the HTTP library that huggingface_hub has loaded: httpx2, or httpx before its version 2."""
     return tuple(sys.modules[name].HTTPError for name in ("httpx2", "httpx") if name in sys.modules)
 
 
 @contextmanager
-def _told(repository: str, revision: str) -> Iterator[None]:
-    """What goes wrong between here and the hub, in sentences."""
+def _hub_errors(repository: str, revision: str) -> Iterator[None]:
+    """Turn errors of the hub, the network and the disk into SpecError, UnavailableError and FtError."""
     from huggingface_hub import errors
 
     where, token = endpoint(), bool(_library().get_token())
@@ -368,7 +341,7 @@ def _told(repository: str, revision: str) -> Iterator[None]:
             f"{where} cannot be reached ({why}). What has arrived is kept: pull it again. Without a network copy the model's "
             "folder below one that FT_MODELS names."
         ) from None
-    except ValueError as error:  # of names and answers that the library itself refuses
+    except ValueError as error:  # the library refuses a name or an answer
         said = " ".join(str(error).split())[:300]
         raise UnavailableError(f"What {where} says of {repository} cannot be used: {said}") from None
     except OSError as error:

@@ -1,33 +1,34 @@
-"""The modules of a base that a job's options name: the one rule, for the plan before a job and for the worker in it."""
+"""The modules of a base that a job's options name. The plan and the worker share these rules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
-from ft_service.bases.families.family import DEFAULT, Family
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
 
 KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj", "altup"})
-"""Names of modules whose linear layers stay bf16: routers, which are small and decide which experts a token meets or which
-streams are mixed, and the time steps of state-space layers, whose weights are used without calling the layer."""
+"""Names of modules whose linear layers stay bf16: routers, which are small and choose the experts of a token or mix streams,
+and the time steps of state-space layers, whose weights are used without a call of the layer."""
 
 LEFT_OUT = frozenset({"router", "dt_proj", "indexer", "altup", "altup_projections", "altup_unembed_projections"})
-"""Names of modules whose linear layers all-linear leaves out: routers, what makes, mixes and joins streams of hidden states
-(Gemma 3n), and what gets no gradient since its weight is used without calling the layer, or it only chooses what is attended
-to."""
+"""Names of modules whose linear layers all-linear leaves out: routers; layers that split, mix and join streams of hidden states
+(Gemma 3n); and layers without a gradient, whose weight is used without a call of the layer, or which only choose tokens to
+attend to."""
 
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
-"""Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""
+"""Last parts of module names that PEFT, in a mixture of experts, takes for experts or their router in any place."""
 
 IN_FP8: frozenset[WeightFormat] = frozenset({"fp8", "fp8_blocks"})
 KEPT_IN_FP8: frozenset[WeightFormat] = frozenset({"fp8_blocks"})
-"""Formats of published bases whose weights are kept as they are where the job stores them in FP8. Where it stores them
-otherwise they are given its format, from the values that they stand for; other formats of published bases stay in any job."""
+"""Formats of published bases that stay only in jobs that store these weights in FP8; other jobs convert their values. All other
+formats of published bases stay in every job."""
 
 Value = TypeVar("Value", int, float)
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def kept_plain(name: str) -> bool:
@@ -40,7 +41,7 @@ class WeightNames:
     """Full names of the modules of a base that hold weights."""
 
     quantizable: Sequence[str]
-    """Linear layers and stacked experts inside the decoder layers; routers are none of them."""
+    """Linear layers and stacked experts inside the decoder layers, without routers."""
     outside: Sequence[str]
     """Modules with weights outside the decoder layers."""
     weighted: Sequence[str]
@@ -50,10 +51,10 @@ class WeightNames:
 def assign_formats(
     names: WeightNames, precision: PrecisionOptions, held: Mapping[str, WeightFormat] | None = None
 ) -> dict[str, WeightFormat]:
-    """Format of every weight that can have one, by module name.
+    """Module name → format of its weight, for every weight that can be quantised.
 
-    `held`: formats of a base that is published quantised; they stay, but for those of `KEPT_IN_FP8` in a job that stores them
-    in another format than FP8. Raises SpecError for a pattern that matches none of the weights, or one outside the decoder
+    `held`: formats of a base that is published quantised; they stay, except those of `KEPT_IN_FP8` in a job that stores these
+    weights in another format than FP8. Raises SpecError for a pattern that matches no weight, or one outside the decoder
     layers, or that asks for another format than one that stays.
     """
     held = held or {}
@@ -70,15 +71,13 @@ def assign_formats(
 
 
 def staying(held: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
-    """Those of the formats in which a base is published that weights have in every job, by module name."""
+    """Module name → format, for the published formats that weights keep in every job."""
     return {name: published for name, published in held.items() if published not in KEPT_IN_FP8}
 
 
 def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat]) -> None:
-    """Raises SpecError for a resharding size that a quantised base does not allow.
-
-    `size`: distributed.reshard_after_forward where it is a number. Formats that the spec names itself are checked with the
-    spec.
+    """Raise SpecError for a resharding size that a quantised base does not allow. `size`: distributed.reshard_after_forward if
+    it is a number. Formats in the spec are checked with the spec.
     """
     kept = sorted(set(staying(held).values()))
     if size is not None and kept:
@@ -113,7 +112,7 @@ def _require_override(pattern: str, weight_format: WeightFormat, matched: list[s
     if others:
         raise SpecError(
             f"precision.overrides: the pattern {pattern!r} matches {others[0]} and nothing that can be stored in "
-            f"{weight_format}; routers and whatever is no plain linear layer stay bf16.",
+            f"{weight_format}; routers and modules that are not plain linear layers stay bf16.",
             param="precision.overrides",
         )
     raise SpecError(
@@ -124,35 +123,34 @@ def _require_override(pattern: str, weight_format: WeightFormat, matched: list[s
 
 
 ROUTERS = frozenset({"gate", "router"})
-"""Names of modules that, in a mixture of experts, send tokens to experts."""
+"""Names of modules that send tokens to experts in a mixture of experts."""
 
 
 def choose_targets(
     linears: Sequence[str],
     experts: Sequence[str],
     wanted: str | Sequence[str],
-    family: Family = DEFAULT,
     *,
     shared_experts: bool = False,
+    not_adapted: Mapping[str, str] = NOTHING,
 ) -> list[str]:
     """The modules that get an adapter, in the model's order.
 
-    `linears`: every linear layer but the output head; `experts`: stacks of experts; `wanted`: lora.target_modules;
-    `shared_experts`: whether all-linear means those, and dense layers, in a mixture too. Raises SpecError for a name or pattern
-    that matches none, or that names experts, or what the family cannot adapt.
+    `linears`: every linear layer except the output head; `experts`: stacks of experts; `wanted`: lora.target_modules;
+    `shared_experts`: whether all-linear includes shared experts, and dense layers of a mixture; `not_adapted`: full name of a
+    linear layer that cannot have an adapter → reason. Raises SpecError for a name or pattern that matches nothing, or that
+    matches experts or a layer that cannot be adapted.
     """
-    refused = [name for name in linears if last_name(name) in family.not_adapted]
     chosen = _choose_targets(
-        [name for name in linears if name not in refused] if wanted == "all-linear" else linears,
+        [name for name in linears if name not in not_adapted] if wanted == "all-linear" else linears,
         experts,
         wanted,
         shared_experts,
     )
     for name in chosen:
-        if name in refused:
+        if name in not_adapted:
             raise SpecError(
-                f"lora.target_modules: {name!r} cannot have an adapter: {family.not_adapted[last_name(name)]}. Leave it out; "
-                "all-linear does.",
+                f"lora.target_modules: {name!r} cannot have an adapter: {not_adapted[name]}. Leave it out; all-linear does.",
                 param="lora.target_modules",
             )
     return chosen
@@ -172,19 +170,19 @@ def _choose_targets(
         return _matches(wanted, match_pattern(wanted, allowed), allowed)
     chosen: set[str] = set()
     for word in wanted:
-        apart = [name for name in barred if "." in word and f".{name}".endswith(f".{word}")]
-        _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS and not apart else [])
-        chosen.update(apart or _matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
+        named = [name for name in barred if "." in word and f".{name}".endswith(f".{word}")]
+        _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS and not named else [])
+        chosen.update(named or _matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
     return [name for name in linears if name in chosen]
 
 
 def named_apart(chosen: Sequence[str], experts: Sequence[str]) -> list[str]:
-    """The adapted linear layers that PEFT would take for experts by their last names, and finds by their parameters only."""
+    """The adapted linear layers that PEFT would take for experts by their last names, and that are named as parameters."""
     return [name for name in chosen if experts and last_name(name) in EXPERT_WORDS]
 
 
 def refuse_dropout(dropout: float, what: Sequence[str]) -> None:
-    """Raises SpecError for lora.lora_dropout where any of the adapters is one that PEFT has no dropout for. `what`: those."""
+    """Raise SpecError for lora.lora_dropout if there are adapters without dropout in PEFT. `what`: their modules."""
     if dropout and what:
         raise SpecError(
             f"lora.lora_dropout = {dropout:g}: PEFT has no dropout for adapters on {what[0]}, parameters to it: set it to 0.",
@@ -193,10 +191,9 @@ def refuse_dropout(dropout: float, what: Sequence[str]) -> None:
 
 
 def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: float, modules: Sequence[str]) -> list[str]:
-    """The stacks of experts that get an adapter, in the model's order.
+    """The stacks of experts that get an adapter, in the model's order. Raises SpecError for a name that matches none.
 
-    `wanted`: lora.target_parameters; `dropout`: lora.lora_dropout; `modules`: the other modules that get one. Raises SpecError
-    for a name that matches none.
+    `wanted`: lora.target_parameters; `dropout`: lora.lora_dropout; `modules`: the other modules with an adapter.
     """
     refuse_dropout(dropout, ["experts"] if wanted else named_apart(modules, experts))
     for word in wanted:
@@ -211,24 +208,23 @@ def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: fl
 
 
 def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field: str) -> dict[str, Value]:
-    """Values of lora.rank_pattern or alpha_pattern by module; the first pattern that matches wins, as in PEFT.
+    """Module → value of lora.rank_pattern or alpha_pattern; the first matching pattern wins, as in PEFT.
 
-    Raises SpecError for a pattern that matches none of the adapted modules.
+    Raises SpecError for a pattern that matches no adapted module.
     """
     values: dict[str, Value] = {}
     for pattern, value in patterns.items():
         matched = match_pattern(rf"(.*\.)?({pattern})", chosen)
         if not matched:
-            raise SpecError(f"{field}: the pattern {pattern!r} matches none of the adapted modules.", param=field)
+            raise SpecError(f"{field}: the pattern {pattern!r} matches no adapted module.", param=field)
         for name in matched:
             values.setdefault(name, value)
     return values
 
 
 def choose_ignored(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """The base's weights, by their names in its files, that distributed.ignored keeps whole on every rank.
-
-    Raises SpecError for a pattern that matches none.
+    """Names of the base's weights that distributed.ignored keeps whole on every rank. Raises SpecError for a pattern that
+    matches none.
     """
     chosen: set[str] = set()
     for pattern in patterns:
@@ -250,7 +246,7 @@ def last_name(name: str) -> str:
 def _matches(wanted: str, matched: list[str], allowed: list[str]) -> list[str]:
     if matched:
         return matched
-    kinds = ", ".join(sorted({last_name(name) for name in allowed})) or "none that an adapter can be put on"
+    kinds = ", ".join(sorted({last_name(name) for name in allowed})) or "none that can have an adapter"
     raise SpecError(
         f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has {kinds}.", param="lora.target_modules"
     )

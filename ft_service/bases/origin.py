@@ -1,7 +1,7 @@
-"""Where a base comes from, in words that mean the same on another machine.
+"""The origin of a base, in terms that are valid on other machines.
 
-origin.json                                   Origin, in the folder of a base that `ft pull` has fetched
-models--ORG--NAME/snapshots/REVISION/         the base ORG/NAME in Hugging Face's cache; refs/main says which is the newest
+origin.json                                   Origin, in the folder of a base that `ft pull` fetched
+models--ORG--NAME/snapshots/REVISION/         the base ORG/NAME in Hugging Face's cache; refs/main names the newest revision
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ ORIGIN = "origin.json"
 _PUBLISHED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """`organisation/name`, as hubs name models."""
 _CARD_BYTES = 20_000
-"""Of a model's card, at the beginning of which its licence stands."""
+"""Bytes of a model's card that are read for its licence, which is at the beginning."""
 _SHORT = 12
-"""Letters of a commit that tell it apart."""
+"""Letters of a commit in a name."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a base was fetched from."""
+    """The repository and commit that a base was fetched from."""
 
     repository: str
     """ORG/NAME."""
     revision: str
-    """As it was asked for."""
+    """The revision that the user named."""
     commit: str
     licence: str | None
     files: dict[str, str]
@@ -42,11 +42,11 @@ class Origin:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """None: it was not pulled, or origin.json is somebody else's."""
-    said = document_or_none(folder / ORIGIN)
-    if said is None:
+    """The origin of a base; None: it was not pulled, or its origin.json is of another kind."""
+    document = document_or_none(folder / ORIGIN)
+    if document is None:
         return None
-    fields: dict[str, Any] = {name: said.get(name) for name in Origin.__dataclass_fields__}
+    fields: dict[str, Any] = {name: document.get(name) for name in Origin.__dataclass_fields__}
     origin = Origin(**fields)
     whole = all(isinstance(part, str) for part in (origin.repository, origin.revision, origin.commit, origin.licence or ""))
     return origin if whole and is_published(origin.repository) else None
@@ -57,7 +57,7 @@ def write_origin(folder: Path, origin: Origin) -> None:
 
 
 def licence_of(folder: Path) -> str | None:
-    """A base's licence, as the hub that it was pulled from said, or its own card says. None: neither does."""
+    """A base's licence, from the hub that it was pulled from, or from its card; None: neither names one."""
     origin = read_origin(folder)
     if origin is not None and origin.licence:
         return origin.licence
@@ -72,13 +72,13 @@ def licence_of(folder: Path) -> str | None:
 
 
 def is_published(name: str) -> bool:
-    """Whether a name has the form of a published model's."""
+    """Whether a name has the form ORG/NAME of a published model."""
     return _PUBLISHED.fullmatch(name) is not None
 
 
 def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Name and folder of the snapshots of a model in Hugging Face's cache: ORG/NAME is the one that its `main` names, or the
-    newest; another one is ORG/NAME@COMMIT.
+    """(name, folder) of a model's snapshots in Hugging Face's cache: ORG/NAME is the one that `main` names, or the newest;
+    others are ORG/NAME@COMMIT.
     """
     name = cached_name(folder)
     there = sorted((path for path in (folder / "snapshots").glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
@@ -94,12 +94,10 @@ def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def portable_name(folder: Path, name: str) -> str:
-    """The name under which others find a base, never a path: what its origin, its cache folder or its config.json says it was
-    published as, else `name`, the catalogue's.
-    """
+    """The published name of a base, by its origin, its cache folder or its config.json; else `name`, the catalogue's."""
     if origin := read_origin(folder):
         return origin.repository
     if folder.parent.name == "snapshots" and (cached := cached_name(folder.parent.parent)):
         return cached
-    said = (document_or_none(folder / "config.json") or {}).get("_name_or_path")
-    return said if isinstance(said, str) and is_published(said) and not (Path(said)).is_dir() else name
+    given = (document_or_none(folder / "config.json") or {}).get("_name_or_path")
+    return given if isinstance(given, str) and is_published(given) and not Path(given).is_dir() else name

@@ -8,27 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.base_files import INDEX as INDEX_LIMIT
-from ft_service.bases.base_files import open_base_file, read_bytes, unreadable_base
-from ft_service.bases.published_layouts import logical_names
-from ft_service.bases.safetensors_header import Header, HeaderError, TensorEntry, header_in, parse_object, shown
+from ft_service.bases.base_files import open_base_file, read_bytes, shown, unreadable_base
+from ft_service.bases.safetensors_header import Header, HeaderError, TensorEntry, header_in, parse_object
 from ft_service.errors import SpecError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_NAME = 255
-"""Bytes of a file's name, in most file systems."""
+"""Most bytes of a file's name in most file systems."""
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors that trying again does not mend."""
+"""Errors that remain when the file is read again."""
 
 Index = Mapping[str, str]
-"""Tensor → file beside the index."""
+"""Name of a tensor → name of its file."""
 
 
 def read_tensors(folder: Path, index: Index | None = None) -> dict[str, TensorEntry]:
-    """Every tensor of a base by its logical name, file by file in sorted order; only those that the index names.
+    """The tensors of a base that its index names, by name, file by file in sorted order. `index`: None: it is read.
 
-    `index`: the folder's, if it was read before. Raises SpecError naming the file, and the tensor, that is missing or damaged;
-    OSError where trying again may help.
+    Raises SpecError naming the file and tensor that is missing or damaged; OSError if another try may help.
     """
     index = read_index(folder) if index is None else index
     entries: dict[str, TensorEntry] = {}
@@ -44,12 +42,11 @@ def read_tensors(folder: Path, index: Index | None = None) -> dict[str, TensorEn
     for name, file in (index or {}).items():
         if name not in entries or entries[name].path.name != file:
             raise unreadable_base(folder / file, f"it lacks tensor {shown(name)}, which {INDEX} says it holds")
-    names = logical_names({name: entry.dtype for name, entry in entries.items()})
-    return {names[name]: entry for name, entry in entries.items()}
+    return entries
 
 
 def header_of(path: Path) -> Header:
-    """The header of one of a base's files. Raises SpecError, or OSError where trying again may help."""
+    """The header of a base's file. Raises SpecError, or OSError if another try may help."""
     try:
         with open_base_file(path) as file:
             return header_in(file, path)
@@ -70,7 +67,7 @@ def files_of(folder: Path, index: Index) -> list[Path]:
 
 
 def read_index(folder: Path) -> Index:
-    """Tensor name → file. Empty: SINGLE holds all. Raises SpecError for a folder without either, or OSError."""
+    """Read the index. Empty: SINGLE holds all tensors. Raises SpecError for a folder without index and SINGLE; OSError."""
     path = folder / INDEX
     if not os.path.lexists(path):
         if not os.path.lexists(folder / SINGLE):

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: 8 bytes that hold its length, and that much JSON. No tensor is read.
+"""The header of a safetensors file: 8 bytes that hold its length, then JSON of that length. No tensor is read.
 
-Plans, `ft verify` and workers all take names, dtypes, shapes and places of tensors from here. It refuses what the safetensors
-library refuses, so that a file which is fine here opens there; and also names that are given twice, or are no text.
+Descriptions, `ft verify` and workers take names, dtypes, shapes and offsets of tensors from here. Files that the safetensors
+library refuses are refused, so that an accepted file opens there; and also duplicate or unprintable names.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
-from ft_service.bases.base_files import Limit, open_regular, parse_document
+from ft_service.bases.base_files import Limit, open_regular, parse_document, shown
 
 HEADER = Limit(bytes=32 * 2**20, values=4_000_000)
-"""Below the format's own limit of 100 MB: the header of 250,000 tensors in one file."""
+"""The size of a header of 250,000 tensors, below the format's own limit of 100 MB."""
 DTYPE_BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -23,14 +23,13 @@ DTYPE_BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
 }
-"""Every dtype of the format, by the name that it has there, and the bits of one value."""
+"""Name of a dtype in the format → bits of a value."""
 _METADATA = "__metadata__"
 _MOST_BITS = 2**63
-_SHOWN = 80
 
 
 class HeaderError(ValueError):
-    """A damaged safetensors file, or another kind of file. `why`: the fault, and the tensor that has it."""
+    """The file is damaged, or no safetensors file. `why`: the fault, and the tensor that has it."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path.name}: {why}")
@@ -39,16 +38,16 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file. `name`: the file's own for it; `dtype`: a key of DTYPE_BITS."""
+    """A tensor of a file. `dtype`: a key of DTYPE_BITS."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     path: Path
     start: int
-    """Its first byte, counted from the beginning of the file."""
+    """Offset of its first byte in the file."""
     end: int
-    """The byte after its last."""
+    """Offset of the byte after its last."""
 
     @property
     def bytes(self) -> int:
@@ -57,29 +56,29 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of one file, as its header lists them."""
+    """The header of a file."""
 
     tensors: Mapping[str, TensorEntry]
-    """By name, in the header's order."""
+    """Name → entry, in the header's order."""
     end: int
     """Bytes before the tensors: the header, and the 8 that hold its length."""
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def read_header(path: Path) -> Header:
-    """Every tensor's entry, checked against the others and the file's length. Raises HeaderError, or OSError from reading."""
+    """Read a header, and check its entries against each other and the file's length. Raises HeaderError, OSError."""
     with open_regular(path, lambda why: HeaderError(path, why)) as file:
         return header_in(file, path)
 
 
 def header_in(file: BinaryIO, path: Path) -> Header:
-    """The header of a file that is open at its beginning, as `read_header` gives it. `path`: for messages and entries."""
+    """`read_header` of a file that is open at its beginning. `path`: for messages and entries."""
     size = os.fstat(file.fileno()).st_size
     first = file.read(8)
     length = int.from_bytes(first, "little")
     if not 2 <= length <= min(HEADER.bytes, size - 8):
-        said = f": that would be {length} bytes long, of the file's {size}" if length else ""
-        raise HeaderError(path, f"it does not begin with a safetensors header{said}")
+        detail = f": that would be {length} bytes long, of the file's {size}" if length else ""
+        raise HeaderError(path, f"it does not begin with a safetensors header{detail}")
     text = file.read(length)
     try:
         given = parse_object(text, HEADER, "its header")
@@ -92,17 +91,11 @@ def header_in(file: BinaryIO, path: Path) -> Header:
 
 
 def parse_object(text: bytes, limit: Limit, what: str = "it") -> dict[str, Any]:
-    """A JSON object of the strict kind: UTF-8, no name twice, no NaN. Raises ValueError that names `what`."""
+    """Parse a strict JSON object: UTF-8, without duplicate names and NaN. Raises ValueError that names `what`."""
     try:
         return parse_document(text, limit, what, unique=_unique, constant=_refuse_constant)
     except _NameTwiceError as error:
         raise ValueError(f"{what} names {error} twice") from None
-
-
-def shown(value: object) -> str:
-    """A value for a message: names quoted, anything cut to a line's length."""
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 class _NameTwiceError(Exception):
@@ -129,7 +122,7 @@ def _metadata(given: object) -> dict[str, str]:
 
 
 def _entry(name: str, given: object, path: Path, data: int) -> TensorEntry:
-    """One tensor's entry. `data`: where the file's tensors begin. Raises ValueError naming the tensor."""
+    """A tensor's entry. `data`: offset of the file's first tensor. Raises ValueError naming the tensor."""
     what = f"tensor {shown(name)}"
     if not name.isprintable():
         raise ValueError(f"{what} has control characters, or half of a surrogate pair, in its name")
@@ -139,7 +132,7 @@ def _entry(name: str, given: object, path: Path, data: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"{what} has the dtype {shown(dtype)}, which safetensors does not know")
     if not _are_sizes(shape):
-        raise ValueError(f"{what} has the shape {shown(shape)}: a list of sizes, none of them negative, is needed")
+        raise ValueError(f"{what} has the shape {shown(shape)}: a list of sizes that are not negative is needed")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{what} has the data_offsets {shown(offsets)}: needed is [begin, end] with 0 <= begin <= end")
     begin, end = offsets
@@ -158,9 +151,7 @@ def _are_sizes(given: object) -> TypeGuard[list[int]]:
 
 
 def _bits(shape: Iterable[int], of_value: int) -> int | None:
-    """Size of a tensor in bits. None: more than any file has. A size of 0 does not excuse the others, as readers multiply in
-    order.
-    """
+    """Size of a tensor in bits. None: more than any file has, also if a size is 0, since readers multiply in order."""
     total, empty = of_value, False
     for size in shape:
         empty = empty or size == 0
@@ -171,7 +162,7 @@ def _bits(shape: Iterable[int], of_value: int) -> int | None:
 
 
 def _check_places(entries: Iterable[TensorEntry], start: int, size: int) -> None:
-    """Refuse tensors that do not fill the file one after the other. `start`: of the first one; `size`: of the file."""
+    """Refuse tensors that do not fill the file without gaps. `start`: offset of the first tensor; `size`: bytes of the file."""
     place, before = start, ""
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
         if entry.start < place:

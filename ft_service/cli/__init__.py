@@ -1,4 +1,4 @@
-"""The command line `ft`."""
+"""Command line `ft`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The entry point: parse, run, leave with the exit code."""
-    from ft_service.cli.app import run
+    """Run the command line and exit with its code."""
+    from ft_service.cli.root_command import run
 
     sys.exit(run(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m ft_service.cli`: the same as `ft`."""
+"""Entry point of `python -m ft_service.cli`, the same as `ft`."""
 
 from __future__ import annotations
 

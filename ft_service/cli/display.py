@@ -1,4 +1,4 @@
-"""A job's progress on the screen: a live bar on a terminal, plain lines anywhere else."""
+"""Display of a job's progress: a live bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ft_service.client.progress import Curve, JobProgress, numbers, progress_lin
 from ft_service.rundir.events import Metrics
 
 CURVE_WIDTH = 60
-"""Bars of a loss curve, where the terminal is wide enough."""
+"""Width of a loss curve, if the terminal is wide enough."""
 LINES = 20
-"""Progress lines that a whole job prints where there is no terminal."""
+"""Progress lines of a whole job without a terminal."""
 
 
 class Display(Protocol):
-    """A display of progress, used in a `with`; it leaves the last state on the screen."""
+    """Display of progress, used in a `with`; it leaves the last state on the screen."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -31,7 +31,7 @@ class Display(Protocol):
     ) -> None: ...
 
     def status(self, text: str) -> None:
-        """Show the job's state in a word or two."""
+        """Show the job's state in a few words."""
         ...
 
     def message(self, level: str, text: str, when: float) -> None:
@@ -46,9 +46,9 @@ def display_for(console: Console) -> Display:
 
 
 @contextlib.contextmanager
-def arriving() -> Iterator[Callable[[int, int], object]]:
-    """A function for bytes that have come, and how many there are: on a terminal it shows them, and before the first that the
-    server is waited for."""
+def download_progress() -> Iterator[Callable[[int, int], object]]:
+    """Yield a function that takes the received and the total bytes of a download, and shows them on a terminal; before the
+    first call it says that the server prepares the download."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda done, total: None
@@ -60,7 +60,7 @@ def arriving() -> Iterator[Callable[[int, int], object]]:
 
 
 class _BarsOverCurves(Bars):
-    """A progress bar with lines of text below it, drawn together."""
+    """Progress bar with lines of text below it."""
 
     below: Sequence[Text] = ()
 
@@ -70,7 +70,7 @@ class _BarsOverCurves(Bars):
 
 
 class BarDisplay:
-    """A bar with the course of the losses below it, drawn anew; messages scroll by above them."""
+    """Progress bar with loss curves below it; messages scroll above them."""
 
     def __init__(self, console: Console) -> None:
         self._progress = JobProgress()
@@ -114,7 +114,7 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """A line for every message and status, and about LINES lines for the progress of a whole job."""
+    """Lines for messages and changes of status, and about LINES lines for the progress of a whole job."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

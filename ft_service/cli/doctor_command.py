@@ -1,4 +1,4 @@
-"""`ft doctor`: what is wrong with an installation that nobody sees from its jobs."""
+"""`ft doctor`: faults of an installation that its jobs do not show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.local_store import local_store
-from ft_service.cli.output import Json, load_settings, print_json, print_table, say, tell
+from ft_service.cli.output import Json, load_settings, print_json, print_note, print_table, print_text
 from ft_service.errors import UnavailableError
 
 
@@ -21,32 +21,38 @@ def doctor(
     as_json: Json = False,
 ) -> int:
     """Look for attempts that run in the cluster although this database does not know their job, as after its loss. They hold
-    GPUs until they end. The exit code is 1 if some are left."""
+    GPUs until they end. The exit code is 1 if some are left. Also say how many bases each
+    folder of FT_MODELS holds, and how many of them are described."""
+    from ft_service.control import describe_bases
     from ft_service.control.launcher_choice import new_launcher  # the database takes time to import
     from ft_service.control.orphans import find_orphans
-    from ft_service.launcher.base import LaunchError, ListsAttempts
+    from ft_service.launcher.protocol import LaunchError, ListsAttempts
 
     settings = load_settings()
+    for line in describe_bases.models_report(settings):
+        print_note(line)
     with local_store(settings) as store:
-        launcher = new_launcher(settings, store) if settings.launcher == "kubernetes" else None
+        launcher = new_launcher(settings) if settings.launcher != "local" else None
         if not isinstance(launcher, ListsAttempts):
-            say(f"FT_LAUNCHER = {settings.launcher}: attempts are found by their run directories; there is nothing to list.")
+            print_note(
+                f"FT_LAUNCHER = {settings.launcher}: attempts are found by their run directories; there is nothing to list."
+            )
             if as_json:
                 print_json([])
             return 0
         try:
-            found = find_orphans(store, launcher)
-            for attempt in found if end else []:
+            orphans = find_orphans(store, launcher)
+            for attempt in orphans if end else []:
                 launcher.end_unfinished(attempt.name)
         except LaunchError as error:
             raise UnavailableError(str(error)) from None
         finally:
             launcher.close()
     if as_json:
-        print_json([{**asdict(attempt), "ended": end} for attempt in found])
-    elif found:
-        print_table(("JOB OF THE CLUSTER", "OF", "SINCE"), [(a.name, a.job_id, a.created_at) for a in found])
-        tell("All of them were ended." if end else "This database does not know their jobs. End them: ft doctor --end")
+        print_json([{**asdict(attempt), "ended": end} for attempt in orphans])
+    elif orphans:
+        print_table(("JOB OF THE CLUSTER", "OF", "SINCE"), [(a.name, a.job_id, a.created_at) for a in orphans])
+        print_text("All of them were ended." if end else "This database does not know their jobs. End them: ft doctor --end")
     else:
-        tell("Every attempt in the cluster belongs to a job of this database.")
-    return 1 if found and not end else 0
+        print_text("Every attempt in the cluster belongs to a job of this database.")
+    return 1 if orphans and not end else 0

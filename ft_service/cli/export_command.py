@@ -1,4 +1,4 @@
-"""`ft export`: a tuned model in the form that another program reads."""
+"""`ft export`: write a tuned model in the format of another program."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.display import arriving
-from ft_service.cli.jobs.adapters import adapter_of_job, find_adapter
-from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.merge_command import base_here, shown_losses
-from ft_service.cli.output import Json, connect, print_fields, print_json, say, tell
+from ft_service.cli.display import download_progress
+from ft_service.cli.jobs.adapter_argument import adapter_of_job, find_adapter
+from ft_service.cli.jobs.job_argument import find_job
+from ft_service.cli.merge_command import local_base, loss_fields
+from ft_service.cli.output import Json, connect, print_fields, print_json, print_note, print_text
 from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.documents import ExportFormat
@@ -26,7 +26,7 @@ from ft_service.supervisor.worker_tasks import run_worker
 
 WORKER = "workers.tasks.export"
 POLL_SECONDS = 1.0
-"""Between asking a server whether an export is made."""
+"""Pause between polls of an export."""
 
 
 def register(app: typer.Typer) -> None:
@@ -36,11 +36,13 @@ def register(app: typer.Typer) -> None:
 def export(
     source: Annotated[str, typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder.")],
     to: Annotated[ExportFormat, typer.Option("--format", help="Output format (docs/serving.md).")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new folder.")],
-    base: Annotated[Path | None, typer.Option(metavar="DIR", help="The base; default: where it was trained from.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Of the validation file, to compare losses on; 0: none.")] = 64,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; it must not exist.")],
+    base: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")] = 64,
     push: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Upload it too: hf://ORG/NAME, or oci://HOST/NAME:TAG.")
+        str | None, typer.Option(metavar="ADDRESS", help="Upload it to hf://ORG/NAME, or oci://HOST/NAME:TAG.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -53,9 +55,9 @@ def export(
     with _where(source, to, remote=base is None) as place:
         if isinstance(place, Path):
             if faults := verify(place).faults:
-                raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
+                raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` shows all faults.")
             if to is not ExportFormat.PEFT:
-                say("Writing it, and reading it again to compare.")
+                print_note("Writing it, and reading it again to compare.")
             report = write_export(place, out.absolute(), to, base, samples)
         else:
             report = _fetch(*place, to, out)
@@ -66,14 +68,13 @@ def export(
     else:
         _show(report, to, out)
         if pushed is not None:
-            tell(f"Pushed: {pushed}")
+            print_text(f"Pushed: {pushed}")
 
 
 @contextlib.contextmanager
 def _where(source: str, to: ExportFormat, *, remote: bool) -> Iterator[Path | tuple[Client, str]]:
-    """The folder of the adapter, if it is on this host; else the server that has it, and the job, which makes the export where
-    the base is. With `remote` False, and for the adapter as it is, that is fetched instead.
-    """
+    """Yield the folder of the adapter if this host has it; else the server and the job, so that the server makes the export
+    where the base is. If `remote` is False, and for the plain adapter, the adapter is downloaded instead."""
     if not remote or to is ExportFormat.PEFT or Path(source).exists():
         with find_adapter(source) as folder:
             yield folder
@@ -85,31 +86,31 @@ def _where(source: str, to: ExportFormat, *, remote: bool) -> Iterator[Path | tu
 
 
 def _fetch(client: Client, job_id: str, to: ExportFormat, out: Path) -> dict[str, Any]:
-    """Have the server make the export, wait for it, and fetch it into `out`; the report."""
-    with arriving() as note:
-        found = client.start_export(job_id, to.value)
-        while found.status in ("queued", "running"):
+    """Let the server make the export, download it to `out`, and return the report."""
+    with download_progress() as note:
+        export = client.start_export(job_id, to.value)
+        while export.status in ("queued", "running"):
             time.sleep(POLL_SECONDS)
-            found = client.export(job_id, to.value)
-        if found.status == "failed":
-            raise SpecError(f"The server could not make it: {found.error}", param="format")
+            export = client.export(job_id, to.value)
+        if export.status == "failed":
+            raise SpecError(f"The server could not make it: {export.error}", param="format")
         client.download_export(job_id, to.value, out, note)
-        return found.report
+        return export.report
 
 
 def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, samples: int) -> dict[str, Any]:
-    """Write the new folder `out`, which appears whole or not at all; the report."""
+    """Write the new folder `out`, which appears complete or not at all, and return the report."""
     if to is ExportFormat.PEFT:
-        beside = out.with_name(f".{out.name}.tmp")
-        shutil.rmtree(beside, ignore_errors=True)
+        temporary = out.with_name(f".{out.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            shutil.copytree(adapter, beside)
-            beside.rename(out)
+            shutil.copytree(adapter, temporary)
+            temporary.rename(out)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         return {}
-    found = base or (None if to is ExportFormat.VLLM else base_here(adapter))  # vLLM's form needs no base
-    options = ["--base", str(found.absolute())] if found else []
+    base_folder = base or (None if to is ExportFormat.VLLM else local_base(adapter))  # vLLM's format needs no base
+    options = ["--base", str(base_folder.absolute())] if base_folder else []
     return run_worker(WORKER, [str(adapter), str(out), "--format", to.value, "--samples", str(samples), *options])
 
 
@@ -119,9 +120,9 @@ def _show(report: dict[str, Any], to: ExportFormat, out: Path) -> None:
     print_fields(
         [
             ("rank", f"{report['r']}" if "r" in report else None),
-            *(shown_losses(report) if "validation_loss" in report else []),
+            *(loss_fields(report) if "validation_loss" in report else []),
             ("read again", f"{tensors}; {error:.2%} off in all" if tensors and error else tensors),
             *(("note", note) for note in report.get("notes", [])),
         ]
     )
-    tell(f"{to.value} is in {out}")
+    print_text(f"{to.value} is in {out}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ft_service.cli.output import load_settings
 from ft_service.host.home import create_home
-from ft_service.host.servers import living_servers
+from ft_service.host.running_servers import living_servers
 from ft_service.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 PROJECT = "default"
 SAMPLES = Path(__file__).parents[2] / "examples" / "models"
-"""The sample base of a source folder; an installed package has none."""
+"""Sample base of a source folder; an installed package has none."""
 MAKES = ".ft"
-"""The home that `make` takes, in the source folder."""
+"""Home that `make` uses, in the source folder."""
 
 
 @contextlib.contextmanager
 def local_store(settings: Settings) -> Iterator[Store]:
-    """The store that FT_HOME or FT_DATABASE_URL names, brought to this version's schema."""
+    """Open the store of FT_HOME or FT_DATABASE_URL, migrated to this version's schema."""
     from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for few rare commands
 
     create_home(settings.home)
@@ -33,16 +33,15 @@ def local_store(settings: Settings) -> Iterator[Store]:
     migrate(url)
     store = open_store(url)
     try:
-        store.ensure_project(PROJECT, settings.organization)
+        store.projects.ensure_project(PROJECT, settings.organization)
         yield store
     finally:
         store.close()
 
 
 def settings_with_models() -> Settings:
-    """The environment's settings; without FT_MODELS the model folders of the home's newest server, or, where none runs, those
-    that `make serve` takes: FT_HOME/models and the sample base. Raises SpecError.
-    """
+    """Return the environment's settings; without FT_MODELS, with the model folders of the home's newest running server, or,
+    if none runs, those of `make serve`: FT_HOME/models and the sample base. Raises SpecError."""
     settings = load_settings()
     if settings.models:
         return settings
@@ -53,9 +52,8 @@ def settings_with_models() -> Settings:
 
 
 def settings_of_server() -> Settings:
-    """The environment's settings; without FT_HOME the home in which a server runs: `~/.ft`, or the `.ft` of `make` in this
-    folder, one above it, or the source folder. Raises SpecError.
-    """
+    """Return the environment's settings; without FT_HOME, with the home in which a server runs: `~/.ft`, or the `.ft` of
+    `make` in this folder, one above it, or the source folder. Raises SpecError."""
     settings = load_settings()
     if "FT_HOME" in os.environ:
         return settings

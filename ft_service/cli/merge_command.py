@@ -1,4 +1,4 @@
-"""`ft merge`: a base and an adapter as one model, made by a worker process."""
+"""`ft merge`: merge a base and an adapter into one model, by a worker process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.cli.jobs.adapters import find_adapter
+from ft_service.cli.jobs.adapter_argument import find_adapter
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_fields, print_json, say, tell
+from ft_service.cli.output import Json, print_fields, print_json, print_note, print_text
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.manifest import MANIFEST, spec_beside
 from ft_service.rundir.verify import CONFIG, read_manifest, verify
@@ -32,11 +32,13 @@ def register(app: typer.Typer) -> None:
 
 def merge(
     source: Annotated[str, typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder.")],
-    to: Annotated[MergeFormat, typer.Option(help="How the merged weights are stored.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new folder.")],
-    base: Annotated[Path | None, typer.Option(metavar="DIR", help="The base; default: where it was trained from.")] = None,
+    to: Annotated[MergeFormat, typer.Option(help="Format of the merged weights.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; it must not exist.")],
+    base: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training.")
+    ] = None,
     max_file_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file, in GiB.")] = 5.0,
-    samples: Annotated[int, typer.Option(min=0, help="Of the validation file, to compare losses on; 0: none.")] = 64,
+    samples: Annotated[int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Write base + adapter as one model, without a GPU, and what that changes in validation loss."""
@@ -44,12 +46,12 @@ def merge(
         raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
     with find_adapter(source) as folder:
         if faults := verify(folder).faults:
-            raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` tells all of it.")
+            raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` shows all faults.")
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
-        found = base or base_here(folder)
-        options += ["--base", str(found.absolute())] if found else []
+        base_folder = base or local_base(folder)
+        options += ["--base", str(base_folder.absolute())] if base_folder else []
         then = f", then compare losses over up to {samples} samples" if samples else ""
-        say(f"Merging base and adapter, a file at a time{then}. That takes a minute or more.")
+        print_note(f"Merging base and adapter, a file at a time{then}. That takes a minute or more.")
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
     if as_json:
         print_json({"out": str(out.absolute()), **report})
@@ -57,11 +59,11 @@ def merge(
         _show(report, out)
 
 
-def base_here(adapter: Path) -> Path | None:
-    """This machine's folder of the base of an adapter that came from elsewhere. None: the adapter lies in its run directory, or
-    its manifest, of an earlier version, says where the base is.
+def local_base(adapter: Path) -> Path | None:
+    """Return this machine's folder of the base of an adapter from elsewhere; None: the adapter is in its run directory,
+    which names the base.
 
-    Raises SpecError where there is no base of that name.
+    Raises SpecError if there is no base of that name.
     """
     manifest, _ = read_manifest(adapter / MANIFEST)
     if manifest is None or spec_beside(adapter, manifest).model.path:
@@ -76,8 +78,8 @@ def base_here(adapter: Path) -> Path | None:
     )
 
 
-def shown_losses(report: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """The fidelity report as fields: the three losses, or why there are none, and what rounding cost."""
+def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return the fidelity report as fields: the three losses, or the reason for their absence, and the rounding error."""
     losses = report["validation_loss"] or {}
     names = {
         "adapter_on_base_as_trained": "loss, base as trained",
@@ -96,5 +98,5 @@ def shown_losses(report: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _show(report: dict[str, Any], out: Path) -> None:
-    print_fields(shown_losses(report))
-    tell(f"The merged model is in {out}")
+    print_fields(loss_fields(report))
+    print_text(f"The merged model is in {out}")

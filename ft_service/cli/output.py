@@ -1,4 +1,4 @@
-"""Functions that commands share: settings, the connection, and printing."""
+"""Functions that commands share: settings, connection, printing."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
 _LEAST = 4
-"""Columns of a screen that are left to a column of a table."""
+"""Smallest width of a shortened column."""
 OWN_WIDTH = 1000
-"""Columns of output that is piped: nothing is cut."""
+"""Width of piped output, in which nothing is shortened."""
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """The environment's settings with the command line's options over them (None: not given). Raises SpecError."""
-    from pydantic import ValidationError  # `ft --help` needs none of this
+    """Return the environment's settings, overridden by the command line's options (None: not given). Raises SpecError."""
+    from pydantic import ValidationError  # `ft --help` does not need it
 
     from ft_service.settings import Settings
-    from ft_service.spec.faults import words_of
+    from ft_service.spec.validation_errors import words_of
 
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
@@ -53,35 +53,35 @@ def load_settings(**overrides: Any) -> Settings:
 
 
 def connect() -> Client:
-    """A client of the server that the environment, or FT_HOME/credentials, names. Raises FtError if none is known."""
+    """Return a client of the server that the environment, or FT_HOME/credentials, names. Raises FtError if none is known."""
     from ft_service.client.client import Client
     from ft_service.client.connection import find_connection
 
     return Client(find_connection(os.environ, load_settings().home))
 
 
-def complain(message: str, code: int) -> int:
-    """Print a sentence on stderr, or a line for each of several; returns the exit code."""
+def print_error(message: str, code: int) -> int:
+    """Print an error on stderr, on several lines if the message has them, and return the exit code."""
     lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()] or [""]
     first, *more = [_on_screen(line, sys.stderr) for line in [f"ft: {lines[0]}", *(f"  {line}" for line in lines[1:])]]
     print("\n".join([first, *more]), file=sys.stderr)
     return code
 
 
-def spare_letters(*streams: TextIO) -> None:
-    """Have streams print `?` for letters that their encoding has not, instead of ending in a traceback."""
+def replace_unencodable(*streams: TextIO) -> None:
+    """Let streams print `?` for characters outside their encoding, instead of raising an error."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 
-def say(sentence: str) -> None:
-    """Print what is being done, or was, on stderr: the output stays what was asked for."""
+def print_note(sentence: str) -> None:
+    """Print a note on progress to stderr; stdout is for the output of the command."""
     print(_on_screen(sentence, sys.stderr), file=sys.stderr, flush=True)
 
 
-def tell(text: str = "") -> None:
-    """Print sentences, each on lines of its own; on a terminal no word is broken at the end of a line."""
+def print_text(text: str = "") -> None:
+    """Print text, wrapped at words on a terminal."""
     print("\n".join(_on_screen(line, sys.stdout) for line in text.split("\n")), flush=True)
 
 
@@ -104,7 +104,7 @@ def print_json_line(document: Any) -> None:
 
 
 def json_text(document: Any, stream: TextIO | None = None, indent: int | None = None) -> str:
-    """A document as JSON that a stream (default: stdout) can take: letters that it has not are escaped, and none is lost."""
+    """Return JSON for a stream (default: stdout); characters outside its encoding are escaped."""
     encoding = ((stream or sys.stdout).encoding or "ascii").lower().replace("-", "")
     return json.dumps(document, indent=indent, ensure_ascii=encoding != "utf8")
 
@@ -116,10 +116,8 @@ def print_table(
     *,
     whole_notes: bool = False,
 ) -> None:
-    """Print columns under titles, cut to the width of a terminal; when piped whole, with a tab between them. `notes`: a title
-    and a sentence (or none) for each row, which a terminal shows below the row, in one line unless `whole_notes`, and a pipe
-    as the last column.
-    """
+    """Print a table: on a terminal shortened to its width, piped with tabs between columns. `notes`: a title and an optional
+    sentence per row, which a terminal shows below the row, on one line unless `whole_notes`, and a pipe as the last column."""
     if not is_terminal():
         if notes is not None:
             titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
@@ -131,15 +129,15 @@ def print_table(
     columns = list(zip(titles, *rows, strict=True))
     longest = [max(cell_len(cell) for cell in column) for column in columns]
     times = [any(_TIME.fullmatch(cell) for cell in column) for column in columns]
-    for title, width in zip(titles, shrunk(longest, console.width - 2 * (len(titles) - 1), times), strict=True):
+    for title, width in zip(titles, fit_widths(longest, console.width - 2 * (len(titles) - 1), times), strict=True):
         table.add_column(title, no_wrap=True, width=width)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # as it is: `:two:` in a name is no picture, `[bold]` no style
+        table.add_row(*(Text(cell) for cell in row))  # Text, so that `:two:` in a name is not an emoji, nor `[bold]` a style
     with console.capture() as captured:
         console.print(table, highlight=False)
     header, *lines = captured.get().splitlines()
     print(header)
-    for line, note in zip(lines, notes[1] if notes and is_terminal() else [None] * len(lines), strict=True):
+    for line, note in zip(lines, notes[1] if notes else [None] * len(lines), strict=True):
         print(line)
         if note:
             text = f"    {' '.join(note.split())}"
@@ -148,10 +146,9 @@ def print_table(
             )
 
 
-def shrunk(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list[int]:
-    """Widths of columns that fit a room together: the widest ones give way, so that short ones stay whole; those of `whole`
-    come last, since half of what they hold says nothing.
-    """
+def fit_widths(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list[int]:
+    """Return column widths that fit into `room` together: the widest columns are shortened first, those of `whole` last,
+    since a part of their values is useless."""
     left = list(widths)
     for kept in (whole or [False] * len(left), [False] * len(left)):
         yielding = [number for number, stays in enumerate(kept) if not stays]
@@ -161,9 +158,8 @@ def shrunk(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list
 
 
 def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
-    """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below; so do
-    the further lines of a value that has several.
-    """
+    """Print names and values, one pair per line; pairs without a value are left out. Values of several lines, and on a
+    terminal long ones, continue below."""
     given = [(name, value) for name, value in fields if value]
     width = max((len(name) for name, _ in given), default=0)
     room = screen_width()
@@ -174,7 +170,7 @@ def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
 
 
 def local_time(seconds: float | None, *, seconds_too: bool = False) -> str:
-    """A moment (seconds since the epoch) on this machine's clock, to the minute; empty for None."""
+    """Return a time (seconds since the epoch) on this machine's clock, to the minute; empty for None."""
     return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M" + ":%S" * seconds_too)
 
 
@@ -183,7 +179,7 @@ def is_terminal() -> bool:
 
 
 def screen_width() -> int:
-    """Columns of the terminal; very many where there is none."""
+    """Return the width of the terminal, or OWN_WIDTH if there is none."""
     return _console().width
 
 

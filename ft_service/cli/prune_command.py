@@ -1,4 +1,4 @@
-"""`ft prune`: free the disk of what nothing needs any more."""
+"""`ft prune`: remove files that nothing needs any more."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 
 from ft_service.bases import cache_folder
 from ft_service.cli.local_store import local_store
-from ft_service.cli.output import Json, complain, load_settings, print_json, print_table, tell
+from ft_service.cli.output import Json, load_settings, print_error, print_json, print_table, print_text
 from ft_service.data import token_folder
 from ft_service.errors import SpecError
-from ft_service.plan.text import bytes_text
+from ft_service.plan.plan_text import bytes_text
 
 if TYPE_CHECKING:
     from ft_service.control.pruning import Removal
@@ -27,13 +27,15 @@ def prune(
     runs_days: Annotated[float | None, typer.Option(min=0, help="Run directories of jobs that ended so long ago.")] = None,
     checkpoints_days: Annotated[float | None, typer.Option(min=0, help="Checkpoints of jobs that ended so long ago.")] = None,
     files_days: Annotated[float | None, typer.Option(min=0, help="Delete files older than N days.")] = None,
-    cache_days: Annotated[float | None, typer.Option(min=0, help="Quantised bases and tokens not used for so long.")] = None,
+    cache_days: Annotated[
+        float | None, typer.Option(min=0, help="Quantised bases, descriptions and tokens not used for so long.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     as_json: Json = False,
 ) -> int:
     """Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or file; with an age (here or
     in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job needs is removed. The server may run meanwhile."""
-    from ft_service.control.pruning import Limits, plan_pruning, remove  # the database takes time to import
+    from ft_service.control.pruning import RetentionLimits, plan_pruning, remove  # the database takes time to import
 
     given = {"runs": runs_days, "checkpoints": checkpoints_days, "files": files_days, "cache": cache_days}
     settings = load_settings(**{f"keep_{kind}_days": days for kind, days in given.items()})
@@ -41,32 +43,32 @@ def prune(
         raise SpecError(
             "FT_STORAGE: ft prune removes files of FT_HOME only; use the storage's own lifecycle rules.", param="FT_STORAGE"
         )
-    limits = Limits(**{**vars(Limits.from_settings(settings)), "leftovers": True})
+    limits = RetentionLimits(**{**vars(RetentionLimits.from_settings(settings)), "leftovers": True})
     cache, tokens = cache_folder.folder_of(os.environ, settings.home), token_folder.folder_of(os.environ, settings.home)
     failed: dict[Path, str] = {}
     with local_store(settings) as store:
         planned = plan_pruning(settings, store, limits, cache=cache, tokens=tokens)
-        gone = list(planned) if dry_run else []
+        removed = list(planned) if dry_run else []
         for removal in [] if dry_run else planned:
             try:
                 if remove(removal, settings, store):
-                    gone.append(removal)
+                    removed.append(removal)
             except OSError as error:
                 failed[removal.path] = error.strerror or str(error)
-    _show(gone, dry_run, as_json)
+    _show(removed, dry_run, as_json)
     for path, why in failed.items():
-        complain(f"{path} was not removed: {why}", 1)
+        print_error(f"{path} was not removed: {why}", 1)
     return 1 if failed else 0
 
 
-def _show(gone: list[Removal], dry_run: bool, as_json: bool) -> None:
+def _show(removed: list[Removal], dry_run: bool, as_json: bool) -> None:
     if as_json:
-        print_json([_as_dict(removal) for removal in gone])
+        print_json([_as_dict(removal) for removal in removed])
         return
-    total = bytes_text(sum(removal.bytes for removal in gone))
-    if gone:
-        print_table(("WHAT", "BYTES", "PATH", "WHY"), [(r.kind, bytes_text(r.bytes), str(r.path), r.why) for r in gone])
-    tell(f"{total} would be freed." if dry_run else f"{total} freed." if gone else "Nothing to remove.")
+    total = bytes_text(sum(removal.bytes for removal in removed))
+    if removed:
+        print_table(("WHAT", "BYTES", "PATH", "WHY"), [(r.kind, bytes_text(r.bytes), str(r.path), r.why) for r in removed])
+    print_text(f"{total} would be freed." if dry_run else f"{total} freed." if removed else "Nothing to remove.")
 
 
 def _as_dict(removal: Removal) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The REST interface from the client's side: which server, its answers, a job's progress."""
+"""Client of the REST interface: connection, responses, progress of a job."""

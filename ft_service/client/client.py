@@ -1,10 +1,12 @@
-"""A thin client of the service's REST interface: OpenAI's wire format and what this service adds to it.
+"""Client of the service's REST interface: OpenAI's wire format and this service's additions.
 
-Every method is one request (lists page by themselves) and raises the errors of `ft_service.errors`, rebuilt from the answer.
+Every method makes one request (lists fetch all their pages) and raises the errors of `ft_service.errors`, rebuilt from the
+response.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
@@ -17,8 +19,8 @@ from urllib.parse import quote
 
 import httpx2
 
-from ft_service.client.answers import (
-    Answer,
+from ft_service.client.connection import Connection, error_of, not_ours, reaching
+from ft_service.client.responses import (
     LogLine,
     RemoteCheckpoint,
     RemoteEvaluation,
@@ -27,33 +29,32 @@ from ft_service.client.answers import (
     RemoteFile,
     RemoteJob,
     RemoteModel,
+    RemoteObject,
     RemoteSweep,
 )
-from ft_service.client.connection import Connection
-from ft_service.client.refusals import error_of, not_ours, reaching
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.untrusted_tar import unpack
 
 PAGE = 100
-"""Items asked for at once by methods that read whole lists."""
+"""Items per page in methods that read whole lists."""
 EVALUATIONS_AT_ONCE = 10
-"""The same of evaluations, which hold whole answers."""
+"""Items per page of evaluations, which contain whole answers."""
 _NO_END = httpx2.Timeout(60.0, connect=5.0, read=None)
-"""Of a stream that is silent as long as nothing happens."""
+"""Timeout of a stream, which may be silent for any time."""
 _MADE_FIRST = httpx2.Timeout(60.0, connect=5.0, read=1800.0)
-"""Of what the server makes before it sends it: a checkpoint's adapter takes a process of its own that imports torch and lays
-out the model, seconds on an idle host, and some minutes on one whose processors all train."""
+"""Timeout of a response that the server must produce first: a checkpoint's adapter needs a process that imports torch and
+builds the model, which takes seconds on an idle host and minutes while all processors train."""
 PATIENCE = 60
-"""Polls without an answer that `follow` bears before it gives up."""
+"""Failed polls in a row after which `follow` gives up."""
 
 
-Item = TypeVar("Item", bound=Answer)
+Item = TypeVar("Item", bound=RemoteObject)
 Note = Callable[[int, int], object]
 
 
 class Client:
-    """One server, one key. Close it, or use it in a `with`."""
+    """Client of one server with one key. Close it, or use it in a `with`."""
 
     def __init__(self, connection: Connection, *, transport: httpx2.BaseTransport | None = None) -> None:
         self.base_url = connection.base_url
@@ -77,7 +78,7 @@ class Client:
     # Files and models
 
     def upload_file(self, path: Path, purpose: str = "fine-tune") -> RemoteFile:
-        """Upload a file under its own name. Raises SpecError if it cannot be read here, or the server refuses it."""
+        """Upload a file under its own name. Raises SpecError if it cannot be read, or the server refuses it."""
         try:
             with path.open("rb") as body:
                 answer = self._call("POST", "/files", data={"purpose": purpose}, files={"file": (path.name, body)})
@@ -89,12 +90,12 @@ class Client:
         return RemoteFile.model_validate(self._call("GET", f"/files/{_part(file_id)}"))
 
     def files_with(self, sha256: str) -> list[RemoteFile]:
-        """Data files with these contents, the newest first. `sha256`: in hex."""
+        """Return the data files with these contents, the newest first. `sha256`: in hex."""
         params = {"sha256": sha256, "purpose": "fine-tune", "limit": PAGE}
         return [RemoteFile.model_validate(item) for item in self._call("GET", "/files", params=params)["data"]]
 
     def files(self, limit: int = PAGE) -> list[RemoteFile]:
-        """The newest `limit` files, newest first."""
+        """Return the newest `limit` files, newest first."""
         return list(islice(self._pages("/files", RemoteFile, min(limit, PAGE)), limit))
 
     def file_content(self, file_id: str) -> bytes:
@@ -111,27 +112,33 @@ class Client:
         return [RemoteModel.model_validate(item) for item in self._call("GET", "/models")["data"]]
 
     def model(self, name: str) -> RemoteModel:
-        """A base, an alias, or a tuned model. Raises NotFoundError, which for a base lists those that there are."""
+        """Return a base, an alias, or a tuned model. Raises NotFoundError, which for a base lists the available ones."""
         return RemoteModel.model_validate(self._call("GET", f"/models/{_part(name)}"))
 
+    def model_description(self, name: str) -> bytes | None:
+        """Return a base's description as JSON; None: the server has none yet. Raises NotFoundError."""
+        description = self._call("GET", f"/models/{_part(name)}?include=description")["description"]
+        return None if description is None else json.dumps(description).encode()
+
     def sign_in_link(self, path: str) -> str:
-        """The address of a page of the server's, by which a browser is signed in once. Raises NotFoundError if it has none."""
+        """Return a link to a page of the server that signs a browser in once. Raises NotFoundError if the server has no
+        page."""
         link = self._call("POST", "/sign_in_links")["path"]
         return f"{self.base_url.rpartition('/')[0]}{link}&to={path}"
 
     # Jobs
 
     def check_job(self, body: dict[str, Any], files: dict[str, dict[str, Any]]) -> int:
-        """Ask whether a job, or a sweep, would be taken; how many jobs it would be. `files`: filename and bytes of those that
-        would be uploaded, by the field that would name them. Raises what its creation would."""
+        """Check whether a job, or a sweep, would be accepted, and return the number of jobs. `files`: name and bytes of the
+        files to be uploaded, by the field that would name them. Raises the errors of its creation."""
         return self._call("POST", "/fine_tuning/check", json={"job": body, "files": files})["jobs"]
 
     def create_job(self, body: dict[str, Any]) -> RemoteJob:
-        """Create a job. `body`: OpenAI's create body and our additions, with file ids."""
+        """Create a job. `body`: OpenAI's create body with our additions, and file ids."""
         return RemoteJob.model_validate(self._call("POST", "/fine_tuning/jobs", json=body))
 
     def jobs(self, limit: int = 20) -> list[RemoteJob]:
-        """The newest `limit` jobs, newest first."""
+        """Return the newest `limit` jobs, newest first."""
         return list(islice(self._pages("/fine_tuning/jobs", RemoteJob, min(limit, PAGE)), limit))
 
     def job(self, job_id: str) -> RemoteJob:
@@ -144,27 +151,26 @@ class Client:
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/pause"))
 
     def resume(self, job_id: str, ranks: int | None = None) -> RemoteJob:
-        """Resume a paused job. `ranks`: to go on with; None: as many as before."""
+        """Resume a paused job. `ranks`: new number of ranks; None: as before."""
         body = None if ranks is None else {"distributed": {"nproc_per_node": ranks}}
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume", json=body))
 
     def evaluations(self, job_id: str, limit: int = PAGE) -> list[RemoteEvaluation]:
-        """What the job's model answered at its newest `limit` evaluations, the newest step first."""
+        """Return the job's newest `limit` evaluations, the newest step first."""
         pages = self._pages(f"{_job(job_id)}/evaluation", RemoteEvaluation, min(limit, EVALUATIONS_AT_ONCE))
         return list(islice(pages, limit))
 
     def checkpoints(self, job_id: str) -> list[RemoteCheckpoint]:
-        """All of a job's complete checkpoints, newest first."""
+        """Return all of a job's complete checkpoints, newest first."""
         return list(self._pages(f"{_job(job_id)}/checkpoints", RemoteCheckpoint, PAGE))
 
     def metrics(self, job_id: str) -> list[Metrics]:
-        """The numbers of every step that was reported, in the order of the steps; the last word on each."""
-        found = (event.metrics() for event in self.events(job_id))
-        by_step = {known.step: known for known in found if known is not None}
+        """Return the latest metrics of every reported step, in order of the steps."""
+        by_step = {metrics.step: metrics for event in self.events(job_id) if (metrics := event.metrics()) is not None}
         return [by_step[step] for step in sorted(by_step)]
 
     def events(self, job_id: str, *, since: str | None = None, limit: int | None = None) -> list[RemoteEvent]:
-        """Events in the order they happened: those after the event with the id `since`, of these the newest `limit`."""
+        """Return events in the order they happened: those after the event with the id `since`, of these the newest `limit`."""
         newest: list[RemoteEvent] = []
         for event in self._pages(f"{_job(job_id)}/events", RemoteEvent, PAGE):
             if event.id == since:
@@ -177,16 +183,16 @@ class Client:
     def follow(
         self, job_id: str, *, interval: float = 1.0, sleep: Callable[[float], None] = time.sleep
     ) -> Iterator[tuple[RemoteJob, list[RemoteEvent]]]:
-        """The job and its new events, again and again (every `interval` seconds), until it is over or rests paused.
+        """Yield the job and its new events every `interval` seconds, until the job is over or paused.
 
-        At first only the newest PAGE events, so that joining a long job is quick. A server that stops answering is waited for,
-        PATIENCE times; after that, and at the first request, UnavailableError is raised.
+        The first time, only the newest PAGE events, so that joining a long job is quick. If the server stops answering,
+        PATIENCE polls may fail before UnavailableError is raised; the first request may not.
         """
         last: str | None = None
         silent = 0
         while True:
             try:
-                job = self.job(job_id)  # before the events: what comes before the end is then never missed
+                job = self.job(job_id)  # before the events, so that no event before the job's end is missed
                 events = self.events(job_id, since=last, limit=None if last else PAGE)
             except UnavailableError:
                 silent += 1
@@ -202,36 +208,29 @@ class Client:
             sleep(interval)
 
     def logs(self, job_id: str, *, attempt: int | None = None, rank: int | None = None, lines: int = 200) -> str:
-        """The last lines that an attempt's processes printed (None: the newest attempt, all ranks)."""
-        asked = {"attempt": attempt, "rank": rank, "lines": lines}
-        params = {name: value for name, value in asked.items() if value is not None}
+        """Return the last lines of an attempt's processes (None: the newest attempt, all ranks)."""
+        query = {"attempt": attempt, "rank": rank, "lines": lines}
+        params = {name: value for name, value in query.items() if value is not None}
         return self._send("GET", f"{_job(job_id)}/logs", params=params).text
 
     def follow_logs(self, job_id: str, *, rank: int | None = None, lines: int = 20) -> Iterator[LogLine]:
-        """Lines that the job's processes print, from the last ones on, until the job is over or rests paused."""
+        """Yield lines that the job's processes print, from the last ones on, until the job is over or paused."""
         params = {"follow": True, "lines": lines} | ({} if rank is None else {"rank": rank})
-        request = self._http.build_request("GET", f"{_job(job_id)}/logs", params=params, timeout=_NO_END)
-        with reaching(self.base_url):
-            answer = self._http.send(request, stream=True)
-            try:
-                if answer.is_error:
-                    answer.read()
-                    raise error_of(answer)
-                for line in answer.iter_lines():
-                    yield LogLine.model_validate_json(line)
-            finally:
-                answer.close()
+        with self._streamed("GET", f"{_job(job_id)}/logs", _NO_END, params=params) as answer:
+            for line in answer.iter_lines():
+                yield LogLine.model_validate_json(line)
 
     def download_adapter(self, job_id: str, out: Path, note: Note = lambda done, total: None) -> Path:
-        """The finished job's adapter, unpacked into the folder `out`, which must not exist or be empty. `note`: called with the
-        bytes that have come, and how many there are.
+        """Download the finished job's adapter into the folder `out`, which must not exist or be empty, and return `out`.
+        `note`: called with the received and the total bytes.
 
-        Raises SpecError if it is not empty, NotFoundError if there is no adapter. `out` appears whole or not at all.
+        Raises SpecError if it is not empty, NotFoundError if there is no adapter. `out` appears complete or not at all.
         """
         return self._download_folder(f"{_job(job_id)}/adapter", out, note)
 
     def download_checkpoint(self, job_id: str, step: int, out: Path, note: Note = lambda done, total: None) -> Path:
-        """`download_adapter` for the job's complete checkpoint at a step. Raises NotFoundError if there is none."""
+        """Download the adapter of a job's checkpoint, as `download_adapter`. Raises NotFoundError if there is no complete
+        one at this step."""
         complete = self.checkpoints(job_id)
         chosen = next((point for point in complete if point.step_number == step), None)
         if chosen is None:
@@ -240,14 +239,14 @@ class Client:
         return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out, note, _MADE_FIRST)
 
     def start_export(self, job_id: str, to: str) -> RemoteExport:
-        """Have a succeeded job's outcome made into another form; one that is made or under way is answered as it is."""
+        """Start an export of a succeeded job; returns the existing one if it was started before."""
         return RemoteExport.model_validate(self._call("POST", f"{_job(job_id)}/exports", json={"format": to}))
 
     def export(self, job_id: str, to: str) -> RemoteExport:
         return RemoteExport.model_validate(self._call("GET", f"{_job(job_id)}/exports/{_part(to)}"))
 
     def download_export(self, job_id: str, to: str, out: Path, note: Note = lambda done, total: None) -> Path:
-        """The files of an export, as `download_adapter`."""
+        """Download the files of an export, as `download_adapter`."""
         return self._download_folder(f"{_job(job_id)}/exports/{_part(to)}/content", out, note)
 
     def _download_folder(self, path: str, out: Path, note: Note, timeout: httpx2.Timeout | None = None) -> Path:
@@ -266,11 +265,11 @@ class Client:
     # Sweeps
 
     def create_sweep(self, body: dict[str, Any]) -> RemoteSweep:
-        """Create a sweep with its jobs. `body`: of a job, with `sweep`."""
+        """Create a sweep with its jobs. `body`: that of a job, with `sweep`."""
         return RemoteSweep.model_validate(self._call("POST", "/fine_tuning/sweeps", json=body))
 
     def sweeps(self, limit: int = 20) -> list[RemoteSweep]:
-        """The newest `limit` sweeps, newest first."""
+        """Return the newest `limit` sweeps, newest first."""
         return list(islice(self._pages("/fine_tuning/sweeps", RemoteSweep, min(limit, PAGE)), limit))
 
     def sweep(self, sweep_id: str) -> RemoteSweep:
@@ -286,17 +285,9 @@ class Client:
     # Answers
 
     def chat(self, body: dict[str, Any]) -> Iterator[str]:
-        """A chat completion's text as it comes. `body`: OpenAI's, with `stream`, for one answer. Raises what it ends in."""
-        request = self._http.build_request("POST", "/chat/completions", json=body, timeout=_NO_END)
-        with reaching(self.base_url):
-            answer = self._http.send(request, stream=True)
-            try:
-                if answer.is_error:
-                    answer.read()
-                    raise error_of(answer)
-                yield from _texts(answer)
-            finally:
-                answer.close()
+        """Yield a chat completion's text as it arrives. `body`: OpenAI's, with `stream`, for one answer. Raises its error."""
+        with self._streamed("POST", "/chat/completions", _NO_END, json=body) as answer:
+            yield from _texts(answer)
 
     # Transport
 
@@ -311,16 +302,21 @@ class Client:
             after = {"after": items[-1].id}
 
     def _download(self, path: str, target: Path, note: Note, timeout: httpx2.Timeout) -> None:
-        sent = self._http.stream("GET", path, timeout=timeout)
-        with reaching(self.base_url), sent as answer, target.open("wb") as file:
-            if answer.is_error:
-                answer.read()
-                raise error_of(answer)
+        with self._streamed("GET", path, timeout) as answer, target.open("wb") as file:
             total, done = int(answer.headers.get("content-length", 0)), 0
             for chunk in answer.iter_bytes():
                 file.write(chunk)
                 done += len(chunk)
                 note(done, total)
+
+    @contextlib.contextmanager
+    def _streamed(self, method: str, path: str, timeout: httpx2.Timeout, **arguments: Any) -> Iterator[httpx2.Response]:
+        """Send a request and yield the response, whose body is read while it arrives. Raises its error."""
+        with reaching(self.base_url), self._http.stream(method, path, timeout=timeout, **arguments) as answer:
+            if answer.is_error:
+                answer.read()
+                raise error_of(answer)
+            yield answer
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
         answer = self._send(method, path, **arguments)
@@ -338,7 +334,7 @@ class Client:
 
 
 def _texts(answer: httpx2.Response) -> Iterator[str]:
-    """What the events of a streamed chat completion say. Raises UnavailableError for a stream that breaks off."""
+    """Yield the text of a streamed chat completion's events. Raises UnavailableError if the stream is cut off."""
     for line in answer.iter_lines():
         data = line.removeprefix("data: ")
         if data == "[DONE]":
@@ -351,7 +347,7 @@ def _texts(answer: httpx2.Response) -> Iterator[str]:
         for choice in event["choices"]:
             calls = choice["delta"].get("tool_calls")
             yield choice["delta"].get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
-    raise UnavailableError("The answer broke off: try again.")
+    raise UnavailableError("The answer was cut off. Try again.")
 
 
 def _is_loopback(base_url: str) -> bool:

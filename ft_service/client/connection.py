@@ -1,23 +1,33 @@
-"""Which server to talk to, and with which key: decided once, from arguments, environment and the home."""
+"""Address and key of the server, from arguments, environment and FT_HOME; and the errors of the connection."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
 
-from ft_service.errors import AuthError, FtError, SpecError
-from ft_service.host.servers import living_servers
+from ft_service.errors import (
+    AuthError,
+    ConflictError,
+    DataError,
+    ForbiddenError,
+    FtError,
+    NotFoundError,
+    SpecError,
+    UnavailableError,
+)
+from ft_service.host.running_servers import living_servers
 
 START_HINT = "Start one with `ft serve` or `make serve`, or name another with FT_BASE_URL and FT_API_KEY."
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A server's address, ending in its version (`http://127.0.0.1:8000/v1`), and the key for it."""
+    """Address of a server with its version (`http://127.0.0.1:8000/v1`), and the key for it."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -26,19 +36,19 @@ class Connection:
 def find_connection(
     environ: Mapping[str, str], home: Path, *, base_url: str | None = None, api_key: str | None = None
 ) -> Connection:
-    """The server and key from the arguments, then FT_BASE_URL/FT_API_KEY, then OPENAI_BASE_URL/OPENAI_API_KEY, then `home`: the
-    newest living server of its `server.json`, and the key in its `credentials`.
+    """Return the server and key from the arguments, then FT_BASE_URL/FT_API_KEY, then OPENAI_BASE_URL/OPENAI_API_KEY, then
+    `home`: the newest running server of its `server.json`, and the key in its `credentials`.
 
-    A key goes only to the address that it belongs to: the credentials file's key to the home's servers, and OPENAI_API_KEY
-    (usually that of OpenAI's cloud) only to an address that was given. Raises FtError if no server is known, AuthError if no
-    key is left, and SpecError if an address or the credentials file cannot be read.
+    A key is sent only to the address that it belongs to: the credentials file's key to the home's servers, and
+    OPENAI_API_KEY (usually that of OpenAI's cloud) only to an address that was given. Raises FtError if no server is known,
+    AuthError if there is no key, and SpecError if an address or the credentials file is invalid.
     """
     given = base_url or environ.get("FT_BASE_URL") or environ.get("OPENAI_BASE_URL")
     key = api_key or environ.get("FT_API_KEY") or (environ.get("OPENAI_API_KEY") if given else None)
     if given and key:
         return Connection(_address(given), key)
-    ours, file_address = _local_credentials(home / "credentials")
-    known = [_address(server.url) for server in living_servers(home)] + ([file_address] if file_address else [])
+    ours = _local_key(home / "credentials")
+    known = [_address(server.url) for server in living_servers(home)]
     address = _address(given) if given else next(iter(known), None)
     if address is None:
         raise FtError(_no_server(home, ours), code="no_server")
@@ -54,19 +64,18 @@ def _no_server(home: Path, key: str | None) -> str:
     return f"No server is known: {home / 'credentials'} does not exist. Is FT_HOME right? (`make` sets it to .ft.) {START_HINT}"
 
 
-def _local_credentials(path: Path) -> tuple[str | None, str | None]:
-    """The key, and the address that earlier versions wrote beside it."""
+def _local_key(path: Path) -> str | None:
+    """Return the key of a credentials file; None: there is no such file."""
     try:
-        document = json.loads(path.read_text())
-        key, base_url = document["api_key"], document.get("base_url")
+        key = json.loads(path.read_text())["api_key"]
         if not isinstance(key, str):
             raise TypeError
-        return key, None if base_url is None else _address(base_url)
+        return key
     except FileNotFoundError:
-        return None, None
+        return None
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         raise SpecError(f"{path} is not a credentials file: remove it, and make a key with `ft keys create`.") from None
 
 
@@ -78,3 +87,47 @@ def _address(text: str) -> str:
     if url.scheme not in ("http", "https") or not url.host:
         raise SpecError(f"base_url = {text!r}: not an address such as http://127.0.0.1:8000/v1.", param="base_url")
     return str(url.copy_with(path=url.path.rstrip("/") or "/v1"))
+
+
+BY_STATUS: dict[int, type[FtError]] = {
+    400: SpecError,
+    401: AuthError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    409: ConflictError,
+    413: SpecError,
+    422: SpecError,
+    502: UnavailableError,
+    503: UnavailableError,
+    504: UnavailableError,
+}
+
+
+def error_of(answer: httpx2.Response) -> FtError:
+    """The error that the server raised, rebuilt: the class from code and status, the text and field from the body."""
+    try:
+        error = answer.json()["error"]
+        message, code, param = str(error["message"]), error.get("code"), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return not_ours(answer)
+    kind = DataError if code == DataError.code else BY_STATUS.get(answer.status_code, FtError)
+    return kind(message, param=param, code=code)
+
+
+@contextlib.contextmanager
+def reaching(base_url: str) -> Iterator[None]:
+    """Convert errors of the connection to UnavailableError."""
+    try:
+        yield
+    except (httpx2.ConnectError, httpx2.ConnectTimeout):
+        raise UnavailableError(f"No server answers at {base_url}. {START_HINT}", code="no_server") from None
+    except httpx2.TransportError as error:
+        reason = str(error) or type(error).__name__
+        raise UnavailableError(f"The connection to {base_url} broke ({reason}): try again.") from None
+
+
+def not_ours(answer: httpx2.Response) -> FtError:
+    """Return the error for a response that is not one of this service."""
+    kind = UnavailableError if answer.status_code >= 500 else FtError
+    address = answer.request.url.copy_with(query=None)
+    return kind(f"{address} answered {answer.status_code} in an unknown format. Is FT_BASE_URL right?")

@@ -1,4 +1,4 @@
-"""A job's progress, as numbers and as one line of text: pure, shared by every bar and every plain log line."""
+"""Progress of a job, as numbers and as one line of text, for bars and plain log lines. Pure."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ft_service.rundir.events import Metrics
 
 @dataclass(frozen=True)
 class JobProgress:
-    """The numbers known after some metrics. None: not known yet."""
+    """Numbers known after some metrics. None: not known yet."""
 
     step: int = 0
     total_steps: int = 0
     """0: not known yet."""
     train_loss: float | None = None
     valid_loss: float | None = None
-    """As of the last validation."""
+    """Loss of the last validation."""
     pace: Pace = ()
 
     def after(self, metrics: Metrics) -> JobProgress:
-        """The progress after one more step's numbers; a step before the current one (a job that resumed) moves it back."""
-        seen = replace(self, step=metrics.step, total_steps=metrics.total_steps)
+        """Return the progress after another step's metrics; an earlier step, of a job that was resumed, moves it back."""
+        progress = replace(self, step=metrics.step, total_steps=metrics.total_steps)
         if metrics.train_loss is not None:
-            seen = replace(seen, train_loss=metrics.train_loss)
+            progress = replace(progress, train_loss=metrics.train_loss)
         if metrics.valid_loss is not None:
-            seen = replace(seen, valid_loss=metrics.valid_loss)
+            progress = replace(progress, valid_loss=metrics.valid_loss)
         if metrics.step != self.step:  # a checkpoint repeats its step's numbers
-            seen = replace(seen, pace=pace_after(self.pace, metrics))
-        return seen
+            progress = replace(progress, pace=pace_after(self.pace, metrics))
+        return progress
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end, as everybody is told."""
+        """Estimated seconds to the end."""
         return seconds_left(self.pace, self.step, self.total_steps)
 
     @property
@@ -46,19 +46,18 @@ class JobProgress:
 
     @property
     def share(self) -> float:
-        """Share of the steps that are done, 0 to 1."""
+        """Share of completed steps, 0 to 1."""
         return self.step / self.total_steps if self.total_steps else 0.0
 
 
 def progress_line(progress: JobProgress) -> str:
-    """`step 40/150 · loss 1.234 · valid 1.301 · 5,120 tokens/s · 1:05 left`, as far as it is known."""
-    parts = [f"step {progress.step}/{progress.total_steps}" if progress.total_steps else ""]
-    parts += [numbers(progress)]
-    return " · ".join(part for part in parts if part)
+    """Return `step 40/150 · loss 1.234 · valid 1.301 · 5,120 tokens/s · 1:05 left`, as far as it is known."""
+    step = f"step {progress.step}/{progress.total_steps}" if progress.total_steps else ""
+    return " · ".join(part for part in (step, numbers(progress)) if part)
 
 
 def numbers(progress: JobProgress) -> str:
-    """The progress line without the step, for use beside a bar that shows it."""
+    """Return the progress line without the step, for a bar that shows it."""
     parts: list[str] = []
     if progress.train_loss is not None:
         parts.append(f"loss {progress.train_loss:.3f}")
@@ -72,7 +71,7 @@ def numbers(progress: JobProgress) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`0:05`, `12:05`, `3:12:05`, `2d 03:12`."""
+    """Return a duration as `0:05`, `12:05`, `3:12:05`, `2d 03:12`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:
@@ -84,13 +83,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Curve:
-    """The values of one number over the steps, for a line of text that shows their course."""
+    """Values of a metric over the steps, which can be drawn as a line of text."""
 
     def __init__(self) -> None:
         self._values: dict[int, float] = {}
 
     def add(self, step: int, value: float | None) -> None:
-        """Add a value. A step before the newest one (a job that resumed) takes back what came after it."""
+        """Add a value. An earlier step than the newest, of a job that was resumed, removes the values after it."""
         if value is None or not math.isfinite(value):
             return
         if self._values and step < next(reversed(self._values)):
@@ -104,14 +103,13 @@ class Curve:
 
     @staticmethod
     def scale_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
-        """The lowest and the highest value of several curves, to draw them on one scale; None: there are no values."""
+        """Return the lowest and the highest value of several curves, to draw them on one scale; None: there are no values."""
         values = [value for curve in curves for value in curve._values.values()]
         return (min(values), max(values)) if values else None
 
     def sparkline(self, width: int, scale: tuple[float, float] | None = None) -> str:
-        """`▇▅▃▁ 2.310 → 0.520`, at most `width` bars, each the mean of its share of the values; empty with fewer than two.
-        `scale`: the values of the lowest and the highest bar; None: the curve's own.
-        """
+        """Return `▇▅▃▁ 2.310 → 0.520` with at most `width` bars, each the mean of its share of the values; empty for fewer
+        than two. `scale`: values of the lowest and the highest bar; None: the curve's own."""
         values = list(self._values.values())
         if len(values) < 2:
             return ""

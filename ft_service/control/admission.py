@@ -1,39 +1,38 @@
-"""From a create body to a stored job: what can be refused at the door is refused here, and nothing is stored then."""
+"""Admission of jobs: a create body becomes a stored job, or is refused and nothing is stored."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ft_service.bases.catalogue import Base, Catalogue
-from ft_service.bases.contents import BaseContents
+from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.describing import Descriptions, NotDescribedError
 from ft_service.control import tuned_models
-from ft_service.control.capacity import Capacity, capacity_now, refuse_too_many
-from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
-from ft_service.control.tracking.door import refuse_unless_possible
+from ft_service.control.capacity import Capacity, capacity_of, machine_of, refuse_too_many
+from ft_service.control.tracking.integration_check import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import count_samples
-from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
+from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.jobs.line import Shape
+from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.states import Job, State
-from ft_service.plan.admit import admit_on, trainable_contents
-from ft_service.plan.lengths import Lengths
-from ft_service.plan.machines import Machine, this_host
+from ft_service.plan.admit import Admitted, admit, settle_counted
+from ft_service.plan.machines import this_host
+from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.settings import Settings
 from ft_service.spec import (
-    AUTO,
     AdapterRef,
     DataFileRef,
     EvaluationOptions,
+    JobContext,
     JobRequest,
     JobSpec,
     StoredSpec,
@@ -44,15 +43,19 @@ from ft_service.spec import (
     read_prompts,
     resolve,
 )
-from ft_service.spec.rates import COUNTED
+from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.resolved import note_served
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
-from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal
+from ft_service.store.records import File, NewEvent, NewJob, Principal, TenantLimits
 from ft_service.store.sql import Store
 
 MOST_BYTES_OF_PROMPTS = 4 * 262_144
-"""Of a file of prompts: of as many characters as a spec takes of them, in any language."""
+"""Limit of a file of prompts: as many characters as a spec takes, with 4 bytes each."""
+NOT_PLANNED = (
+    "The base {base} is not described yet. Once it is, the job is planned, and refused if it cannot train on that base or does "
+    "not fit."
+)
 _NO_FILE = DataFileRef(name="", path="", sha256="")
 
 
@@ -62,286 +65,290 @@ class Membership:
 
     sweep_id: str
     values: dict[str, Any]
-    """What it has of its own: dotted name → value."""
+    """Its own values: dotted option → value."""
     rungs: tuple[float, ...]
-    """Of JobSpec."""
+    """`rungs` of its JobSpec."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A create body that was read. What is left depends on the base, the files and the plan."""
+class AdmissionContext:
+    """Who submits jobs, and to which service."""
+
+    principal: Principal
+    store: Store
+    settings: Settings
+    catalogue: Catalogue
+
+
+@dataclass(frozen=True)
+class ParsedJob:
+    """A parsed create body. What is left to check depends on the base, the files and the plan."""
 
     job_id: str
     body: dict[str, Any]
     request: JobRequest
-    """The body, and what it inherits from a tuned model."""
+    """The body, with what it inherits from a tuned model."""
     base: str
-    """A name for the catalogue."""
+    """Name of the base in the catalogue."""
     parent: AdapterRef | None
-    """The tuned model that training goes on from."""
-    principal: Principal
+    """The tuned model that training continues from."""
     samples: int | None = None
-    """Of the training file, where an option depends on it."""
+    """Number of samples of the training file, if an option depends on it."""
     sweep: Membership | None = None
-    """The sweep that it is one of; None: it is alone."""
 
 
-def read(body: object, *, principal: Principal, store: Store, settings: Settings, job_id: str | None = None) -> Asked:
-    """Read a create body. `job_id`: None draws one. Only where it `takes_time` this asks the store and storage.
+def create_job(body: object, context: AdmissionContext, job_id: str | None = None) -> Job:
+    """Check a create body and store its job. `job_id`: None draws one.
+
+    Raises SpecError naming the field, its value and the limit, also for patterns that match nothing in the base and for a job
+    that cannot fit this service's machines (the reconciler checks the contents of data files later); ConflictError if the id is
+    taken, LimitError if no more jobs of the project may wait, UnavailableError if the store does not answer.
+    """
+    [job] = context.store.jobs.create_jobs([new_job(read(body, context, job_id), context)])
+    return job
+
+
+def read(body: object, context: AdmissionContext, job_id: str | None = None) -> ParsedJob:
+    """Parse a create body. `job_id`: None draws one.
 
     Raises SpecError naming the field, its value and the limit, also for integrations that this server cannot serve.
     """
     refuse_unstorable_text(body)
     request = parse_request(body)
     assert isinstance(body, dict)
-    return read_parsed(body, request, principal=principal, store=store, settings=settings, job_id=job_id)
+    parsed = read_request(body, request, context)
+    return parsed if job_id is None else replace(parsed, job_id=job_id)
 
 
-def read_parsed(
-    body: dict[str, Any],
-    request: JobRequest,
-    *,
-    principal: Principal,
-    store: Store,
-    settings: Settings,
-    job_id: str | None = None,
-    sweep: Membership | None = None,
-) -> Asked:
-    """`read` for a body that was parsed."""
+def read_request(
+    body: dict[str, Any], request: JobRequest, context: AdmissionContext, sweep: Membership | None = None
+) -> ParsedJob:
+    """`read` for a body that is a JobRequest already."""
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
-    refuse_unless_possible(request, settings)
+    refuse_unless_possible(request, context.settings)
     base, parent = request.model, None
     if is_tuned(base):
-        before, parent = _find_parent(base, principal, store, settings)
+        before, parent = _find_parent(base, context)
         request, base = inherit(request, before, parent.name), before.model.name
-    samples = _count_samples(request, principal, store, settings) if request.counts_samples else None
-    return Asked(job_id or new_id("ftjob-"), body, request, base, parent, principal, samples, sweep)
+    samples = _count_samples(request, context) if request.counts_samples else None
+    return ParsedJob(new_id("ftjob-"), body, request, base, parent, samples, sweep)
 
 
-def takes_time(body: object) -> bool:
-    """Whether `read` asks the store for a create body's tuned model, or may have to count samples."""
-    if not isinstance(body, dict):
-        return False
-    methods = body["method"].values() if isinstance(body.get("method"), dict) else ()
-    places = [body.get("training"), body.get("hyperparameters")]
-    places += [method.get("hyperparameters") for method in methods if isinstance(method, dict)]
-    counts = any(AUTO in (place.get("n_epochs"), place.get("batch_size")) for place in places if isinstance(place, dict))
-    return counts or is_tuned(str(body.get("model")))
+def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[File] = ()) -> NewJob:
+    """The job to store, with its first events. `announced`: files that it names and that are not uploaded yet.
 
-
-@dataclass(frozen=True)
-class Door:
-    """What jobs that arrive together are checked against, looked at once for all of them."""
-
-    settings: Settings
-    capacity: Capacity
-    machines: tuple[Machine, ...]
-    """All kinds of nodes, the commonest first."""
-    files: Mapping[str, File]
-    """Those that they name, as far as there are any."""
-    find_base: Callable[[str], Base]
-    read_base: Callable[[Path], BaseContents]
-
-
-def door_for(
-    asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue, announced: Sequence[File] = ()
-) -> Door:
-    """What they are checked against now. `announced`: files that they name and that are not here yet. Raises UnavailableError
-    if the store does not answer."""
-    capacity = capacity_now(settings, store)
-    machines = capacity.machines or (capacity.machine or this_host(),)
-    files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
-    files |= {file.id: file for file in announced}
-    return Door(settings, capacity, machines, files, cache(catalogue.find), cache(trainable_contents))
-
-
-def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> list[Job | Exception]:
-    """Check and store jobs, together but each for itself: the job, or why there is none.
-
-    That is SpecError naming the field, its value and the limit, also for patterns that match nothing in the base and for jobs
-    that cannot fit this host (the contents of data files are looked at later, by the reconciler); ConflictError if an id is
-    taken. Raises UnavailableError if the store does not answer.
+    Raises SpecError as `create_job`, UnavailableError if the store does not answer.
     """
-    door = door_for(asked, store=store, settings=settings, catalogue=catalogue)
-    outcomes = [new_job(one, door) for one in asked]
-    created = iter(_create(store, [outcome for outcome in outcomes if isinstance(outcome, NewJob)]))
-    return [next(created) if isinstance(outcome, NewJob) else outcome for outcome in outcomes]
-
-
-def _create(store: Store, new: Sequence[NewJob]) -> list[Job | Exception]:
-    try:
-        return [*store.create_jobs(new)] if new else []
-    except (ConflictError, LimitError) as error:  # one id is taken: each alone, so that nobody bears another's fault
-        return [error] if len(new) == 1 else [outcome for one in new for outcome in _create(store, [one])]
-
-
-def new_job(asked: Asked, door: Door) -> NewJob | Exception:
-    """The job to store, with its first events, or why there is none."""
-    try:
-        resolved = resolve_asked(asked, door)
-        size = door.files[asked.request.training_file].bytes
-        admitted = admit_on(door.machines, resolved, Lengths.of_size(size), door.read_base)
-        spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
-    except Exception as error:
-        return error
-    if asked.request.serve is not None:
-        told.append(NewEvent(level="info", message=note_served(spec.lora)))
-    limits = asked.principal.limits
-    priority = allowed_priority(limits, asked.request.priority)
-    if priority != asked.request.priority:
-        message = (
-            f"Its priority is {priority}, the highest that this project's jobs may have; {asked.request.priority} was asked."
-        )
-        told.append(NewEvent(level="warn", message=message))
-    if priority and door.capacity.ignores_priority:
-        told.append(
-            NewEvent(
-                level="warn",
-                message=f"Its priority, {priority}, has no effect: Kueue admits jobs here, and the operator has given it no "
-                "class for priorities (queue_priority_classes of the pod profile).",
-            )
-        )
+    request, principal, limits = parsed.request, context.principal, context.principal.limits
+    capacity = capacity_of(context.settings)
+    files = context.store.files.find_files(file_ids(request)) | {file.id: file for file in announced}
+    spec = resolve_parsed(parsed, files, capacity, context)
+    priority = request.priority if limits.max_priority is None else min(request.priority, limits.max_priority)
     job = Job(
         id=spec.job_id,
-        project_id=asked.principal.project_id,
+        project_id=principal.project_id,
         created_at=0.0,
-        request=asked.body,
-        stored_spec=StoredSpec.of(spec),
+        request=parsed.body,
+        stored_spec=StoredSpec.of(spec, planned=False),
         state=State.VALIDATING,
         priority=priority,
         slots=spec.world_size,
         nodes=spec.distributed.nnodes,
-        shapes=_shapes(spec, door.capacity, limits),
-        memory=admitted.memory,
-        max_seconds=asked.request.max_seconds,
-        key_id=asked.principal.key_id,
+        shapes=_shapes(spec, capacity, limits),
+        max_seconds=request.max_seconds,
+        key_id=principal.key_id,
+        sweep_id=parsed.sweep and parsed.sweep.sweep_id,
+        sweep_values=parsed.sweep and parsed.sweep.values,
+    )
+    try:
+        size = files[request.training_file].bytes
+        job, events = planned(job, size, capacity=capacity, limits=limits, descriptions=context.catalogue.descriptions)
+    except NotDescribedError:
+        events = [NewEvent(level="info", message=NOT_PLANNED.format(base=spec.model.name))]
+    return NewJob(job, [*events, *_first_events(request, spec, capacity, priority)], limits.max_queued)
+
+
+def planned(
+    job: Job, size: int, *, capacity: Capacity, limits: TenantLimits, descriptions: Descriptions
+) -> tuple[Job, list[NewEvent]]:
+    """A job with its plan, and events for its owner about the plan. `size`: bytes of its training file. `limits`: its
+    project's.
+
+    Raises SpecError as `create_job`, NotDescribedError if the base has no description yet.
+    """
+    base = descriptions.description(Path(job.spec.model.path))
+    admitted = admit(base, job.spec, capacity.machine or this_host(), SampleLengths.of_size(size))
+    settled = replace(
+        job,
+        stored_spec=StoredSpec.of(admitted.spec),
+        shapes=_shapes(admitted.spec, capacity, limits),
         work=admitted.work and admitted.work.flops,
         planned_seconds=admitted.work and admitted.work.seconds,
-        sweep_id=asked.sweep and asked.sweep.sweep_id,
-        sweep_values=asked.sweep and asked.sweep.values,
     )
-    return NewJob(job, told, limits.max_queued)
+    return settled, [NewEvent(level=level, message=message) for level, message in admitted.events]
 
 
-def _shapes(spec: JobSpec, capacity: Capacity, limits: Limits) -> tuple[Shape, ...]:
-    """What it may be started as, if that is more than one."""
+@dataclass(frozen=True)
+class LateAdmission:
+    """Admission of jobs whose base had no description when they were created; the reconciler does it."""
+
+    store: Store
+    settings: Settings
+    descriptions: Descriptions
+
+    def delay(self, job: Job) -> str | None:
+        """Text for the owner why the job waits for its base; None: the base is described or refused."""
+        folder = Path(job.spec.model.path)
+        if self.descriptions.ask(folder) is not None:
+            return None
+        return self.descriptions.delay(folder) or f"Its base {job.base} is being described."
+
+    def plan(self, job: Job, size: int) -> tuple[Job, list[NewEvent]]:
+        """`planned` for a job that was stored without a plan. Raises the same."""
+        capacity, limits = capacity_of(self.settings), self.store.projects.get_project(job.project_id).limits
+        return planned(job, size, capacity=capacity, limits=limits, descriptions=self.descriptions)
+
+    def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
+        """Choose the values of "auto" options from the counted samples of a planned job. Raises as `planned`."""
+        base = self.descriptions.description(Path(spec.model.path))
+        return settle_counted(base, spec, machine_of(self.settings), lengths)
+
+
+def _first_events(request: JobRequest, spec: JobSpec, capacity: Capacity, priority: int) -> list[NewEvent]:
+    """Events for the owner about options whose effect differs from the request."""
+    told: list[NewEvent] = []
+    if request.serve is not None:
+        told.append(NewEvent(level="info", message=note_served(spec.lora)))
+    if priority != request.priority:
+        message = f"Its priority is {priority}, the highest that this project's jobs may have; {request.priority} was asked."
+        told.append(NewEvent(level="warn", message=message))
+    if priority and capacity.ignores_priority:
+        message = f"Its priority, {priority}, has no effect: {capacity.ignores_priority}"
+        told.append(NewEvent(level="warn", message=message))
+    return told
+
+
+def _shapes(spec: JobSpec, capacity: Capacity, limits: TenantLimits) -> tuple[JobSize, ...]:
+    """The shapes that a job may start in; empty if there is only one."""
     most = min(capacity.slots, limits.max_slots or capacity.slots)
     nodes = capacity.nodes if capacity.several_nodes else 1
-    shapes = [Shape(*shape) for shape in spec.shapes(nodes, capacity.ranks_per_node, capacity.gpus)]
+    shapes = [JobSize(*shape) for shape in spec.shapes(nodes, capacity.ranks_per_node, capacity.gpus)]
     shapes = [shape for shape in shapes if shape.ranks <= most]
     return tuple(shapes) if len(shapes) > 1 else ()
 
 
-def resolve_asked(asked: Asked, door: Door, *, data: bool = True) -> JobSpec:
-    """The job's spec, with what is "auto" still open. `data` False: its training file is not known yet.
+def resolve_parsed(
+    parsed: ParsedJob, files: Mapping[str, File], capacity: Capacity, context: AdmissionContext, *, data: bool = True
+) -> JobSpec:
+    """The job's spec, in which "auto" values are still open. `files`: those that it names, by id; `data` False: the training
+    file is not known yet.
 
-    Raises SpecError for a base or a file that there is not, and for ranks that it could never get.
+    Raises SpecError for an unknown base or file, and for ranks that the job could never get.
     """
-    request, project = asked.request, asked.principal.project_id
-    settings, files, capacity = door.settings, door.files, door.capacity
-    model = door.find_base(asked.base)
-    training = _NO_FILE
-    if data:
-        training = _data_file(request.training_file, "training_file", project, files, settings)
+    request = parsed.request
+    model = context.catalogue.find(parsed.base)
+    training = _data_file(request.training_file, "training_file", files, context) if data else _NO_FILE
     if request.evaluation is not None:
-        request = _with_prompts(request, request.evaluation, project, files, settings)
+        request = _with_prompts(request, request.evaluation, files, context)
     validation = None
     if request.validation_file is not None:
-        validation = _data_file(request.validation_file, "validation_file", project, files, settings)
+        validation = _data_file(request.validation_file, "validation_file", files, context)
     spec = resolve(
         request,
-        job_id=asked.job_id,
-        organization=asked.principal.organization,
-        model=model.ref(),
-        training_data=training,
-        validation_data=validation,
-        seed=secrets.randbelow(2**31),
-        gpus=capacity.gpus,
-        parent=asked.parent,
-        date=datetime.now(UTC).date().isoformat(),
-        samples=asked.samples,
+        JobContext(
+            job_id=parsed.job_id,
+            organization=context.principal.organization,
+            model=model.ref(),
+            training_data=training,
+            validation_data=validation,
+            seed=secrets.randbelow(2**31),
+            gpus=capacity.gpus,
+            parent=parsed.parent,
+            date=datetime.now(UTC).date().isoformat(),
+            samples=parsed.samples,
+        ),
     )
-    if asked.sweep is not None:
-        spec = spec.model_copy(update={"rungs": asked.sweep.rungs})
+    if parsed.sweep is not None:
+        spec = spec.model_copy(update={"rungs": parsed.sweep.rungs})
     refuse_too_many(spec, capacity)
-    refuse_beyond(asked.principal.limits, request, spec)
+    _refuse_beyond(context.principal.limits, request, spec)
     return spec
 
 
-def _count_samples(request: JobRequest, principal: Principal, store: Store, settings: Settings) -> int | None:
-    """Samples of the training file, as far as they matter. None: this project has no such file, which `create` refuses."""
-    file = store.find_files({request.training_file}).get(request.training_file)
-    if file is None or file.project_id != principal.project_id:
+def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None:
+    """Number of samples of the training file, up to a limit; None: this project has no such file, which is refused later."""
+    file = context.store.files.find_files({request.training_file}).get(request.training_file)
+    if file is None or file.project_id != context.principal.project_id:
         return None
-    return _counted(Places.of(settings).file(file.id), file.bytes, Columns(request.data.pairs))
+    return _counted(Places.of(context.settings).file(file.id), file.bytes, Columns(request.data.pairs))
 
 
 @lru_cache(maxsize=256)
 def _counted(path: Path, size: int, columns: Columns) -> int | None:
-    """Of a file, which never changes."""
+    """Number of samples of a stored file, which never changes."""
     return count_samples(path, (), columns, most=COUNTED) if path.is_file() else None
 
 
-def slots_to_resume_with(job: Job, nproc_per_node: int, store: Store, settings: Settings, limits: Limits) -> int:
-    """Ranks of the job with so many per node, if it can go on with them. Raises SpecError."""
-    capacity, spec = capacity_now(settings, store), job.spec
+def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings, limits: TenantLimits) -> int:
+    """World size of a job that resumes with so many ranks per node. Raises SpecError if it cannot."""
+    capacity, spec = capacity_of(settings), job.spec
     again: dict[str, Any] = {"replicate": "auto"} if "distributed.replicate" in spec.chosen else {}
     options = spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node, **again})
     spec = spec.model_copy(update={"distributed": options})
     refuse_too_many(spec, capacity)
-    refuse_too_many_ranks(limits, spec)
+    _refuse_too_many_ranks(limits, spec)
     check_distributed(spec.distributed, spec.world_size, capacity.gpus)
     return spec.world_size
 
 
-def _find_parent(name: str, principal: Principal, store: Store, settings: Settings) -> tuple[JobSpec, AdapterRef]:
-    """The job that trained a tuned model, and where its adapter lies or will lie once it was made from its checkpoint."""
-    places = Places.of(settings)
+def _find_parent(name: str, context: AdmissionContext) -> tuple[JobSpec, AdapterRef]:
+    """The spec of the job that trained a tuned model, and the (future) place of its adapter."""
+    places = Places.of(context.settings)
     try:
-        found = tuned_models.find(name, principal, store)
-        tuned_models.refuse_pruned(found, places)
+        parent = tuned_models.find(name, context.principal, context.store)
+        tuned_models.refuse_pruned(parent, places)
     except NotFoundError as error:
         raise SpecError(error.message, param="model", code="model_not_found") from None
-    run = places.run(found.job.id)
-    if found.checkpoint is None and not run.path(found.adapter_key).is_dir():
+    run = places.run(parent.job.id)
+    if parent.checkpoint is None and not run.path(parent.adapter_key).is_dir():
         message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a checkpoint of that job."
         raise SpecError(message, param="model", code="model_not_found")
-    before, path = found.job.spec, str(run.root / found.adapter_key)
-    return before, AdapterRef(name=found.name, job_id=found.job.id, path=path, shared_experts=before.shared_experts)
+    before, path = parent.job.spec, str(run.root / parent.adapter_key)
+    return before, AdapterRef(name=parent.name, job_id=parent.job.id, path=path, shared_experts=before.shared_experts)
 
 
 def file_ids(request: JobRequest) -> list[str]:
-    """Ids of the files that a job names."""
+    """Ids of the files that a request names."""
     named = [request.training_file, request.validation_file, request.evaluation and request.evaluation.prompts]
     return [file_id for file_id in named if isinstance(file_id, str)]
 
 
-def _data_file(file_id: str, param: str, project_id: str, files: Mapping[str, File], settings: Settings) -> DataFileRef:
+def _data_file(file_id: str, param: str, files: Mapping[str, File], context: AdmissionContext) -> DataFileRef:
     shown = file_id if len(file_id) <= 80 else file_id[:77] + "..."
     file = files.get(file_id)
-    if file is None or file.project_id != project_id:
+    if file is None or file.project_id != context.principal.project_id:
         message = f"{param} = {shown!r}: this project has no such file. Give the id that POST /v1/files answered."
         raise SpecError(message, param=param, code="file_not_found")
     if file.purpose != "fine-tune":
         message = f"{param} = {shown!r}: its purpose is {file.purpose}. Upload it with purpose fine-tune."
         raise SpecError(message, param=param, code="invalid_file_purpose")
-    return DataFileRef(name=file.filename, path=str(settings.files_dir / file.id), sha256=file.sha256)
+    return DataFileRef(name=file.filename, path=str(context.settings.files_dir / file.id), sha256=file.sha256)
 
 
 def _with_prompts(
-    request: JobRequest, options: EvaluationOptions, project_id: str, files: Mapping[str, File], settings: Settings
+    request: JobRequest, options: EvaluationOptions, files: Mapping[str, File], context: AdmissionContext
 ) -> JobRequest:
-    """The request with the prompts of a file that its evaluation names: they become part of the spec. Raises SpecError."""
+    """The request with the prompts of the file that its evaluation names. Raises SpecError."""
     place = "evaluation.prompts"
     if not isinstance(options.prompts, str):
         return request
-    data = _data_file(options.prompts, place, project_id, files, settings)
+    data = _data_file(options.prompts, place, files, context)
     size = files[options.prompts].bytes
     try:
         if size > MOST_BYTES_OF_PROMPTS:
             raise ValueError(f"it has {size:,} bytes, at most {MOST_BYTES_OF_PROMPTS:,}: give fewer prompts or shorter ones")
-        prompts = read_prompts(Places.of(settings).file(options.prompts).read_text(encoding="utf-8"), data.name)
+        prompts = read_prompts(Places.of(context.settings).file(options.prompts).read_text(encoding="utf-8"), data.name)
         read = EvaluationOptions.model_validate({**options.model_dump(), "prompts": prompts})
     except OSError:
         raise SpecError(f"{place} = {options.prompts!r}: its contents are gone from the service's disk.", param=place) from None
@@ -354,7 +361,7 @@ def _with_prompts(
 
 
 def refuse_unstorable_text(value: Any, place: str = "") -> None:
-    """PostgreSQL keeps neither NUL nor half surrogate pairs, and no option has a use for them."""
+    """Raise SpecError for text with NUL or half a surrogate pair, which PostgreSQL cannot store."""
     if isinstance(value, dict):
         for key, inner in value.items():
             refuse_unstorable_text(key, place or "the body's keys")
@@ -365,3 +372,38 @@ def refuse_unstorable_text(value: Any, place: str = "") -> None:
     elif isinstance(value, str) and UNSTORABLE.search(value):
         message = f"{place}: holds a character that is not text (NUL or half of a surrogate pair). Leave it out."
         raise SpecError(message, param=place)
+
+
+def _refuse_beyond(limits: TenantLimits, request: JobRequest, spec: JobSpec) -> None:
+    """Raise ForbiddenError for a base or entity that the project may not use, SpecError for more ranks than it may ever run."""
+    if limits.bases is not None and spec.model.name not in limits.bases:
+        raise ForbiddenError(
+            f"model = {spec.model.name!r}: this project may train on {_names(limits.bases)}.",
+            param="model",
+            code="base_not_allowed",
+        )
+    _refuse_too_many_ranks(limits, spec)
+    allowed = limits.wandb_entities
+    for number, integration in enumerate(request.integrations or ()):
+        entity = integration.wandb and integration.wandb.entity
+        if integration.wandb is not None and allowed is not None and entity not in allowed:
+            place = f"integrations.{number}.wandb.entity"
+            raise ForbiddenError(
+                f"{place} = {entity!r}: this project may send metrics to {_names(allowed)}.",
+                param=place,
+                code="entity_not_allowed",
+            )
+
+
+def _refuse_too_many_ranks(limits: TenantLimits, spec: JobSpec) -> None:
+    """Raise SpecError for more ranks than the project may run at once."""
+    if limits.max_slots is not None and spec.world_size > limits.max_slots:
+        raise SpecError(
+            f"distributed.nproc_per_node: the job needs {spec.world_size} ranks, and this project may run {limits.max_slots} "
+            "at once (its limit max_slots). Ask for fewer.",
+            param="distributed.nproc_per_node",
+        )
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if names else "none"

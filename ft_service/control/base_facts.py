@@ -1,10 +1,8 @@
-"""What is told of a base before anybody trains on it, and whether one can: as admission would answer a job with no options."""
+"""Facts about a base, from its description and from the files of its folder."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -12,131 +10,81 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.base_files import MAX_ENTRIES, document_or_none
-from ft_service.bases.catalogue import Base, pickled_weights
-from ft_service.bases.contents import BaseContents, read_config
-from ft_service.bases.described import contents_or_description
-from ft_service.bases.module_rules import IN_FP8
+from ft_service.bases.catalogue import pickled_weights
+from ft_service.bases.description import Described
 from ft_service.bases.origin import licence_of, read_origin
-from ft_service.bases.wrapped import text_config
-from ft_service.errors import FtError, SpecError
-from ft_service.plan.admit import admit
-from ft_service.plan.base import BaseShape, base_shape
-from ft_service.plan.machines import Machine
-from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
+from ft_service.errors import FtError
+from ft_service.plan.vocabulary_check import refuse_ids_without_row
 
-log = logging.getLogger(__name__)
-
-_DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8", "U8": "packed"}
-_UNKNOWN = Machine("any machine", None)
+PICKLED = "It has no weights in safetensors, only {name}, which is pickled and never read."
 
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """None: not known, or it says nothing of it."""
+    """Facts about a base; None: unknown."""
 
     family: str | None = None
-    """model_type of its decoder."""
+    """model_type of the decoder."""
     parameters: int | None = None
-    """Of the decoder, frozen."""
+    """Number of the decoder's parameters."""
     format: str | None = None
-    """How its weights are published: a dtype, or the method of quantisation."""
+    """Storage of the weights in its files: a dtype, or the method of quantisation."""
     context: int | None = None
-    """Positions that it was made for."""
+    """Number of positions that it was made for."""
     chat_template: bool = False
-    """Whether it brings one; without, it trains on bare text, or a job brings one."""
+    """Whether it has a chat template. Without one, a job brings its own or trains on bare text."""
     licence: str | None = None
     repository: str | None = None
-    """ORG/NAME, where `ft pull` has fetched it."""
+    """ORG/NAME that `ft pull` has fetched it from."""
     commit: str | None = None
-    trainable: bool = True
+    described: bool = True
+    """False: it is being described, and facts that need the description are unknown."""
+    trainable: bool | None = True
+    """Whether a job without options would be accepted. None: not described yet."""
     why_not: str | None = None
 
 
-def base_facts(folder: Path, name: str) -> BaseFacts:
-    """The facts of a base, remembered as long as no file of its folder comes, goes, or changes in size or time."""
+def base_facts(folder: Path, document: Described | None) -> BaseFacts:
+    """The facts of a base, cached until a file of its folder changes. `document`: its description or refusal; None: it is not
+    described yet."""
     try:
         with os.scandir(folder) as entries:
             states = tuple(sorted(_state(entry) for entry in islice(entries, MAX_ENTRIES + 1)))
     except OSError as error:
         return BaseFacts(trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
-    return _facts(folder, name, states)
-
-
-def is_tunable(base: Base) -> bool:
-    """Whether a job with no options would be accepted on a base."""
-    return base_facts(base.path, base.name).trainable
-
-
-def refuse_untrainable(folder: Path, name: str) -> None:
-    """Ask admission of a job with no options on this base, of which the weights need not be there yet. Raises SpecError."""
-    contents, whole = contents_or_description(folder)
-    base_shape(contents)
-    if whole:
-        admit(_plain_job(folder, name), _UNKNOWN)
+    return _facts(folder, document, states)
 
 
 @lru_cache(maxsize=1024)
-def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) -> BaseFacts:
-    """`states`: of the files, by which the answer is remembered."""
+def _facts(folder: Path, document: Described | None, states: tuple[tuple[str, int, int], ...]) -> BaseFacts:
+    """`states`: of the files, as the key of the cache."""
     origin = read_origin(folder)
-    known = {
+    known: dict[str, Any] = {
         "licence": licence_of(folder),
         "chat_template": _has_template(folder),
         "repository": origin.repository if origin else None,
         "commit": origin.commit if origin else None,
     }
-    config: Any = {}
+    base = document and document.base
+    refused = document and document.refused
+    if base is not None:
+        known |= {
+            "family": base.model_type,
+            "parameters": sum(weight.numel for weight in base.weights),
+            "format": base.layout,
+            "context": base.dimensions.max_positions,
+        }
+    elif refused is not None:
+        known["family"] = refused.model_type
+    if (pickled := pickled_weights(folder)) is not None:
+        return BaseFacts(**known, trainable=False, why_not=PICKLED.format(name=pickled))
+    if document is None:
+        return BaseFacts(**known, described=False, trainable=None)
     try:
-        if (pickled := pickled_weights(folder)) is not None:
-            raise SpecError(
-                f"It has no weights in safetensors, only {pickled}, which is pickled and never read.", param="model"
-            )
-        config = text_config(read_config(folder))
-        known["family"] = str(config.get("model_type"))[:80]
-        contents, _ = contents_or_description(folder)
-        shape = base_shape(contents)
-        known |= {"parameters": sum(weight.numel for weight in shape.weights), "context": shape.shape.max_positions}
-        known["format"] = _format(contents, shape)
-        refuse_untrainable(folder, name)
+        refuse_ids_without_row(document.description(), folder)
     except FtError as error:
         return BaseFacts(**known, trainable=False, why_not=error.message)
-    except OSError as error:
-        return BaseFacts(**known, trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
-    except Exception as error:  # one folder must not hide the others; whatever is wrong with it, it cannot be tuned
-        log.exception("The base in %s cannot be judged.", folder)
-        return BaseFacts(
-            **known, trainable=False, why_not=f"it cannot be judged ({type(error).__name__}); see the server's log"
-        )
     return BaseFacts(**known)
-
-
-def _plain_job(folder: Path, name: str) -> JobSpec:
-    request = parse_request({"model": name, "training_file": "none", "distributed": {"nproc_per_node": 1}})
-    return resolve(
-        request,
-        job_id="",
-        organization="local",
-        model=BaseModelRef(name=name, path=str(folder)),
-        training_data=DataFileRef(name="", path="", sha256=""),
-        validation_data=None,
-        seed=0,
-        gpus=0,
-    )
-
-
-def _format(contents: BaseContents, shape: BaseShape) -> str | None:
-    held = Counter(weight.held for weight in shape.weights if weight.held is not None)
-    if held:
-        most_held = held.most_common(1)[0][0]
-        return "fp8" if most_held in IN_FP8 else most_held
-    quantized = contents.config.get("quantization_config")
-    if isinstance(quantized, dict) and quantized.get("quant_method"):
-        return str(quantized["quant_method"])
-    dtypes: Counter[str] = Counter()
-    for tensor in contents.tensors:
-        dtypes[tensor.dtype] += tensor.bytes
-    most = dtypes.most_common(1)
-    return _DTYPES.get(most[0][0], most[0][0].lower()) if most else None
 
 
 def _has_template(folder: Path) -> bool:
@@ -146,7 +94,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _state(entry: os.DirEntry[str]) -> tuple[str, int, int]:
-    """Name, time of the last change in ns and bytes of an entry; of a link that leads nowhere its own."""
+    """Name, time of the last change in ns, and bytes of an entry; for a broken link, those of the link."""
     try:
         state = entry.stat()
     except OSError:

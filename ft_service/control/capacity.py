@@ -1,90 +1,65 @@
-"""What jobs of this service can have: as processes of this host, or as pods of a cluster."""
+"""Resources that a job can get: as processes of this host, as pods or as batch jobs of a cluster."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ft_service.errors import SpecError, UnavailableError
+from ft_service.errors import SpecError
 from ft_service.host import hardware
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profile
-from ft_service.plan.machines import Machine, find_machine, host_cpu, machine_of_gpu, machine_of_model, this_host
+from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profile
+from ft_service.plan.machines import Machine, find_machine, this_host
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
-from ft_service.store.fleet.hosts import HostRow, HostStore
 
 MOST_NODES = 512
-"""Of a job in a cluster."""
+"""Limit of a job's nodes in a cluster."""
+KUEUE_DECIDES = (
+    "Kueue admits jobs here, and the operator has given it no class for priorities (queue_priority_classes of the pod profile)."
+)
+SLURM_DECIDES = "Slurm orders the jobs here, by the priorities that its operator gives to accounts and qualities of service."
 
 
 @dataclass(frozen=True)
 class Capacity:
+    """Resources of the place where jobs run."""
+
     place: str
-    """In a refusal: "this host", or "a pod of this cluster"."""
+    """Its name in a refusal: "this host", "a pod of this cluster", "a node of this cluster"."""
     slots: int
-    """Ranks that run at once, of all jobs."""
+    """Ranks of all jobs that run at once."""
     ranks_per_node: int
     gpus: int
-    """Of one node: what `nproc_per_node: auto` takes; 0: it has none."""
+    """GPUs of one node, all of which `nproc_per_node: auto` takes."""
     machine: Machine | None
-    """Of the nodes; None: this host's."""
+    """Machine type of the nodes; None: that of this host."""
     several_nodes: bool
     nodes: int = 1
-    """Of a job, at most."""
-    ignores_priority: bool = False
-    """Whose turn it is a cluster says, which is told of no priorities."""
-    machines: tuple[Machine, ...] = ()
-    """All kinds of nodes, the commonest first; empty: there is one."""
+    """Limit of a job's nodes."""
+    ignores_priority: str = ""
+    """Why a job's priority has no effect, if the cluster orders jobs without it; empty: it has an effect."""
 
 
-def capacity_now(settings: Settings, store: HostStore) -> Capacity:
-    """The same, asking which hosts there are where agents tell of them. Raises UnavailableError if none ever has."""
-    return capacity_of(settings, store.fleet() if settings.launcher == "agents" else ())
+def machine_of(settings: Settings) -> Machine:
+    """The machine type that ranks run on. Raises as `capacity_of`."""
+    return capacity_of(settings).machine or this_host()
 
 
-def machines_now(settings: Settings, store: HostStore) -> tuple[Machine, ...]:
-    """All kinds of nodes that may train, the commonest first. Raises as `capacity_now`."""
-    capacity = capacity_now(settings, store)
-    return capacity.machines or (capacity.machine or this_host(),)
-
-
-def capacity_of(settings: Settings, fleet: Sequence[HostRow] = ()) -> Capacity:
-    """`fleet`: all hosts with agents. Raises SpecError if the pod profile cannot be used, UnavailableError if there should be
-    hosts with agents and none is."""
-    if settings.launcher == "agents":
-        return _of_fleet(fleet)
+def capacity_of(settings: Settings) -> Capacity:
+    """The capacity that the settings give. Raises SpecError if the profile of the cluster cannot be used."""
     if settings.launcher == "kubernetes":
         assert settings.pod_profile is not None, "the settings demand one"
         return _of_profile(load_profile(settings.pod_profile))
+    if settings.launcher == "slurm":
+        assert settings.slurm_profile is not None, "the settings demand one"
+        return _of_slurm(load_slurm_profile(settings.slurm_profile))
     slots = settings.slots or hardware.default_slots()
     return Capacity("this host", slots, slots, min(hardware.gpu_count(), slots), None, several_nodes=False)
 
 
-def _of_fleet(fleet: Sequence[HostRow]) -> Capacity:
-    """Those that are drained or do not answer now count too: they may be back before the job's turn."""
-    if not fleet:
-        raise UnavailableError("No host has joined this service yet (FT_LAUNCHER = agents): start `ft agent` on each host.")
-    kinds: Counter[tuple[str, int, int | None]] = Counter()
-    for host in fleet:
-        kinds[host.kind, host.gpus, host.memory] += host.slots
-    machines = tuple(dict.fromkeys(_machine(*kind) for kind, _ in kinds.most_common()))
-    gpus = Counter(host.gpus for host in fleet).most_common(1)[0][0]
-    most, slots = max(host.slots for host in fleet), sum(host.slots for host in fleet)
-    return Capacity(
-        "a host of this service", slots, most, gpus, machines[0], several_nodes=True, nodes=len(fleet), machines=machines
-    )
-
-
-def _machine(kind: str, gpus: int, memory: int | None) -> Machine:
-    if not gpus:
-        return replace(host_cpu(), memory=memory)
-    return machine_of_model(kind) if memory is None else machine_of_gpu(kind, memory)
-
-
 def _of_profile(profile: PodProfile) -> Capacity:
     machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
-    if machine.shared_memory:  # a pod's, not that of the pod that this runs in
+    if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
         machine = replace(machine, memory=profile.memory_limit)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.gpu_resource else 0
@@ -96,17 +71,33 @@ def _of_profile(profile: PodProfile) -> Capacity:
         machine,
         several_nodes=True,
         nodes=MOST_NODES,
-        ignores_priority=profile.queue is not None and not profile.queue_priority_classes,
+        ignores_priority=KUEUE_DECIDES if profile.queue is not None and not profile.queue_priority_classes else "",
+    )
+
+
+def _of_slurm(profile: SlurmProfile) -> Capacity:
+    machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
+    if machine.shared_memory:  # of the node, not of this host
+        machine = replace(machine, memory=None)
+    return Capacity(
+        "a node of this cluster",
+        QUEUE_SLOTS,
+        profile.ranks_per_node,
+        profile.ranks_per_node if profile.gres else 0,
+        machine,
+        several_nodes=True,
+        nodes=MOST_NODES,
+        ignores_priority=SLURM_DECIDES,
     )
 
 
 def refuse_too_many(spec: JobSpec, capacity: Capacity) -> None:
-    """Raises SpecError for a job that could never get the ranks that it asks for."""
+    """Raise SpecError for a job that needs more ranks than this place has."""
     nodes, ranks = spec.distributed.nnodes, spec.world_size // spec.distributed.nnodes
     if nodes > 1 and not capacity.several_nodes:
         raise SpecError(
             f"distributed.nnodes = {nodes}: this service runs jobs on its own host. Leave it out; or run the job without the "
-            "service, with `ft run` on each host, or on several hosts (FT_LAUNCHER = agents or kubernetes).",
+            "service, with `ft run` on each host, or on a cluster (FT_LAUNCHER = slurm or kubernetes).",
             param="distributed.nnodes",
         )
     if ranks > capacity.ranks_per_node:

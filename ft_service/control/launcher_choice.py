@@ -1,41 +1,76 @@
-"""The launcher that the settings ask for."""
+"""Choice of the launcher by the settings."""
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
-from ft_service.launcher.agents import AgentsLauncher
-from ft_service.launcher.base import Launcher
 from ft_service.launcher.kubernetes.manifests import Site
-from ft_service.launcher.kubernetes.profile import load_profile, own_namespace
-from ft_service.launcher.local import LocalLauncher
+from ft_service.launcher.kubernetes.profile import PodProfile, load_profile, own_namespace
+from ft_service.launcher.local_launcher import LocalLauncher
+from ft_service.launcher.protocol import Launcher
+from ft_service.launcher.slurm.batch_script import SlurmSite, notice_seconds
+from ft_service.launcher.slurm.slurm_commands import missing_commands
+from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
+from ft_service.launcher.slurm.slurm_profile import load_slurm_profile
 from ft_service.settings import Settings
-from ft_service.store.sql import Store
-from ft_service.supervisor.warm_start import Standby
+
+if TYPE_CHECKING:
+    from ft_service.launcher.kubernetes.cluster import Cluster
+    from ft_service.launcher.kubernetes.describe_pod import DescribePods
 
 log = logging.getLogger(__name__)
 
 SERVICE_STORAGE_SECRET = "ft-storage"
-"""What `deploy/` calls the Secret with which API and reconciler use FT_STORAGE."""
+"""Name in `deploy/` of the Secret with the storage credentials of API and reconciler."""
 
 
-def new_launcher(settings: Settings, store: Store) -> Launcher:
-    """Raises SpecError if the cluster cannot be used as the pod profile asks for it."""
+def new_launcher(settings: Settings) -> Launcher:
+    """Return the launcher that FT_LAUNCHER names. Raises SpecError if the cluster cannot be used as its profile says."""
     if settings.launcher == "local":
-        grace = settings.stop_grace_seconds
-        standby = Standby(grace) if settings.warm_start else None  # it ends with this process
-        return LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=grace, standby=standby)
-    if settings.launcher == "agents":
-        return AgentsLauncher(store, settings.host_lease_seconds)
-    return _kubernetes(settings)
+        return LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
+    return _slurm(settings) if settings.launcher == "slurm" else _kubernetes(settings)
+
+
+def _slurm(settings: Settings) -> Launcher:
+    assert settings.slurm_profile is not None, "the settings demand one"
+    profile = load_slurm_profile(settings.slurm_profile)
+    if missing := missing_commands():
+        raise SpecError(
+            f"FT_LAUNCHER = slurm: {' and '.join(missing)} cannot be found here. Install Slurm's commands (slurm-client) and "
+            "the cluster's slurm.conf, or run the service on a login node.",
+            param="FT_LAUNCHER",
+        )
+    site = SlurmSite(settings.home, settings.stop_grace_seconds)
+    if profile.time_seconds is not None and profile.time_seconds <= 2 * notice_seconds(site):
+        raise SpecError(
+            f"FT_SLURM_PROFILE: time = {profile.time!r}: an attempt must stop {notice_seconds(site)} seconds before the limit "
+            "(FT_STOP_GRACE_SECONDS and a minute), and would hardly train. Give at least twice that.",
+            param="FT_SLURM_PROFILE",
+        )
+    return SlurmLauncher(profile, site)
+
+
+def new_describe_pods(settings: Settings) -> DescribePods:
+    """Return the pods that describe bases. Raises SpecError if the cluster cannot be used as the pod profile says."""
+    cluster, profile, site = _cluster(settings)
+    from ft_service.launcher.kubernetes.describe_pod import DescribePods
+
+    return DescribePods(cluster, profile, site)
 
 
 def _kubernetes(settings: Settings) -> Launcher:
+    cluster, profile, site = _cluster(settings)
+    from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
+
+    return KubernetesLauncher(cluster, profile, site)
+
+
+def _cluster(settings: Settings) -> tuple[Cluster, PodProfile, Site]:
     try:
         from ft_service.launcher.kubernetes.cluster import Cluster
-        from ft_service.launcher.kubernetes.launcher import KubernetesLauncher
     except ModuleNotFoundError as error:
         message = f"FT_LAUNCHER = kubernetes: {error.name} is not installed: pip install 'ft-service[kubernetes]'."
         raise SpecError(message, param="FT_LAUNCHER") from None
@@ -43,19 +78,19 @@ def _kubernetes(settings: Settings) -> Launcher:
     profile = load_profile(settings.pod_profile)
     namespace = profile.namespace or own_namespace()
     if namespace is None:
-        raise SpecError("FT_POD_PROFILE: outside a cluster it must name a namespace.", param="FT_POD_PROFILE")
+        raise SpecError("FT_POD_PROFILE: set namespace, because the service runs outside a cluster.", param="FT_POD_PROFILE")
     if not settings.storage and not profile.mounts(settings.home):
         raise SpecError(
-            f"FT_POD_PROFILE: no volume_mounts entry holds FT_HOME = {settings.home}, and FT_STORAGE is not set: pods would "
+            f"FT_POD_PROFILE: no volume_mounts entry contains FT_HOME = {settings.home}, and FT_STORAGE is not set: pods would "
             "have no run directory. Mount the shared volume there, or set FT_STORAGE.",
             param="FT_POD_PROFILE",
         )
     if settings.storage and SERVICE_STORAGE_SECRET in profile.secrets():
         log.warning(
-            "FT_POD_PROFILE: worker pods have the storage credentials of the service itself (Secret %s): whoever breaks into "
-            "one can remove every file. Give workers their own (Secret ft-worker-storage, docs/kubernetes.md).",
+            "FT_POD_PROFILE: worker pods have the storage credentials of the service itself (Secret %s): an attacker in one "
+            "can remove every file. Give workers their own (Secret ft-worker-storage, docs/kubernetes.md).",
             SERVICE_STORAGE_SECRET,
         )
     models = tuple(settings.model_folders())
     site = Site(namespace, settings.home, settings.storage, settings.stop_grace_seconds, models)
-    return KubernetesLauncher(Cluster(namespace), profile, site)
+    return Cluster(namespace), profile, site

@@ -1,4 +1,4 @@
-"""What a job would take, or takes, on this service's machines: the plan of a create body, before it is sent; and of a job."""
+"""Plans of memory, traffic and time on this service's machines: of a create body before it is submitted, and of a job."""
 
 from __future__ import annotations
 
@@ -6,78 +6,68 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import door_for, read, resolve_asked
-from ft_service.control.capacity import capacity_now
+from ft_service.bases.describing import Descriptions
+from ft_service.bases.description import Description
+from ft_service.control.admission import AdmissionContext, file_ids, read, resolve_parsed
+from ft_service.control.capacity import capacity_of
+from ft_service.data.formats.detect_format import Container
 from ft_service.data.formats.reading import estimate_samples, open_data
-from ft_service.data.formats.recognise import Container
-from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
-from ft_service.plan.job import Plan, bounded, plan_job, training_time
-from ft_service.plan.lengths import BYTES_PER_TOKEN, Lengths
+from ft_service.plan.auto_options import within_context
+from ft_service.plan.job import plan_job, training_time
 from ft_service.plan.machines import Machine, this_host
-from ft_service.plan.text import change_text
+from ft_service.plan.plan_text import change_text
+from ft_service.plan.sample_lengths import BYTES_PER_TOKEN, SampleLengths
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
-from ft_service.spec.rates import COUNTED
+from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.storage.locations import Places
-from ft_service.store.records import Principal
-from ft_service.store.sql import Store
 
 _UNKNOWN = "file-not-chosen-yet"
 _CHUNK = 1024**2
 
 
-def plan_body(
-    body: object, *, principal: Principal, store: Store, settings: Settings, catalogue: Catalogue, places: Places
-) -> dict[str, Any]:
-    """The plan of a create body, in which `training_file` may still be missing: then nothing is said of time, and of memory
-    the most that it can be.
+def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[str, Any]:
+    """The plan of a create body. Without `training_file` it has no time, and the most memory that the job can need.
 
-    Raises SpecError as the creation of such a job would, but for one that does not fit.
+    Raises SpecError as the creation of the job would, except for a job that does not fit.
     """
     known = isinstance(body, dict) and bool(body.get("training_file"))
     if isinstance(body, dict) and not known:
         body = body | {"training_file": _UNKNOWN}
-    asked = read(body, principal=principal, store=store, settings=settings)
-    door = door_for([asked], store=store, settings=settings, catalogue=catalogue)
-    spec = resolve_asked(asked, door, data=known)
-    size = door.files[asked.request.training_file].bytes if known else None
-    path = places.file(asked.request.training_file) if known else None
-    return _document(bounded(spec), door.capacity.machine or this_host(), path, size)
+    parsed = read(body, context)
+    files, capacity = context.store.files.find_files(file_ids(parsed.request)), capacity_of(context.settings)
+    spec = resolve_parsed(parsed, files, capacity, context, data=known)
+    size = files[parsed.request.training_file].bytes if known else None
+    path = places.file(parsed.request.training_file) if known else None
+    base = context.catalogue.descriptions.description(Path(spec.model.path))
+    return _document(base, within_context(base, spec), capacity.machine or this_host(), path, size)
 
 
-def plan_of_job(job: Job, store: Store, settings: Settings, places: Places) -> dict[str, Any]:
-    """The plan by which a job runs. Raises SpecError if its base is gone."""
+def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Descriptions) -> dict[str, Any]:
+    """The plan of a job. Raises SpecError if its base is gone, NotDescribedError if it has no description."""
+    base = descriptions.description(Path(job.spec.model.path))
     path = places.file(job.request["training_file"])
     size = path.stat().st_size if path.is_file() else None
-    return _document(job.spec, capacity_now(settings, store).machine or this_host(), path if size is not None else None, size)
+    return _document(base, job.spec, capacity_of(settings).machine or this_host(), path if size is not None else None, size)
 
 
-def _document(spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:
+def _document(base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:
     samples = None if path is None or size is None or not path.is_file() else _samples(path, size)
     if samples is not None and spec.validation_split is not None:
         samples -= int(samples * spec.validation_split)
-    lengths = None if size is None else Lengths(size // BYTES_PER_TOKEN, samples or None)
-    try:
-        plan = plan_job(spec, machine, lengths, to_train=False)
-    except OSError as error:
-        raise SpecError(f"The base {spec.model.name} cannot be read: {error}.", param="model") from None
-    return _shown(plan) | {"time": training_time(plan, spec, samples) if samples else None}
-
-
-def _shown(plan: Plan) -> dict[str, Any]:
-    """The plan without the list of all modules, and its changes in words too."""
+    lengths = None if size is None else SampleLengths(size // BYTES_PER_TOKEN, samples or None)
+    plan = plan_job(base, spec, machine, lengths)
     document = plan.as_dict()
     del document["modules"]
     for change, shown in zip(plan.changes, document["changes"], strict=True):
         shown["text"] = change_text(change)
-    return document
+    return document | {"time": training_time(plan, spec, samples) if samples else None}
 
 
 @lru_cache(maxsize=256)
 def _samples(path: Path, size: int) -> int:
-    """Of a file, which never changes: of JSON lines all lines, of others about."""
+    """Number of samples of a stored file, which never changes: counted for JSON lines, else estimated."""
     reader = open_data(path)
     reader.look()
     if reader.shape.container is not Container.LINES or reader.shape.compression is not None:

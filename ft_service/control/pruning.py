@@ -1,7 +1,7 @@
-"""What may go from the disk: a plan first, then each item of it, checked once more right before it is removed.
+"""Removal of old data from the disk: first a plan, then each item of it, checked once more right before it is removed.
 
-Nothing of a job that is not over is ever in a plan, nor of a job whose adapter an unfinished job goes on from, nor a file that
-an unfinished job refers to. Ages count from a job's end, a file's upload, and the last use of a cache entry.
+A plan never holds data of an unfinished job, of a job whose adapter an unfinished job continues from, or a file that an
+unfinished job refers to. Ages count from a job's end, a file's upload, and the last use of a cache entry.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.bases.describing import DESCRIPTIONS
 from ft_service.data import token_folder
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import TERMINAL, Job
@@ -26,26 +27,26 @@ from ft_service.store.sql import Store
 
 DAY_SECONDS = 86_400.0
 LEFTOVER_SECONDS = DAY_SECONDS
-"""How long what belongs to nothing is left alone: it may be on its way in."""
+"""Age from which a file without an owner may go: a newer one may still be arriving."""
 
 Kind = Literal["run", "checkpoints", "adapter", "file", "cache", "leftover"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Ages in days; None: it stays, whatever its age."""
+class RetentionLimits:
+    """Age limits in days; None: no limit."""
 
     runs: float | None = None
-    """Whole run directories, adapter included: the tuned model is deleted with it."""
+    """Age of whole run directories; the tuned model is deleted with its directory."""
     checkpoints: float | None = None
-    """Checkpoints of jobs that are over; the outcome, and adapters that were made of checkpoints before, stay."""
+    """Age of checkpoints of ended jobs; the outcome, and adapters already made from checkpoints, stay."""
     files: float | None = None
     cache: float | None = None
     leftovers: bool = False
-    """What no job and no file record belongs to, if it is a day old."""
+    """Whether to remove files at least a day old that belong to no job and no file record."""
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Limits:
+    def from_settings(cls, settings: Settings) -> RetentionLimits:
         return cls(
             runs=settings.keep_runs_days,
             checkpoints=settings.keep_checkpoints_days,
@@ -56,41 +57,41 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """One item of a plan."""
+    """An item of a plan."""
 
     kind: Kind
     path: Path
     bytes: int
     why: str
     job: Job | None = None
-    """The job that it belongs to; None: none."""
+    """The job that it belongs to, if any."""
     file: File | None = None
     hides: Sequence[str] = ()
-    """Tuned models that are gone with it."""
+    """Tuned models that are deleted with it."""
     last_use: int | None = None
-    """Last use of an entry of the cache, ns since the epoch."""
+    """Last use of a cache entry, ns since the epoch."""
 
 
 @dataclass(frozen=True)
 class _Needed:
-    """What unfinished jobs go on from."""
+    """The jobs and adapter paths that unfinished jobs continue from."""
 
     jobs: frozenset[str]
     paths: frozenset[str]
 
     @classmethod
     def now(cls, store: Store) -> _Needed:
-        parents = [job.spec.parent for job in store.unfinished_jobs()]
+        parents = [job.spec.parent for job in store.jobs.unfinished_jobs()]
         return cls(frozenset(p.job_id for p in parents if p), frozenset(p.path for p in parents if p))
 
 
 def plan_pruning(
-    settings: Settings, store: Store, limits: Limits, *, cache: Path | None = None, tokens: Path | None = None
+    settings: Settings, store: Store, limits: RetentionLimits, *, cache: Path | None = None, tokens: Path | None = None
 ) -> list[Removal]:
-    """All that may go now, by kind and path. `cache`, `tokens`: folders of quantised bases and of data files' tokens; None: it
-    is not looked at.
+    """All removals that are possible now, by kind and path. `cache`, `tokens`: folders of quantised bases and of data files'
+    tokens; None: the folder is left out.
 
-    Raises SpecError for ages of what lies on object storage, whose own rules remove it.
+    Raises SpecError for age limits of data on object storage, which the storage's own rules remove.
     """
     if settings.storage:
         if (limits.runs, limits.checkpoints, limits.files) != (None, None, None):
@@ -101,50 +102,54 @@ def plan_pruning(
             )
         return _of_caches(cache, tokens, limits)
     now = store.now()
-    found = [*_of_jobs(settings, store, limits, now), *_of_files(settings, store, limits)]
+    expired = [*_of_jobs(settings, store, limits, now), *_of_files(settings, store, limits)]
     if limits.leftovers:
-        found += _leftovers(settings, store)
-    found += _of_caches(cache, tokens, limits)
-    return sorted(found, key=lambda removal: (removal.kind, str(removal.path)))
+        expired += _leftovers(settings, store)
+    expired += _of_caches(cache, tokens, limits)
+    return sorted(expired, key=lambda removal: (removal.kind, str(removal.path)))
 
 
 def remove(removal: Removal, settings: Settings, store: Store) -> bool:
-    """Remove one item. False, with nothing removed: it has come into use since the plan. Raises OSError."""
+    """Remove an item. False, with nothing removed, if it came into use since the plan. Raises OSError."""
     if removal.file is not None:
         try:
-            unused = store.delete_file(removal.file.project_id, removal.file.id)
-        except NotFoundError:  # somebody else has deleted it
+            unused = store.files.delete_file(removal.file.project_id, removal.file.id)
+        except NotFoundError:  # already deleted
             return False
         if not unused:
             return False
         removal.path.unlink(missing_ok=True)
         token_folder.remove_entries(token_folder.folder_of(os.environ, settings.home), removal.file.sha256)
-        store.mark_freed([removal.file.id])
+        store.files.mark_freed([removal.file.id])
         return True
+    if removal.kind == "cache" and removal.path.parent.name == DESCRIPTIONS:
+        unused = removal.path.is_file() and removal.path.stat().st_mtime_ns == removal.last_use
+        removal.path.unlink(missing_ok=True) if unused else None
+        return unused
     if removal.kind == "cache":
         return Cache(removal.path.parent).remove(removal.path.name, removal.last_use)
     if removal.job is not None:
-        for model in removal.hides:  # before the last look, so that no new job can begin to need it
-            store.delete_model(removal.job.project_id, model)
-        if not _over(store.get_job(removal.job.project_id, removal.job.id)) or _is_needed(removal, _Needed.now(store)):
+        for model in removal.hides:  # before the last check, so that no new job can begin to need it
+            store.models.delete_model(removal.job.project_id, model)
+        if not _over(store.jobs.get_job(removal.job.project_id, removal.job.id)) or _is_needed(removal, _Needed.now(store)):
             return False
     _remove_path(removal.path)
     return True
 
 
-def _of_jobs(settings: Settings, store: Store, limits: Limits, now: float) -> Iterator[Removal]:
+def _of_jobs(settings: Settings, store: Store, limits: RetentionLimits, now: float) -> Iterator[Removal]:
     folders = {folder.name: folder for folder in settings.runs_dir.glob("*") if folder.is_dir()}
     needed = _Needed.now(store)
-    found = store.jobs_by_id(list(folders))
-    deleted = {project_id: store.deleted_models(project_id) for project_id in {job.project_id for job in found}}
-    for job in filter(_over, found):
+    jobs = store.jobs.jobs_by_id(list(folders))
+    deleted = {project_id: store.models.deleted_models(project_id) for project_id in {job.project_id for job in jobs}}
+    for job in filter(_over, jobs):
         age = now - (job.finished_at or now)
         for removal in _of_job(job, folders[job.id], deleted[job.project_id], limits, age / DAY_SECONDS):
             if not _is_needed(removal, needed):
                 yield removal
 
 
-def _of_job(job: Job, folder: Path, deleted: set[str], limits: Limits, days: float) -> Iterator[Removal]:
+def _of_job(job: Job, folder: Path, deleted: set[str], limits: RetentionLimits, days: float) -> Iterator[Removal]:
     name = job.tuned_name
     points = _checkpoints(folder)
     if limits.runs is not None and days >= limits.runs:
@@ -166,10 +171,10 @@ def _of_job(job: Job, folder: Path, deleted: set[str], limits: Limits, days: flo
             yield _removal("adapter", path, "the model was deleted", job)
 
 
-def _of_files(settings: Settings, store: Store, limits: Limits) -> Iterator[Removal]:
+def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[Removal]:
     if limits.files is None:
         return
-    for file in store.old_files(limits.files * DAY_SECONDS):
+    for file in store.files.old_files(limits.files * DAY_SECONDS):
         path = settings.files_dir / file.id
         why = f"{file.filename} is older than {limits.files:g} days"
         yield Removal(kind="file", path=path, bytes=file.bytes, why=why, file=file)
@@ -177,8 +182,8 @@ def _of_files(settings: Settings, store: Store, limits: Limits) -> Iterator[Remo
 
 def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
     before = time.time() - LEFTOVER_SECONDS
-    known = {job.id for job in store.jobs_by_id([folder.name for folder in settings.runs_dir.glob("*")])}
-    kept = store.kept_files()
+    known = {job.id for job in store.jobs.jobs_by_id([folder.name for folder in settings.runs_dir.glob("*")])}
+    kept = store.files.kept_files()
     for path in sorted([*settings.runs_dir.glob("*"), *settings.files_dir.glob("*")]):
         if path.name in known or path.name in kept or _changed_at(path) > before:
             continue
@@ -186,20 +191,26 @@ def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
         yield Removal(kind="leftover", path=path, bytes=size_of(path), why=f"{what} belongs to it")
 
 
-def _of_caches(cache: Path | None, tokens: Path | None, limits: Limits) -> list[Removal]:
+def _of_caches(cache: Path | None, tokens: Path | None, limits: RetentionLimits) -> list[Removal]:
     days = limits.cache
     if days is None:
         return []
-    return [removal for folder in (cache, tokens) if folder is not None for removal in _of_cache(folder, days)]
+    entries = {} if cache is None else Cache(cache).entries() | _descriptions(cache / DESCRIPTIONS)
+    return [*_not_used(entries, days), *_not_used({} if tokens is None else Cache(tokens).entries(), days)]
 
 
-def _of_cache(folder: Path, days: float) -> list[Removal]:
-    """Removals in order of names."""
+def _descriptions(folder: Path) -> dict[Path, int]:
+    """File → last use (ns since the epoch) of the descriptions of bases."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*") if path.is_file()}
+
+
+def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
+    """Removals of entries of a cache, in order of names. `entries`: path → last use."""
     now = time.time()
-    found = [(entry, last_use, (now - last_use / 1e9) / DAY_SECONDS) for entry, last_use in Cache(folder).entries().items()]
+    ages = [(entry, last_use, (now - last_use / 1e9) / DAY_SECONDS) for entry, last_use in entries.items()]
     return [
         Removal(kind="cache", path=entry, bytes=size_of(entry), why=f"not used for {unused:.0f} days", last_use=last_use)
-        for entry, last_use, unused in sorted(found)
+        for entry, last_use, unused in sorted(ages)
         if unused >= days
     ]
 
@@ -208,7 +219,7 @@ def _is_needed(removal: Removal, needed: _Needed) -> bool:
     job = removal.job
     if job is None or job.id not in needed.jobs:
         return False
-    if removal.kind == "checkpoints":  # of which an adapter is still to be made
+    if removal.kind == "checkpoints":  # an adapter will be made from it
         return str(removal.path.parents[1] / "adapters" / removal.path.name) in needed.paths
     return removal.kind == "run" or str(removal.path) in needed.paths
 
@@ -222,7 +233,7 @@ def _ended(job: Job) -> str:
 
 
 def _checkpoints(folder: Path) -> dict[str, int]:
-    """Name → step of what is there of checkpoints, as shards or as adapters."""
+    """Name → step of the checkpoints that exist, as shards or as adapters."""
     names = {path.name for kind in ("checkpoints", "adapters") for path in (folder / kind).glob("step-*-a*") if path.is_dir()}
     return {name: int(name.split("-")[1]) for name in sorted(names) if name.split("-")[1].isdecimal()}
 
@@ -232,12 +243,11 @@ def _removal(kind: Kind, path: Path, why: str, job: Job) -> Removal:
 
 
 def _changed_at(path: Path) -> float:
-    newest = [entry.stat().st_mtime for entry in _everything(path) if not entry.is_symlink()]
-    return max(newest, default=0.0)
+    return max((entry.stat().st_mtime for entry in _everything(path) if not entry.is_symlink()), default=0.0)
 
 
 def size_of(path: Path) -> int:
-    """Bytes of the files at or below a path; what vanishes meanwhile counts nothing."""
+    """Bytes of the files at or below a path; files that vanish meanwhile are not counted."""
     total = 0
     for entry in _everything(path):
         with contextlib.suppress(OSError):

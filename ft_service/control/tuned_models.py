@@ -1,4 +1,4 @@
-"""Tuned models: who may use which, and which of them are still there."""
+"""Tuned models: which ones a project may use, and which of them still exist."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PAGE = 100
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model that may be used: it was trained, was not deleted, and is the project's own or granted to it.
+    """A trained model that was not deleted and is the project's own or granted to it.
 
-    Whether a checkpoint is still there is for `refuse_pruned` to say; outcomes stay until they are deleted (pruning.py).
+    `refuse_pruned` tells whether a checkpoint still exists; outcomes exist until they are deleted (pruning.py).
     """
 
     name: str
     job: Job
     created_at: float
     checkpoint: Checkpoint | None = None
-    """None: the job's outcome."""
+    """The checkpoint; None: the job's outcome."""
 
     @property
     def organization(self) -> str:
@@ -40,7 +40,7 @@ class Tuned:
 
     @property
     def adapter_key(self) -> str:
-        """The adapter's folder in the job's run directory; that of a checkpoint is made when it is first needed."""
+        """The adapter's folder in the job's run directory; a checkpoint's is made when first needed."""
         return "adapter" if self.checkpoint is None else f"adapters/{self.checkpoint.name}"
 
 
@@ -49,7 +49,7 @@ def find(name: str, caller: Principal, store: Store) -> Tuned:
     try:
         return find_own(name, caller.project_id, store)
     except NotFoundError:
-        if not (granted := store.granted(caller.project_id, name)):
+        if not (granted := store.models.granted(caller.project_id, name)):
             raise
     return find_own(name, granted[0].project_id, store)
 
@@ -58,33 +58,33 @@ def find_own(name: str, project_id: str, store: Store) -> Tuned:
     """A tuned model or checkpoint of a project. Raises NotFoundError."""
     try:
         wanted = TunedName.parse(name)
-        job = store.get_job(project_id, wanted.job_id)
+        job = store.jobs.get_job(project_id, wanted.job_id)
     except (ValueError, NotFoundError):
         raise _no_such(name) from None
-    if job.tuned_name != wanted.outcome or str(wanted) != name or store.is_deleted(name):
+    if job.tuned_name != wanted.outcome or str(wanted) != name or store.models.is_deleted(name):
         raise _no_such(name)
     if wanted.step is None:
         if job.state is not State.SUCCEEDED:
             raise _no_such(name)
         return _outcome(job)
-    point = store.checkpoint_at(job.id, wanted.step)
+    point = store.jobs.checkpoint_at(job.id, wanted.step)
     if point is None:
         raise _no_such(name)
     return Tuned(name, job, point.created_at, point)
 
 
 def find_checkpoint(checkpoint_id: str, project_id: str, store: Store) -> Tuned:
-    """A checkpoint of a project's job by its id. Raises NotFoundError."""
-    point = store.get_checkpoint(project_id, checkpoint_id)
-    job = store.get_job(project_id, point.job_id)
+    """A checkpoint of a project's job, by the checkpoint's id. Raises NotFoundError."""
+    point = store.jobs.get_checkpoint(project_id, checkpoint_id)
+    job = store.jobs.get_job(project_id, point.job_id)
     name = str(job.tuned_name.at(point.step))
-    if store.is_deleted(name):
+    if store.models.is_deleted(name):
         raise _no_such(name)
     return Tuned(name, job, point.created_at, point)
 
 
 def refuse_pruned(found: Tuned, places: Places) -> None:
-    """Raises NotFoundError for a checkpoint that is there neither as shards nor as an adapter."""
+    """Raise NotFoundError for a checkpoint that exists neither as shards nor as an adapter."""
     point = found.checkpoint
     if point is not None and point.name not in obtainable_checkpoints(places.run(found.job.id)):
         raise NotFoundError(
@@ -96,21 +96,21 @@ def refuse_pruned(found: Tuned, places: Places) -> None:
 
 
 def usable_checkpoints(job: Job, run: RunDir, store: Store) -> list[str]:
-    """Names of a job's checkpoints that are still there, as shards or as an adapter, and whose model was not deleted."""
-    deleted, name = store.deleted_models(job.project_id), job.tuned_name
+    """Names of a job's checkpoints that exist as shards or as an adapter, and whose model was not deleted."""
+    deleted, name = store.models.deleted_models(job.project_id), job.tuned_name
     return sorted(found for found in obtainable_checkpoints(run) if str(name.at(step_of(found))) not in deleted)
 
 
 def list_usable(caller: Principal, store: Store, places: Places) -> Iterator[Tuned]:
-    """The outcomes of the project's succeeded jobs, newest first, then what other projects let it use and is there."""
-    deleted = store.deleted_models(caller.project_id)
+    """The outcomes of the project's succeeded jobs, newest first, then existing models that other projects grant to it."""
+    deleted = store.models.deleted_models(caller.project_id)
     own: set[str] = set()
     for job in _succeeded_jobs(caller, store):
         found = _outcome(job)
         if found.name not in deleted:
             own.add(found.name)
             yield found
-    for permission in store.granted(caller.project_id):
+    for permission in store.models.granted(caller.project_id):
         if permission.model in own:
             continue
         try:
@@ -128,7 +128,7 @@ def _outcome(job: Job) -> Tuned:
 def _succeeded_jobs(caller: Principal, store: Store) -> Iterator[Job]:
     after: str | None = None
     while True:
-        page = store.list_jobs(caller.project_id, after=after, limit=_PAGE, state=State.SUCCEEDED)
+        page = store.jobs.list_jobs(caller.project_id, after=after, limit=_PAGE, state=State.SUCCEEDED)
         yield from page.data
         if not page.has_more:
             return

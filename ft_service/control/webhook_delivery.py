@@ -1,11 +1,11 @@
-"""Sends what happened to the addresses that users gave, signed as Standard Webhooks says, and nowhere else.
+"""Delivery of webhook messages, signed according to Standard Webhooks.
 
-A user's address makes this service send a request. So the connection goes to exactly the address that was checked
-(ft_service/host/webhook_receiver.py), no redirect is followed, and no proxy and no credential of the environment is used.
-FT_WEBHOOK_ALLOW_PRIVATE lifts the rule for networks where receivers are inside.
+Users choose the receivers, so a connection goes to exactly the address that was checked (ft_service/host/webhook_receiver.py),
+no redirect is followed, and no proxy or credential of the environment is used. FT_WEBHOOK_ALLOW_PRIVATE permits receivers in
+private networks.
 
-Whatever goes wrong with a message is that message's failure alone, and a project has only so many tries under way at once: its
-receivers that hang take nobody else's turn.
+A failure affects only its own message, and each project has a limit of concurrent tries, so that its hanging receivers delay no
+other project.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 import httpx2
 
 from ft_service.errors import FtError
-from ft_service.host.webhook_receiver import Found, Receiver, address_of, look_up, parse_receiver
+from ft_service.host.webhook_receiver import AddressInfos, Receiver, address_of, look_up, parse_receiver
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.records import Delivery, WebhookEndpoint
@@ -33,31 +33,31 @@ from ft_service.store.sql import Store
 log = logging.getLogger("ft_service.webhooks")
 
 TRY_SECONDS = 15.0
-"""How long a try may take, from looking up the name to the answer's status."""
+"""Limit of a try, from the lookup of the name to the status of the answer."""
 POLL_SECONDS = 1.0
 AT_ONCE = 64
-"""Tries under way at once."""
+"""Limit of concurrent tries."""
 AT_ONCE_OF_PROJECT = 8
-"""Of these, of one project."""
+"""Limit of one project's concurrent tries."""
 FIRST_RETRY_SECONDS = 5.0
 MAX_RETRY_SECONDS = 6 * 3600.0
 GIVE_UP_SECONDS = 72 * 3600.0
 KEEP_SECONDS = 7 * 24 * 3600.0
-"""How long the record of a delivery that is over is kept."""
+"""How long the record of a finished delivery is kept."""
 _LEASE_SECONDS = 4 * TRY_SECONDS
 _END_SECONDS = 3.0
-"""How long tries that are under way may go on after the service was told to stop."""
+"""How long current tries may continue after the service was asked to stop."""
 _MAX_ERROR = 500
 
 
 class DeliveryError(Exception):
-    """The receiver was not reached; the message says why."""
+    """The message could not be delivered; the text says why."""
 
 
 class Sender:
-    """Sends messages, at most so many at once: of all projects, and of each.
+    """Sends messages, with limits of concurrent tries in total and per project.
 
-    A try counts until nothing of it goes on, and that may be longer than the try: a lookup of a name cannot be ended.
+    A try counts until its lookup of the name has ended too, which cannot be interrupted.
     """
 
     def __init__(self, *, allow_private: bool, at_once: int, at_once_of_project: int) -> None:
@@ -67,31 +67,31 @@ class Sender:
         self._busy: Counter[str] = Counter()
 
     def under_way(self) -> dict[str, int]:
-        """How many tries of which project go on."""
+        """Project → number of its current tries."""
         with self._guard:
             return dict(self._busy)
 
     def has_room(self, project_id: str) -> bool:
-        """Whether one of this project may begin."""
+        """Whether a try of this project may begin."""
         busy = self.under_way()
         return sum(busy.values()) < self._at_once and busy.get(project_id, 0) < self._of_project
 
     async def send(self, endpoint: WebhookEndpoint, message_id: str, body: str) -> int:
-        """Send one message; the status of the answer, whose body is not read. Raises DeliveryError, whatever goes wrong."""
-        looked_up: Future[Found] | None = None
+        """Send a message. Returns the status of the answer, whose body is not read. Raises DeliveryError for every failure."""
+        looked_up: Future[AddressInfos] | None = None
         self._count(endpoint.project_id, 1)
         try:
             async with asyncio.timeout(TRY_SECONDS):
                 receiver = parse_receiver(endpoint.url, allow_private=self._allow_private)
                 looked_up = look_up(receiver)
-                found = await asyncio.wrap_future(looked_up)
-                address = address_of(receiver, found, allow_private=self._allow_private)
+                addresses = await asyncio.wrap_future(looked_up)
+                address = address_of(receiver, addresses, allow_private=self._allow_private)
                 return await _post(receiver, address, endpoint, message_id, body)
         except TimeoutError:
             raise DeliveryError(f"no answer within {TRY_SECONDS:g} seconds") from None
         except FtError as error:
             raise DeliveryError(error.message) from error
-        except Exception as error:  # of what libraries raise for what strangers name, nobody knows the whole list
+        except Exception as error:  # libraries raise many kinds of errors for addresses that users invent
             raise DeliveryError((str(error) or type(error).__name__)[:_MAX_ERROR]) from error
         finally:
             if looked_up is None:
@@ -102,11 +102,11 @@ class Sender:
     def _count(self, project_id: str, by: int) -> None:
         with self._guard:
             self._busy[project_id] += by
-            self._busy += Counter()  # forgets who has none
+            self._busy += Counter()  # drops counts of zero
 
 
 class Deliveries:
-    """What is due, delivered: as many at once as a Sender takes, each project in its turn. For one event loop."""
+    """Delivers due messages: as many at once as the Sender allows, with projects in turn. For one event loop."""
 
     def __init__(self, settings: Settings, store: Store, *, at_once_of_project: int = AT_ONCE_OF_PROJECT) -> None:
         self._store = store
@@ -116,32 +116,33 @@ class Deliveries:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self) -> int:
-        """Begin what is due and has room; how many that were. Raises UnavailableError if the database is away."""
+        """Begin due deliveries within the limits. Returns their number. Raises UnavailableError if the database does not
+        answer."""
         busy = self._sender.under_way()
         room = AT_ONCE - sum(busy.values())
         if room <= 0:
             return 0
-        claim = partial(self._store.claim_deliveries, limit=room, lease_seconds=_LEASE_SECONDS)
+        claim = partial(self._store.webhooks.claim_deliveries, limit=room, lease_seconds=_LEASE_SECONDS)
         batch = await asyncio.to_thread(claim, of_project=self._of_project, under_way=busy)
         for delivery in batch:
             task = asyncio.create_task(self._deliver(delivery))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await asyncio.sleep(0)  # by then all have begun, and the sender counts them
+        await asyncio.sleep(0)  # lets all tasks begin, so that the sender counts them
         return len(batch)
 
     @property
     def is_idle(self) -> bool:
-        """Whether none is under way."""
+        """Whether no delivery is running."""
         return not self._tasks
 
     async def wait(self, seconds: float) -> None:
-        """Until one of those under way is done, and for no longer than that."""
+        """Wait until a running delivery is done, at most `seconds`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self, seconds: float | None = None) -> None:
-        """Wait for what is under way. What is not done by then is ended, and made again once its lease has run out."""
+        """Wait for running deliveries, at most `seconds`. The rest is cancelled, and repeated once its lease has ended."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=seconds)
             for task in late:
@@ -149,18 +150,18 @@ class Deliveries:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _deliver(self, delivery: Delivery) -> None:
-        """Try one, and write down what became of it."""
+        """Try a delivery, and store the result."""
         error = await self._try(delivery)
         retry = retry_after(delivery.tries, delivery.age_seconds) if error else None
         if error:
             log.warning("webhook %s to %s, try %d: %s", delivery.id, delivery.endpoint.id, delivery.tries, error)
         try:
-            await asyncio.to_thread(self._store.settle_delivery, delivery, error=error, retry_seconds=retry)
-        except Exception:  # it is tried again once its lease has run out
-            log.exception("what became of webhook %s cannot be written", delivery.id)
+            await asyncio.to_thread(self._store.webhooks.settle_delivery, delivery, error=error, retry_seconds=retry)
+        except Exception:  # it is repeated once its lease has ended
+            log.exception("the result of webhook %s cannot be stored", delivery.id)
 
     async def _try(self, delivery: Delivery) -> str | None:
-        """What went wrong; None: it was delivered."""
+        """The error; None: it was delivered."""
         try:
             status = await self._sender.send(delivery.endpoint, delivery.id, delivery.body)
         except DeliveryError as error:
@@ -169,7 +170,7 @@ class Deliveries:
 
 
 def sign(endpoint: WebhookEndpoint, message_id: str, timestamp: int, body: str) -> dict[str, str]:
-    """The three headers; while an old secret is still valid there are two signatures."""
+    """The three headers of a signed message, with two signatures while an old secret is still valid."""
     signed = f"{message_id}.{timestamp}.{body}".encode()
     valid = [endpoint.secret, *([endpoint.old_secret] if endpoint.old_secret else [])]
     return {
@@ -186,7 +187,7 @@ def retry_after(tries: int, age_seconds: float) -> float | None:
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Deliver what is due until `stop` is set. A try that the end of the process interrupts is made again."""
+    """Deliver messages until `stop` is set. A try interrupted by the end of the process is repeated."""
     asyncio.run(_run(Deliveries(settings, store), stop))
 
 

@@ -1,4 +1,4 @@
-"""From other tools' configurations to ours: `convert_file` reads one file and says what becomes of every option in it."""
+"""Conversion of other tools' configurations: `convert_file` reads a file and decides on each of its options."""
 
 from ft_service.convert.convert import Conversion, Decision, convert_file
 

@@ -1,4 +1,4 @@
-"""Verdicts that a line of a table cannot say, since they need arithmetic or other options. Tables name them by `rule:`."""
+"""Rules that need arithmetic or other options of the file. Tables name them with `rule:`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MICRO = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_
 
 
 def batch_size(value: Any, source: Source) -> Verdict:
-    """A micro-batch, times accumulation, times GPUs: training.batch_size counts a step's samples over all of them."""
+    """Micro-batch x accumulation x GPUs: training.batch_size is the number of a step's samples over all GPUs."""
     if source.number("train_batch_size") is not None:
         return NoEffect("train_batch_size decides")
     size = source.number(*_MICRO) or (source.around or source).number(*_MICRO) or source.micro_batch
@@ -61,7 +61,7 @@ def positive(value: Any, source: Source, option: str) -> Verdict:
 
 
 def interval(value: Any, source: Source, option: str, *strategies: str) -> Verdict:
-    """`eval_steps` and `save_steps`: whole numbers, and only where the strategy goes by steps."""
+    """`eval_steps` and `save_steps`: integers, and only if the strategy is steps."""
     if any(source.get(name, "steps") != "steps" for name in strategies):
         return NoEffect(f"{strategies[0]} decides")
     number = as_number(value)
@@ -71,7 +71,7 @@ def interval(value: Any, source: Source, option: str, *strategies: str) -> Verdi
 
 
 def per_epoch(value: Any, source: Source, option: str, *needs: str) -> Verdict:
-    """Validations or checkpoints of an epoch; of `needs` one must be there for any."""
+    """Validations or checkpoints per epoch. `needs`: options of which one must be set for them to happen."""
     if needs and not any(source.get(name) for name in needs):
         return NoEffect("without data for it validation does not run")
     return NoEffect("it is so here too") if as_number(value) == 1 else ToCheck(f"set {option} to a number of steps")
@@ -158,7 +158,7 @@ def dtype_policy(value: Any, source: Source) -> Verdict:
 
 
 def dtype(value: Any, source: Source) -> Verdict:
-    """The type in which the base's weights are loaded: what computes is said by bf16 or fp16 where they are given."""
+    """The type of the base's weights in memory; bf16 or fp16, if given, decide the type of computation."""
     if str(value) == "auto" or as_plain(source.get("bf16")) is True or (source.tool == "TRL" and not source.get("fp16")):
         return NoEffect("precision.default says how weights are stored, and precision.compute is bf16")
     return compute_dtype(value, source)
@@ -176,12 +176,12 @@ def bf16(value: Any, source: Source) -> Verdict:
 
 # Preferences ----------------------------------------------------------------------------------------------------------------
 
-_LOSSES = "of losses on pairs dpo has sigmoid, ipo and sigmoid_norm, and beside them sft as rpo_alpha"
+_LOSSES = "for losses on pairs, dpo has sigmoid, ipo and sigmoid_norm, and sft as rpo_alpha in addition"
 _OTHER_METHODS = ("kto", "simpo", "orpo", "cpo", "kto_pair", "apo_zero_unpaired")
 
 
 def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
-    """TRL's loss_type: one, or one with "sft" beside it, whose weight is rpo_alpha here."""
+    """TRL's loss_type: one loss, or one loss and "sft", whose weight is rpo_alpha here."""
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     if source.method != "dpo":
         plain = names in (["nll"], ["chunked_nll"])
@@ -190,7 +190,7 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
         return Refused(f"{other} is not dpo: {_LOSSES}")
     first, *more = names or [""]
     given = source.get(weights)
-    shares = [as_number(one) for one in given] if isinstance(given, list) else [1.0] * len(names)
+    shares = [as_number(weight) for weight in given] if isinstance(given, list) else [1.0] * len(names)
     if (
         first not in ("sigmoid", "ipo", "sigmoid_norm")
         or more not in ([], ["sft"])
@@ -212,14 +212,14 @@ _WHOLE = {
     "field_messages": "messages",
     "trust_remote_code": False,
 }
-"""Options of a data set that say nothing at these values."""
+"""Options of a data set that have no effect at these values."""
 _SAYS_NOTHING = {"path", "id", "ds_type", "revision"}
 _FORMATS = ("chat_template", "alpaca", "completion", "sharegpt", "chat_template.default")
 
 
 def datasets(value: Any, source: Source) -> Verdict:
-    """The data by name. More than a name (a part of them, columns by other names, a mixture) is to be done by hand."""
-    shown = [(name, said) for name, said in _data_sets(value)]
+    """Data by name. Other options (a part of the data, other names of columns, a mixture) are to be replaced by hand."""
+    shown = list(_data_sets(value))
     if len(shown) == 1 and not shown[0][1]:
         return Named(shown[0][0])
     said = "; ".join(f"{name} ({', '.join(options)})" if options else name for name, options in shown)
@@ -228,12 +228,12 @@ def datasets(value: Any, source: Source) -> Verdict:
 
 
 def _data_sets(value: Any) -> Iterator[tuple[str, list[str]]]:
-    """Each data set's name, with the options that change what is read of it."""
+    """The name of each data set, with the options that change which of its data are used."""
     if isinstance(value, str):
         yield from ((name.strip(), []) for name in value.split(",") if name.strip())
     elif isinstance(value, list):
-        for one in value:
-            yield from _data_sets(one) if isinstance(one, str) else [_data_set(one)]
+        for item in value:
+            yield from _data_sets(item) if isinstance(item, str) else [_data_set(item)]
     elif isinstance(value, Mapping) and "datasets" in value:
         yield from _data_sets(value["datasets"])
     elif isinstance(value, Mapping):  # alignment-handbook's mixer: name → share
@@ -264,7 +264,7 @@ def share(value: Any, source: Source) -> Verdict:
 
 
 def needs_validation(value: Any, source: Source, option: str) -> Verdict:
-    """Options that go by validation loss, which a SPEC takes only with data for it."""
+    """Options that use the validation loss, which a SPEC accepts only with validation data."""
     part = as_number(source.get("val_set_size") or source.get("val_size")) or 0
     if 0 < part < 1:
         here = value if isinstance(value, int) and not isinstance(value, bool) else True
@@ -273,7 +273,7 @@ def needs_validation(value: Any, source: Source, option: str) -> Verdict:
 
 
 _STANDARD = {"llama3": "llama-3"}
-"""Standard chat templates elsewhere → ours."""
+"""Other tools' names of standard chat templates → ours."""
 
 
 def chat_template(value: Any, source: Source) -> Verdict:
@@ -288,7 +288,7 @@ def chat_template(value: Any, source: Source) -> Verdict:
     )
 
 
-# Beside training ------------------------------------------------------------------------------------------------------------
+# Around training ------------------------------------------------------------------------------------------------------------
 
 _KERNELS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
 
@@ -328,7 +328,7 @@ def timeout(value: Any, source: Source) -> Verdict:
 
 
 def processes(value: Any, source: Source) -> Verdict:
-    """`num_processes` counts over all machines, nproc_per_node on one."""
+    """`num_processes` is the number over all machines, nproc_per_node that of one machine."""
     total, machines = source.number("num_processes"), source.number("num_machines") or 1
     if total is None or total % machines:
         return ToDo(f"it must be a multiple of num_machines = {machines}: set distributed.nproc_per_node")
@@ -344,7 +344,7 @@ def replicas(value: Any, source: Source) -> Verdict:
 
 
 def zero_stage(value: Any, source: Source) -> Verdict:
-    """DeepSpeed's stages by what they keep whole on a rank: 3 nothing, 1 and 2 the weights, 0 everything."""
+    """DeepSpeed's stages: 3 shards everything, 1 and 2 keep whole weights on each rank, 0 keeps everything."""
     stage = as_number(value)
     if stage == 3:
         inner = source.number("zero_optimization.zero_hpz_partition_size") or 1
@@ -366,11 +366,11 @@ def offload_device(value: Any, source: Source) -> Verdict:
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _MIN_PARAMS = 100_000_000
-"""Accelerate's, where size-based wrapping is asked for without a size."""
+"""Accelerate's default size for wrapping by size."""
 
 
 def strategy(value: Any, source: Source) -> Verdict:
-    """FSDP1's sharding strategy (name, number from 1), or FSDP2's truth value."""
+    """FSDP1's sharding strategy (a name, or a number from 1), or FSDP2's bool."""
     plain = as_plain(value)
     if isinstance(plain, bool):
         return Taken({"distributed.reshard_after_forward": plain})
@@ -397,14 +397,14 @@ def wrap_by_size(value: Any, source: Source) -> Verdict:
 
 
 def ignored_modules(value: Any, source: Source) -> Verdict:
-    """Modules by pattern there, weights by pattern here."""
+    """A pattern of modules there, of weights here."""
     if not isinstance(value, str):
         return ToCheck("modules that Python code chose do not have names here: write patterns into distributed.ignored")
     return Taken({"distributed.ignored": [rf"(?:{value})\..*"]})
 
 
 def legacy_fsdp(value: Any, source: Source) -> Verdict:
-    """`fsdp` of TrainingArguments: a truth value, or the older list of words."""
+    """`fsdp` of TrainingArguments: a bool, or the older list of words."""
     words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
     if isinstance(as_plain(value), bool) or not words:
         return NoEffect("training is always sharded over all ranks")

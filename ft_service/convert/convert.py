@@ -1,31 +1,20 @@
-"""Recognise the tool that wrote a file, decide on each of its options, and make the SPEC that results."""
+"""Recognition of the tool that wrote a file, decisions on its options, and the resulting SPEC."""
 
 from __future__ import annotations
 
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import yaml
+
 from ft_service.convert import conversions
 from ft_service.convert.rules import Table, flatten, load_table, lookup, verdict_on
-from ft_service.convert.verdicts import (
-    NOT_SET,
-    Lost,
-    Named,
-    NoEffect,
-    Refused,
-    Source,
-    Taken,
-    ToCheck,
-    ToDo,
-    Verdict,
-    as_plain,
-)
-from ft_service.convert.yaml_text import yaml_text
+from ft_service.convert.verdicts import NOT_SET, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict, as_plain
 from ft_service.errors import SpecError
 from ft_service.local.spec_file import parse_yaml
 from ft_service.spec import JobRequest, parse_request
@@ -33,20 +22,20 @@ from ft_service.spec import JobRequest, parse_request
 Method = Literal["supervised", "dpo"]
 
 LAUNCHERS = ("accelerate", "deepspeed")
-"""Tables whose files are known by a single name."""
+"""Tables whose files are recognised by any one of their names."""
 TRAINERS = ("axolotl", "llama_factory", "trl", "unsloth")
-"""Tables whose files are known by most of their names; of several, the one with the most names of its own."""
+"""Tables whose files are recognised by most of their names; if several match, the one with most names of its own is used."""
 FORMATS = (*LAUNCHERS, *TRAINERS, "transformers", "fsdp_config")
 
 PLACEHOLDERS = {"model": "MODEL", "training_file": "TRAINING.jsonl"}
-"""Values of what a SPEC must say, as long as no file said it."""
+"""Values of required options that the file does not give."""
 _HINTS = {
     "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
     "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
 _METHODS = "methods are supervised and dpo"
 _OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|grpo|gspo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
-"""Methods of TRL whose files may be the same as one of DPO."""
+"""Methods of TRL whose files may have the same options as a file for DPO."""
 _ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
 OUTCOMES: Mapping[type, str] = {
     Refused: "refused",
@@ -66,27 +55,27 @@ _HEADINGS: Mapping[type, str] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """The fate of one option."""
+    """The decision on one option."""
 
     option: str
-    """Dotted, as the file writes it."""
+    """Dotted name in the file."""
     value: Any
     verdict: Verdict
     source: str = ""
-    """The file of the tool that defines it; empty: it is not known."""
+    """The tool's file that defines the option; empty: unknown."""
     given: bool = True
-    """False: the file does not say it, and that says something."""
+    """False: the file does not give the option, which has an effect."""
 
     def line(self) -> str:
         return f"{self.said()} → {self.text()}"
 
     def said(self) -> str:
-        """The option as the file has it, cut where it is long."""
+        """The option with its value in the file, shortened."""
         shown = json.dumps(self.value, ensure_ascii=False, default=str) if self.given else "(not given)"
         return f"{self.option}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
     def text(self) -> str:
-        """The options of ours that it becomes, or why it becomes none."""
+        """The options of ours that replace it, or the reason why there are none."""
         if isinstance(self.verdict, Taken):
             options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items())
             return options + (f" ({self.verdict.remark})" if self.verdict.remark else "")
@@ -104,24 +93,24 @@ class WrittenDefault:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The outcome: a SPEC that is valid as it stands but for its placeholders, and one decision per option of the file."""
+    """A SPEC that is valid except for its placeholders, and one decision for each option of the file."""
 
     file: str
     tool: str
     format: str
-    """Kind of the file, how its method is known, and the version of the tool whose options are known."""
+    """The kind of the file, how its method was recognised, and the version of the tool."""
     body: dict[str, Any]
     decisions: list[Decision]
     defaults: list[WrittenDefault] = field(default_factory=list)
 
     def spec_yaml(self) -> str:
-        """The SPEC file. What was not taken over stands first, so that it keeps the record of where it comes from."""
+        """The SPEC file. It begins with comments on what was not taken over."""
         head = _wrapped(f"From {self.file}: {self.format}.", "")
         for kind, title in _HEADINGS.items():
             by_text: dict[str, list[str]] = {}
-            for one in self.decisions:
-                if isinstance(one.verdict, kind):
-                    by_text.setdefault(one.text(), []).append(one.said())
+            for decision in self.decisions:
+                if isinstance(decision.verdict, kind):
+                    by_text.setdefault(decision.text(), []).append(decision.said())
             head += self._group(f"{title}:", [f"{', '.join(said)} → {text}" for text, said in by_text.items()])
         head += self._group(
             f"{self._whose} defaults that differ from those here, written out below:",
@@ -138,7 +127,7 @@ class Conversion:
         return "\n".join([*(f"# {line}".rstrip() for line in head), "", text])
 
     def open(self) -> list[str]:
-        """The options without which the model that results may be another."""
+        """The options whose loss may change the resulting model."""
         return [d.option for d in self.decisions if isinstance(d.verdict, Lost | ToDo)]
 
     @property
@@ -147,11 +136,11 @@ class Conversion:
 
     @staticmethod
     def _group(title: str, lines: list[str]) -> list[str]:
-        # A comment stays a comment, whatever a file's names hold.
+        # _wrapped keeps all text within the comment, whatever the file's names contain
         return ["", title, *(part for line in lines for part in _wrapped(line, "  "))] if lines else []
 
     def _comments(self) -> dict[str, str]:
-        """Dotted name of ours → where its value comes from."""
+        """Dotted name of ours → the origin of its value."""
         said: dict[str, list[str]] = {}
         for name, hint in _HINTS.items():
             said[name] = [hint if name in self.body else f"to fill in: {hint}"]
@@ -173,7 +162,7 @@ class Conversion:
 
 
 def _wrapped(line: str, indent: str) -> list[str]:
-    """A line of comment, as several where it is long. Line ends that a file's text brings are spaces."""
+    """A comment, wrapped. Line breaks in it become spaces."""
     return textwrap.wrap(
         _printable(line),
         116,
@@ -185,21 +174,21 @@ def _wrapped(line: str, indent: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Text of a file, as a comment takes it: on one line, and nothing that YAML does not read."""
+    """Text for a comment: on one line, without characters that YAML does not accept."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def convert_file(path: Path, *, gpus: int | None = None, method: Method | None = None) -> Conversion:
-    """Read a file and convert it. `gpus`: how many train together, for the batch size; None: one is assumed and said.
-    `method`: what a file of TRL or Transformers is for, which it does not say itself.
+    """Read a file and convert it. `gpus`: the number of GPUs that train together, for the batch size; None: 1, with a comment.
+    `method`: that of a file of TRL or Transformers, which does not name it.
 
-    Raises SpecError if it cannot be read, is of an unknown kind, asks for a method that there is not, or has no use for `gpus`.
+    Raises SpecError if the file cannot be read, is of an unknown kind, asks for an unsupported method, or does not need `gpus`.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.") from None
-    body = parse_yaml(text, str(path))  # JSON is YAML but for tabs, which no config is indented with by these tools
+    body = parse_yaml(text, str(path))  # JSON is YAML, except for indentation by tabs, which these tools do not write
     table = recognised(body)
     if table is None:
         titles = "; ".join(load_table(name).title for name in FORMATS)
@@ -208,7 +197,7 @@ def convert_file(path: Path, *, gpus: int | None = None, method: Method | None =
 
 
 def recognised(body: Mapping[str, Any]) -> Table | None:
-    """The table of the tool whose file this is. None: it is not one that is known."""
+    """The table of the tool that wrote a file. None: an unknown tool."""
     for table in map(load_table, LAUNCHERS):
         if body.keys() & set(table.marks):
             return table
@@ -227,8 +216,8 @@ def _mostly(names: Mapping[str, Any], table: Table) -> bool:
 def convert(
     body: Mapping[str, Any], table: Table, file: str, *, gpus: int | None = None, method: Method | None = None
 ) -> Conversion:
-    """Convert a file's contents, with one decision per option. Of two options that set one option of ours differently, one is
-    not taken. Raises SpecError where it asks for a method that there is not.
+    """Convert a file's contents, with one decision for each option. If two options give an option of ours different values, the
+    second is not taken over. Raises SpecError for an unsupported method.
     """
     source = Source(flatten(table, body))
     source.tool, source.gpus, source.micro_batch = table.tool, gpus, table.micro_batch
@@ -249,7 +238,7 @@ def convert(
         if name not in source:
             decisions.append(Decision(name, None, ToCheck(text), given=False))
     if refused := [decision for decision in decisions if isinstance(decision.verdict, Refused)]:
-        said = "; ".join(f"{one.option}: {json.dumps(one.value, default=str)}: {one.text()}" for one in refused)
+        said = "; ".join(f"{each.option}: {json.dumps(each.value, default=str)}: {each.text()}" for each in refused)
         raise SpecError(f"{file}, {table.title}, is not converted. {said}.")
     defaults = _defaults(table, source, decisions, taken)
     _check_gpus(gpus, decisions, defaults)
@@ -264,21 +253,21 @@ def _check_gpus(gpus: int | None, decisions: list[Decision], defaults: list[Writ
 
 
 def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:
-    """The method, and how it is known. Raises SpecError for one that is neither supervised nor dpo."""
+    """The method, and how it was recognised. Raises SpecError for a method other than supervised and dpo."""
     if name := table.says_method:
         if name not in source:
             return _agreed("supervised", asked, f"supervised, since {name} is not given")
         verdict = verdict_on(table, source, name)
         if isinstance(verdict, Refused):
-            return "supervised", ""  # its own verdict says why
-        found = verdict.options["method.type"] if isinstance(verdict, Taken) else "supervised"
-        return _agreed(found, asked, f"{name}: {source[name]}")
+            return "supervised", ""  # the verdict on the option has the reason
+        method = verdict.options["method.type"] if isinstance(verdict, Taken) else "supervised"
+        return _agreed(method, asked, f"{name}: {source[name]}")
     if not table.methods:
         return asked or "supervised", f"for {asked} as asked for" if asked else ""
-    for found, marks in table.methods.items():
+    for method, marks in table.methods.items():
         marked = next((mark for mark in marks if _is_marked(source, mark)), None)
-        if marked is not None and found not in get_args(Method):
-            raise SpecError(f"{table.title} that says {marked} is for {found}, which is not converted: {_METHODS}.")
+        if marked is not None and method not in get_args(Method):
+            raise SpecError(f"{table.title} that says {marked} is for {method}, which is not converted: {_METHODS}.")
     if asked is not None:
         return asked, f"for {asked} as asked for"
     for name in ("output_dir", "hub_model_id", "run_name"):  # ORPO's options are among DPO's
@@ -308,7 +297,7 @@ def _is_marked(source: Source, mark: str) -> bool:
 
 
 def _settle(verdict: Verdict, taken: Mapping[str, Any], earlier: list[Decision]) -> Verdict:
-    """A verdict, unless an earlier option said otherwise or the SPEC would not be valid with it."""
+    """The verdict, unless it contradicts an earlier option or makes the SPEC invalid."""
     if not isinstance(verdict, Taken):
         return verdict
     for name, value in verdict.options.items():
@@ -320,7 +309,7 @@ def _settle(verdict: Verdict, taken: Mapping[str, Any], earlier: list[Decision])
 
 
 def _fault(options: Mapping[str, Any]) -> str | None:
-    """The fault that our own SPEC finds with options, in its words. None: they are valid."""
+    """The message of SPEC validation for these options. None: they are valid."""
     try:
         parse_request(PLACEHOLDERS | nested(options))
     except SpecError as error:
@@ -329,7 +318,7 @@ def _fault(options: Mapping[str, Any]) -> str | None:
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A body of dotted options."""
+    """The body with these dotted options."""
     body: dict[str, Any] = {}
     for name, value in options.items():
         *sections, key = name.split(".")
@@ -341,7 +330,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(table: Table, source: Source, decisions: list[Decision], taken: dict[str, Any]) -> list[WrittenDefault]:
-    """The tool's defaults that differ from ours, where the file does not say otherwise; `taken` gets them."""
+    """The tool's defaults that differ from ours, for options that the file does not give. Adds them to `taken`."""
     said = {decision.option for decision in decisions if decision.verdict != NOT_SET}
     no_adapter = any(isinstance(d.verdict, Lost) and d.option in table.trains_all for d in decisions)
     written: list[WrittenDefault] = []
@@ -356,7 +345,7 @@ def _defaults(table: Table, source: Source, decisions: list[Decision], taken: di
             value, note = verdict.options[option], note or verdict.remark
         elif isinstance(value, Mapping):
             value = value.get(source.method)
-        stated = option == "training.batch_size"  # the number of GPUs is part of it
+        stated = option == "training.batch_size"  # it depends on the number of GPUs
         if value is None or (not stated and value == _ours(option, taken)) or _fault({**taken, option: value}):
             continue
         taken[option] = value
@@ -365,7 +354,7 @@ def _defaults(table: Table, source: Source, decisions: list[Decision], taken: di
 
 
 def _ours(option: str, taken: Mapping[str, Any]) -> Any:
-    """The value that a job takes for an option that its SPEC does not give."""
+    """Our default of an option."""
     request: JobRequest = parse_request(PLACEHOLDERS | nested(taken))
     dpo = request.method.dpo_options()
     if option.startswith("method.dpo."):
@@ -374,3 +363,42 @@ def _ours(option: str, taken: Mapping[str, Any]) -> Any:
     for part in option.split("."):
         value = getattr(value, part)
     return value
+
+
+def yaml_text(body: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """A body as YAML, with a comment behind each option and multi-line text as blocks. It reads back as `body`. `comments`: by
+    dotted name."""
+    return "".join(f"{line}\n" for line in _lines(body, comments, "", ""))
+
+
+def _lines(body: Mapping[str, Any], comments: Mapping[str, str], prefix: str, indent: str) -> Iterator[str]:
+    for key, value in body.items():
+        name = f"{prefix}{key}"
+        comment = f" # {comments[name]}" if comments.get(name) else ""
+        if isinstance(value, Mapping) and value and prefix.count(".") < 4:
+            yield f"{indent}{_flow(key)}:{comment}"
+            yield from _lines(value, comments, f"{name}.", f"{indent}  ")
+        elif isinstance(value, str) and "\n" in value and (block := _block(value, indent)) is not None:
+            first, *rest = block
+            yield f"{indent}{_flow(key)}: {first}{comment}"
+            yield from rest
+        else:
+            yield f"{indent}{_flow(key)}: {_flow(value)}{comment}"
+
+
+def _block(text: str, indent: str) -> list[str] | None:
+    """A literal block: its header and its lines. None: the text needs quotes."""
+    kept = text.removesuffix("\n")
+    chomp = "-" if kept == text else "+" if kept.endswith("\n") or not kept else ""
+    lines = [f"|2{chomp}", *(f"{indent}  {line}" if line else "" for line in kept.split("\n"))]
+    document = "\n".join(["x:", *lines]).replace("x:\n", f"{indent}x: ", 1)
+    try:
+        read = yaml.safe_load(document + "\n")
+    except yaml.YAMLError:
+        return None
+    return lines if read == {"x": text} else None
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=1_000_000)
+    return text.removesuffix("\n").removesuffix("\n...")

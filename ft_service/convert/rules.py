@@ -1,21 +1,21 @@
-"""The tables of rules (`tables/*.yaml`) from which verdicts come.
+"""Tables of rules (`tables/*.yaml`) that decide on options.
 
-A table says of every option one of these:
+A table has one of these rules for each option:
 
-    to: OPTION [note: TEXT]     the value is taken over as that option of ours
-    set: {OPTION: VALUE, …}     it is taken over as these values
-    none: TEXT                  it has no effect here, and why
-    check: TEXT                 it is not taken over; the model that results is most likely the same
-    todo: TEXT                  it is to be done by hand, else the result may differ
-    lost: TEXT                  it is not supported, and the result may differ
-    refuse: TEXT                a file that says so is not converted
+    to: OPTION [note: TEXT]     the value becomes that option of ours
+    set: {OPTION: VALUE, …}     the option becomes these values
+    none: TEXT                  no effect here, and why
+    check: TEXT                 not taken over; the resulting model is most likely the same
+    todo: TEXT                  the user must replace it by hand, or the result may differ
+    lost: TEXT                  not supported, and the result may differ
+    refuse: TEXT                a file with it is not converted
     rule: NAME or [NAME, …]     a function of `conversions.py` decides, with these arguments
     values: {"VALUE, …": RULE}  by value, as text without case; else: RULE
-    if_on: RULE, if_off: RULE   where it is on, and where it is off (default: no effect)
-    usual: [VALUE, …]           `none` at these values, and what else the rule says at any other
-    dpo: RULE                   with direct preference optimisation only
+    if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no effect)
+    usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
+    dpo: RULE                   only for direct preference optimisation
 
-A section names its source, the file of the tool that defines the options, and lists options of one verdict by their text:
+A section names its source, the file of the tool that defines the options, and may list options with the same verdict by text:
 `none`, `check`, `todo`, `lost`, or `check_if_on`, `todo_if_on`, `lost_if_on`.
 """
 
@@ -52,14 +52,14 @@ _IT_IS_OFF = NoEffect("it is off here too")
 
 @dataclass(frozen=True)
 class Default:
-    """A value that the tool takes where a file does not give one."""
+    """The tool's default of an option of ours."""
 
     value: Any = None
-    """One for any method, or a mapping by method."""
+    """One value, or a mapping from method to value."""
     rule: str = ""
-    """The function of `conversions.py` that says it instead."""
+    """The function of `conversions.py` that returns the value instead."""
     unless: tuple[str, ...] = ()
-    """The tool's options that say it."""
+    """The tool's options that replace the default."""
     note: str = ""
 
 
@@ -71,35 +71,35 @@ class Table:
     tool: str
     title: str = ""
     version: str = ""
-    """Version of the tool whose options it holds."""
+    """The version of the tool."""
     marks: tuple[str, ...] = ()
-    """Top-level names by which a file of the tool is known."""
+    """Top-level names by which a file of the tool is recognised."""
     needs: tuple[str, ...] = ()
-    """Names without which a file is not the tool's."""
+    """Names that every file of the tool has."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    """Dotted name → rule. A name that ends in `.*` speaks for every option below it that has no rule of its own."""
+    """Dotted name → rule. A name that ends in `.*` is for all options below it without a rule of their own."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Dotted name → the file of the tool that defines it."""
     defaults: Mapping[str, Default] = field(default_factory=dict)
-    """Dotted name of ours → what the tool takes."""
+    """Dotted name of ours → the tool's default."""
     micro_batch: int | None = None
     says_method: str = ""
-    """The option that names the method; empty: none does, and `methods` tell it."""
+    """The option that names the method; empty: it follows from `methods`."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Options that say something where they are not given, with what they say."""
+    """Options that have an effect if they are not given → the value that they then have."""
     trains_all: tuple[str, ...] = ()
-    """Options that say that it is not a LoRA adapter that is trained: then the defaults of adapters say nothing."""
+    """Options that train all weights: the tool's defaults of adapters do not apply then."""
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Method → options, or `option=value`, by which a file is known to be of it, where no option says it."""
+    """Method → options, or `option=value`, by which a file's method is recognised if no option names it."""
     differs: Mapping[str, str] = field(default_factory=dict)
-    """Option → what the tool does where it is not given, and no option of ours says."""
+    """Option → the tool's behaviour if it is not given, for which there is no option of ours."""
     examples: Mapping[str, Any] = field(default_factory=dict)
-    """The usual options, each with a value, for docs/from-other-tools.md."""
+    """Frequent options with example values, for docs/from-other-tools.md."""
 
 
 @cache
 def load_table(name: str) -> Table:
-    """The table `tables/NAME.yaml`, with those that it extends and includes. Raises ValueError for a rule that is none."""
+    """The table `tables/NAME.yaml`, with the tables that it extends and includes. Raises ValueError for an invalid rule."""
     text = (files("ft_service.convert") / "tables" / f"{name}.yaml").read_text(encoding="utf-8")
     given: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     rules: dict[str, Rule] = {}
@@ -112,14 +112,14 @@ def load_table(name: str) -> Table:
         defaults |= parent.defaults
         micro_batch = micro_batch or parent.micro_batch
         methods = methods or parent.methods
-    for one in given.get("include", []):
-        for option, rule, source in _included(**one):
+    for included in given.get("include", []):
+        for option, rule, source in _included(**included):
             rules[option], sources[option] = rule, source
     for section in given.get("sections", []):
         for option, rule in _of_section(section, given.get("auto", "")):
             rules[option], sources[option] = rule, section["source"]
-    for option, one in given.get("defaults", {}).items():
-        defaults[option] = Default(**{**one, "unless": tuple(one.get("unless", ()))})
+    for option, default in given.get("defaults", {}).items():
+        defaults[option] = Default(**{**default, "unless": tuple(default.get("unless", ()))})
     return Table(
         name=name,
         **{key: given.get(key, "") for key in ("tool", "title", "version", "says_method")},
@@ -134,7 +134,7 @@ def load_table(name: str) -> Table:
 
 
 def _included(table: str, under: list[str], only: str = "", inside: bool = False) -> Iterator[tuple[str, Rule, str]]:
-    """Another table's options, in a section of this file or under another prefix."""
+    """The options, rules and sources of another table, in a section of this file or with another prefix."""
     other = load_table(table)
     for prefix in under:
         for option, rule in other.rules.items():
@@ -166,12 +166,12 @@ def _of_section(section: Mapping[str, Any], auto: str) -> Iterator[tuple[str, Ru
 
 
 def _auto(rule: Rule, text: str) -> Rule:
-    """A rule of a tool whose "auto" means what the trainer around it was told."""
+    """A rule for a tool in which "auto" means the value of the surrounding trainer."""
     return rule if not text else lambda value, source: NoEffect(text) if value == "auto" else rule(value, source)
 
 
 def compile_rule(spec: Mapping[str, Any]) -> Rule:
-    """The rule that a mapping of the tables says. Raises ValueError where it is none."""
+    """The rule that a mapping of a table describes. Raises ValueError if it is invalid."""
     if "rule" in spec:
         return _function(spec["rule"])
     if "usual" in spec:
@@ -218,18 +218,18 @@ def _function(named: str | list[str]) -> Rule:
 
 def _is_one_of(value: Any, usual: list[Any]) -> bool:
     plain, number = as_plain(value), as_number(value)
-    same = any(plain == one and isinstance(plain, bool) == isinstance(one, bool) for one in usual)
+    same = any(plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in usual)
     return same or (number is not None and number in map(as_number, usual))
 
 
 def _number_of_text(value: Any) -> Any:
-    """YAML reads `1e-4`, without a dot, as text."""
+    """The value; text that is a number becomes that number, since YAML reads `1e-4`, without a dot, as text."""
     number = as_number(value) if isinstance(value, str) else None
     return value if number is None else int(number) if number.is_integer() and "e" not in value.lower() else number
 
 
 def lookup(table: Table, name: str) -> str | None:
-    """The name under which a table has a rule for a dotted name: its own, or that of the nearest section above it."""
+    """The name of a table's rule for a dotted name: the same, or the nearest section above it. None: there is no rule."""
     if name in table.rules:
         return name
     parts = name.split(".")
@@ -238,7 +238,7 @@ def lookup(table: Table, name: str) -> str | None:
 
 
 def flatten(table: Table, body: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by dotted name. A mapping is entered where the table knows options below it; what is not set is left out."""
+    """Options by dotted name. Mappings are flattened if the table has options below them; unset options are left out."""
     options: dict[str, Any] = {}
     for key, value in body.items():
         name = f"{prefix}{key}"
@@ -253,5 +253,5 @@ def verdict_on(table: Table, source: Source, name: str) -> Verdict:
     """The verdict of a table on one option of a file."""
     rule = lookup(table, name)
     if rule is None:
-        return Lost(f"no option of that name is known of {table.tool}: check its spelling, or leave it out")
+        return Lost(f"{table.tool} has no known option of this name: check its spelling, or leave it out")
     return table.rules[rule](source[name], source)

@@ -1,4 +1,4 @@
-"""Verdicts on one option of another tool, and the file that a rule looks at."""
+"""Verdicts on options of another tool, and the options of a file as rules see them."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Taken:
-    """The option's meaning is kept, by options of ours: dotted name → value."""
+    """The option is taken over. `options`: dotted name of ours → value."""
 
     options: Mapping[str, Any]
     remark: str = ""
 
 
 @dataclass(frozen=True)
-class Reason:
+class RejectionReason:
     """A verdict on an option that is not taken over."""
 
     reason: str
 
 
-class Named(Reason):
-    """Data by name, which a SPEC names as a file: shown beside training_file."""
+class Named(RejectionReason):
+    """The option names data. A SPEC names a file, so the name becomes a comment on training_file."""
 
 
-class NoEffect(Reason):
+class NoEffect(RejectionReason):
     """Leaving the option out changes nothing here."""
 
 
-class ToCheck(Reason):
-    """The option asks for what is not done here, and the model that results is most likely the same."""
+class ToCheck(RejectionReason):
+    """The option is not taken over, and the resulting model is most likely the same."""
 
 
-class ToDo(Reason):
-    """The option asks for what the user must do by hand, else the result may differ."""
+class ToDo(RejectionReason):
+    """The user must replace the option by hand, or the result may differ."""
 
 
-class Lost(Reason):
-    """The option asks for what this service does not do, and the result may differ."""
+class Lost(RejectionReason):
+    """The option is not supported, and the result may differ."""
 
 
-class Refused(Reason):
-    """A file that asks for this is not converted at all."""
+class Refused(RejectionReason):
+    """A file with this option is not converted."""
 
 
-Verdict = Taken | Reason
+Verdict = Taken | RejectionReason
 
 
 class Source(dict[str, Any]):
-    """Every option of a file by its dotted name, for rules that look at more than one."""
+    """All options of a file by dotted name, for rules that depend on several."""
 
     method: Literal["supervised", "dpo"] = "supervised"
     tool = ""
     gpus: int | None = None
-    """Number of GPUs that train together, as the user says. None: it is not said."""
+    """Number of GPUs that train together, as given by the user. None: not given."""
     micro_batch: int | None = None
-    """Samples of a micro-batch where the file does not say; None: the tool has no default."""
+    """The tool's default of samples in a micro-batch. None: it has no default."""
     around: Source | None = None
-    """The file in which this is a section."""
+    """The file of which this is a section."""
 
     def number(self, *names: str) -> int | None:
-        """The first of some options that is a whole number. None: none is."""
+        """The first of these options that is an integer. None: there is none."""
         for name in names:
             value = as_number(self.get(name))
             if value is not None and value == int(value):
@@ -70,7 +70,7 @@ class Source(dict[str, Any]):
         return None
 
     def inside(self, prefix: str) -> Source:
-        """A section of this file as a file of its own."""
+        """The options of a section, without the prefix."""
         inner = Source({name.removeprefix(prefix): value for name, value in self.items() if name.startswith(prefix)})
         inner.method, inner.tool, inner.gpus, inner.around = self.method, self.tool, self.gpus, self
         return inner
@@ -80,19 +80,19 @@ Rule = Callable[[Any, Source], Verdict]
 
 OFF: tuple[Any, ...] = (None, False, "", "no", "none", "NO", "off", 0, [], {})
 NOT_SET = NoEffect("it is not set")
-"""The verdict on a value that means that the option is not given."""
+"""The verdict on a value that has the same meaning as leaving the option out."""
 ONLY_DPO = NoEffect("only direct preference optimisation reads it")
 
 
 def as_plain(value: Any) -> Any:
-    """A value, with the text that tools write for a truth value replaced by that truth value."""
+    """The value; text that is a boolean becomes a bool."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number, or text that is one. None: it is none."""
+    """The value of a number, or of text that is a number. None: it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

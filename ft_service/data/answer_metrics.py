@@ -1,7 +1,7 @@
-"""How near an answer comes to the expected one: metrics by the field's names, and graders in OpenAI's shape. Pure.
+"""Metrics that compare an answer with the expected one, and graders as in OpenAI's API. Pure.
 
-Of OpenAI's similarities those are computed that need no model. ROUGE and GLEU are ours, some lines each: the packages that have
-them bring a language toolkit or rest since years.
+OpenAI's similarities that need a model are not available. ROUGE and GLEU are implemented here in a few lines each, since their
+packages require a language toolkit or are not maintained.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ft_service.spec.evaluation import Grader, Metric, Multi, StringCheck, TextS
 
 
 def exact_match(answer: str, expected: str) -> float:
-    """1 if they are the same but for blanks around them."""
+    """1 if they are equal, except for surrounding white space."""
     return float(answer.strip() == expected.strip())
 
 
 def contains(answer: str, expected: str) -> float:
-    """1 if the expected answer stands somewhere in the answer, in whatever case."""
+    """1 if the answer contains the expected one, ignoring case."""
     return float(expected.strip().casefold() in answer.casefold())
 
 
 def json_valid(answer: str, expected: str) -> float:
-    """1 if the answer is JSON, whatever it says."""
+    """1 if the answer is valid JSON."""
     return float(_json(answer) is not _NO_JSON)
 
 
 def rouge_l(answer: str, expected: str) -> float:
-    """ROUGE-L's F1: the longest common subsequence of words, in lower case, split at blanks."""
-    from rapidfuzz.distance import LCSseq  # in C: what takes minutes here would hold up a whole server
+    """ROUGE-L's F1: the longest common subsequence of words, in lower case, split at white space."""
+    from rapidfuzz.distance import LCSseq  # in C++: in Python it may take minutes and block a server
 
     ours, theirs = answer.lower().split(), expected.lower().split()
     common = LCSseq.similarity(ours, theirs)
@@ -45,31 +45,30 @@ def rouge_l(answer: str, expected: str) -> float:
 
 
 def rouge_n(answer: str, expected: str, n: int) -> float:
-    """ROUGE-N's F1: common sequences of n words, in lower case, split at blanks."""
+    """ROUGE-N's F1: common sequences of n words, in lower case, split at white space."""
     ours, theirs = _grams(answer.lower().split(), n), _grams(expected.lower().split(), n)
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
 def bleu(answer: str, expected: str) -> float:
-    """BLEU of one sentence, by sacrebleu: of as many words at once as the shorter one has, at most four."""
-    from sacrebleu import sentence_bleu  # takes a while, and most have no use for it
+    """BLEU of one sentence, by sacrebleu, with sequences of up to four words, or as many as the shorter text has."""
+    from sacrebleu import sentence_bleu  # a slow import that most jobs do not need
 
     return sentence_bleu(answer, [expected]).score / 100
 
 
 def gleu(answer: str, expected: str) -> float:
-    """Google's BLEU of one sentence: the common sequences of one to four words, of whichever side has more of them."""
+    """Google's BLEU of one sentence: the share of common sequences of one to four words, for the text that has more of them."""
     ours, theirs = answer.split(), expected.split()
-    common, most = 0, 0
-    own = [(_grams(ours, n), _grams(theirs, n)) for n in range(1, 5)]
-    common = sum((one & other).total() for one, other in own)
-    most = max(sum(one.total() for one, _ in own), sum(other.total() for _, other in own))
+    grams = [(_grams(ours, n), _grams(theirs, n)) for n in range(1, 5)]
+    common = sum((own & other).total() for own, other in grams)
+    most = max(sum(own.total() for own, _ in grams), sum(other.total() for _, other in grams))
     return common / most if most else 0.0
 
 
 def fuzzy_match(answer: str, expected: str) -> float:
-    """1 less the share of characters that must be put in or taken out, by rapidfuzz."""
+    """1 minus the share of characters to insert or delete, by rapidfuzz."""
     from rapidfuzz import fuzz
 
     return fuzz.ratio(answer, expected) / 100
@@ -95,16 +94,16 @@ NEED_REFERENCE: Collection[AnswerMetric] = ("exact_match", "contains", "rouge_l"
 def score(
     answer: str, reference: str | None, metrics: Sequence[Metric], item: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """An answer's score by each metric. Those that need a reference are left out without one, and graders that ask for what the
-    item has not; an answer that is not what a grader reads scores 0.
+    """An answer's score by each metric. Left out: without a reference, metrics that need one; graders that use a field which
+    the item does not have. An answer of another form than a grader reads scores 0.
     """
-    found: dict[str, Any] = dict(item or {})
+    fields: dict[str, Any] = dict(item or {})
     if reference is not None:
-        found |= {"reference": reference, "reference_answer": reference}
+        fields |= {"reference": reference, "reference_answer": reference}
     scores: dict[str, float] = {}
     for metric in metrics:
         if not isinstance(metric, str):
-            graded = grade(metric, answer, found)
+            graded = grade(metric, answer, fields)
             if not graded.errors & {"invalid_variable_error", "formula_parse_error", "other_error"}:
                 scores[metric_name(metric)] = graded.reward
         elif reference is not None or metric not in NEED_REFERENCE:
@@ -112,30 +111,27 @@ def score(
     return scores
 
 
-# Graders
-
-
 @dataclass(frozen=True)
 class Graded:
-    """What a grader says of an answer."""
+    """The result of a grader for one answer."""
 
     reward: float
     scores: dict[str, float]
-    """By the names of the graders that it is made of."""
+    """Name of each single grader → its score."""
     errors: frozenset[str] = field(default_factory=frozenset)
-    """By OpenAI's names: invalid_variable_error, sample_parse_error, formula_parse_error, other_error (texts that are too long
-    to be compared). The reward is 0 then."""
+    """OpenAI's names of errors: invalid_variable_error, sample_parse_error, formula_parse_error, other_error (texts that are
+    too long to be compared). With an error the reward is 0."""
 
 
 class _Missing(Exception):
-    """What is to be compared is not there, or cannot be; its argument is the error's name."""
+    """A value to compare is missing or cannot be compared. The argument is the error's name."""
 
 
 MOST_COMPARED = 65_536
-"""Characters of a text that a similarity is taken of: it takes time by the square, in which a server answers nobody else."""
+"""Characters of a text to compare, at most: the time is quadratic, and the server is blocked meanwhile."""
 
 MOST_FILLED = 2**20
-"""Characters of the values in a template, which may name an answer hundreds of times."""
+"""Characters of all values filled into a template, at most: it may name an answer hundreds of times."""
 
 _NO_JSON = object()
 _VARIABLE = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
@@ -144,7 +140,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 def grade(grader: Grader, answer: str, item: Mapping[str, Any]) -> Graded:
-    """The grader's reward of an answer (`sample`) to an `item`."""
+    """Grade an answer (`sample`) to an `item`."""
     try:
         if isinstance(grader, Multi):
             scores = {name: _single(own, answer, item) for name, own in grader.graders.items()}
@@ -158,7 +154,7 @@ def grade(grader: Grader, answer: str, item: Mapping[str, Any]) -> Graded:
 
 
 def refuse_impossible(grader: Grader) -> None:
-    """Raises ValueError for a template or a formula that can never be right, naming it."""
+    """Raise ValueError for a template or a formula that is wrong for every answer."""
     singles = grader.graders.values() if isinstance(grader, Multi) else [grader]
     for own in singles:
         for name in ("input", "reference"):
@@ -176,11 +172,11 @@ def refuse_impossible(grader: Grader) -> None:
         except FormulaError as error:
             raise ValueError(f"calculate_output: {error}") from None
         except (ArithmeticError, ValueError):
-            pass  # of these numbers; others may do
+            pass  # with these numbers; others may be valid
 
 
 def check_metrics(metrics: Sequence[Metric]) -> None:
-    """Raises SpecError for a grader of a job's evaluation that can never be right."""
+    """Raise SpecError for a grader of a job's evaluation that is wrong for every answer."""
     for number, metric in enumerate(metrics):
         if isinstance(metric, str):
             continue
@@ -204,7 +200,7 @@ def _single(grader: StringCheck | TextSimilarity, answer: str, item: Mapping[str
 
 
 def _filled(template: str, answer: str, item: Mapping[str, Any]) -> str:
-    """A template with its values. Raises _Missing for one that is not there, and for more text than MOST_FILLED."""
+    """A template with its values. Raises _Missing for a missing value, and for more than MOST_FILLED characters."""
     size = 0
 
     def value(found: re.Match[str]) -> str:
@@ -254,11 +250,8 @@ def _json(text: str) -> Any:
         return _NO_JSON
 
 
-# Formulas
-
-
 class FormulaError(ValueError):
-    """The formula is none; the message says what is wrong with it."""
+    """A formula is invalid; the message says why."""
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
@@ -279,7 +272,7 @@ def _calculated(formula: str, scores: Mapping[str, float]) -> float:
     try:
         tree = ast.parse(formula.replace("^", "**").strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise FormulaError(f"{formula!r} is no formula of + - * / ^ and functions") from None
+        raise FormulaError(f"{formula!r} is not a formula of + - * / ^ and functions") from None
     try:
         value = float(_evaluated(tree.body, scores))
     except RecursionError:

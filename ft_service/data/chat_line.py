@@ -1,21 +1,24 @@
-"""One line of a chat training file, as OpenAI's users write them: `{"messages": [{"role": …, "content": …}, …], "tools": […]}`.
+"""Lines of a chat training file in OpenAI's format: `{"messages": [{"role": …, "content": …}, …], "tools": […]}`.
 
-Shared by the service, which checks a file before a job may start, and the workers, which train on it, so that both accept the
-same lines. Unsupported content (images, audio) is refused by name instead of being left out silently.
+The service checks files with this module and the workers train on them with it, so both accept the same lines. Unsupported
+content (images, audio) is refused by name, never dropped silently. Chat templates of open models take tools and calls as
+OpenAI's API does, with one difference: a call's arguments are an object for them, and a string of JSON in OpenAI's files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ft_service.data.line_errors import LineError, kind, refuse_keys, shown, text_of
-from ft_service.data.records import Chat
-from ft_service.data.tool_calls import Tool, parse_calls, parse_tools
+from ft_service.data.line_errors import LineError, kind, refuse_keys, required, shown, text_of
+from ft_service.data.sample_kinds import Conversation, Tool
 
 MAX_LINE_BYTES = 10 * 1024**2
-"""Longest line that is read, its end not counted."""
+"""Longest line that is accepted, without its line break."""
+
+WeightedMessage = tuple[dict[str, Any], int]
+"""A message as a chat template takes it, and its weight: 1 if its tokens are trained on, else 0."""
 
 ROLES: Mapping[str, str] = {
     "system": "system",
@@ -25,20 +28,15 @@ ROLES: Mapping[str, str] = {
     "tool": "tool",
     "function": "tool",
 }
-"""Role in the file → role that the chat template sees. `developer` is OpenAI's newer name of `system`, `function` its older one
-of `tool`."""
+"""Role in the file → role that the chat template sees. OpenAI renamed `system` to `developer`, and `function` to `tool`."""
 
 KEYS = ("messages", "tools", "parallel_tool_calls", "functions")
 _OTHER = "and this file began with OpenAI's chat lines: put each format into a file of its own"
 _REFUSED_KEYS: Mapping[str, str] = {
     "instruction": f"is of Alpaca's format, {_OTHER}",
     "conversations": f"is of ShareGPT's format, {_OTHER}",
-    "preferred_output": f"is of preference pairs, {_OTHER}",
-    "non_preferred_output": f"is of preference pairs, {_OTHER}",
-    "chosen": f"is of preference pairs, {_OTHER}",
-    "rejected": f"is of preference pairs, {_OTHER}",
-    "prompt": f"is of prompts with completions, {_OTHER}",
-    "completion": f"is of prompts with completions, {_OTHER}",
+    **dict.fromkeys(("preferred_output", "non_preferred_output", "chosen", "rejected"), f"is of preference pairs, {_OTHER}"),
+    **dict.fromkeys(("prompt", "completion"), f"is of prompts with completions, {_OTHER}"),
     "text": f"is bare text, {_OTHER}",
 }
 
@@ -47,91 +45,68 @@ _MESSAGE_KEYS: Mapping[str, set[str]] = {
     "tool": {"tool_call_id"},
     "function": {"name"},
 }
-"""Keys of a message by its role, beside role, content and weight."""
+"""Keys of a message that depend on its role; every message may have role, content and weight."""
 _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
     "name": "is not part of chat templates: leave it out",
     "refusal": "cannot be trained on: write it as content",
     "audio": "cannot be trained on: only text can",
-    "reasoning_content": "can be in only assistant messages",
-    "thinking": "can be in only assistant messages",
-    "tool_calls": "can be in only assistant messages",
-    "function_call": "can be in only assistant messages",
+    **dict.fromkeys(
+        ("reasoning_content", "thinking", "tool_calls", "function_call"), "is only for messages of the role assistant"
+    ),
     "tool_call_id": "is for messages of the role tool, which answer a call",
 }
 
 
-def _keys(role: str) -> tuple[set[str], Mapping[str, str]]:
-    """Known keys of a message, and the refused ones with the reason."""
-    known = {"role", "content", "weight"} | _MESSAGE_KEYS.get(role, set())
-    return known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}
-
-
-_KEYS_BY_ROLE = {role: _keys(role) for role in ROLES}
-
-
-def parse_line(text: str) -> Chat:
-    """A line as a Chat. Raises LineError (a DataError) with the line's first fault."""
+def parse_line(text: str) -> Conversation:
+    """A line as a conversation. Raises LineError (a DataError) with the line's first fault."""
     return parse_chat(load_object(text))
 
 
-def parse_chat(line: Mapping[str, Any]) -> Chat:
-    """An object with messages as a Chat. Raises LineError with its first fault."""
+def parse_chat(line: Mapping[str, Any]) -> Conversation:
+    """An object with messages as a conversation. Raises LineError with its first fault."""
     refuse_keys(line, KEYS, _REFUSED_KEYS, "")
-    parsed = parse_messages(line, "messages")
+    parsed = parse_messages(required(line, "messages"), "messages")
+    require_answered_calls(parsed)
     tools = parse_tools(line)
-    _require_target(parsed)
-    return Chat(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
-
-
-def parse_messages(line: Mapping[str, Any], key: str) -> list[tuple[dict[str, Any], int]]:
-    """The messages below a key, and their weights. Raises LineError."""
-    if key not in line:
-        raise LineError(key, "is required")
-    messages = line[key]
-    if not isinstance(messages, list) or not messages:
-        raise LineError(key, f"must be a list with at least one message, not {kind(messages)}")
-    parsed = [parse_message(message, f"{key}.{number}") for number, message in enumerate(messages)]
-    require_answered_calls(parsed, key)
-    return parsed
-
-
-def load_object(text: str) -> dict[str, Any]:
-    """A line's object. Raises LineError."""
-    line = load_json(text)
-    if not isinstance(line, dict):
-        raise LineError("", f"must be a JSON object with messages, not {kind(line)}")
-    return line
+    if not any(message["role"] == "assistant" for message, _ in parsed):
+        raise LineError("messages", "holds no assistant message, so there is nothing to train on")
+    if not any(weight for _, weight in parsed):
+        raise LineError("messages", "every assistant message has weight 0, so there is nothing to train on")
+    return Conversation(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
 
 
 def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
-    """Messages that an answer is wanted to, and definitions of tools, as a chat template takes them: as in a line, and a field
-    without a value is none. Raises LineError.
+    """Messages to answer and definitions of tools from a request, as a chat template takes them. Fields that are null count as
+    absent, since clients send back the messages of earlier responses, which have them. Raises LineError.
     """
-    given = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
+    given = [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(message, dict)
+        else message
+        for message in messages
+    ]
     parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
     require_answered_calls(parsed)
     return [message for message, _ in parsed], parse_tools({"tools": tools})
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what OpenAI's answers hold and a next request sends back: fields that are null."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
-
-
-def load_json(text: str) -> Any:
-    """A line's JSON. Raises LineError."""
+def load_object(text: str) -> dict[str, Any]:
+    """The JSON object that a line holds. Raises LineError."""
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        line = json.loads(text, object_pairs_hook=_with_unique_keys)
     except json.JSONDecodeError as error:
         raise LineError("", f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
     except RecursionError:
         raise LineError("", "is not usable JSON: nested too deeply") from None
     except ValueError as error:  # numbers of thousands of digits
         raise LineError("", f"is not usable JSON: {error}") from None
+    if not isinstance(line, dict):
+        raise LineError("", f"must be a JSON object with messages, not {kind(line)}")
+    return line
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises LineError for a key that is given twice, of which JSON's readers keep the last without a word."""
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises LineError for a key that is given twice: Python's reader would silently keep the last one."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -140,34 +115,34 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
-    """A message as chat templates take it, and its weight. Raises LineError. `place`: dotted, in the line."""
+def parse_messages(messages: Any, place: str) -> list[WeightedMessage]:
+    """A list of messages with their weights. `place`: dotted, in the line. Raises LineError."""
+    if not isinstance(messages, list) or not messages:
+        raise LineError(place, f"must be a list with at least one message, not {kind(messages)}")
+    return [parse_message(message, f"{place}.{number}") for number, message in enumerate(messages)]
+
+
+def parse_message(message: Any, place: str) -> WeightedMessage:
+    """A message as chat templates take it, and its weight. `place`: dotted, in the line. Raises LineError."""
     if not isinstance(message, dict):
         raise LineError(place, f"must be an object with role and content, not {kind(message)}")
-    role = _parse_role(message, place)
-    refuse_keys(message, *_KEYS_BY_ROLE[role], f"{place}.")
+    role = required(message, "role", f"{place}.")
+    if not isinstance(role, str) or role not in ROLES:
+        raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+    known = {"role", "content", "weight"} | _MESSAGE_KEYS.get(role, set())
+    refuse_keys(message, known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}, f"{place}.")
     calls = parse_calls(message, place) if "tool_calls" in message or "function_call" in message else None
     content = "" if calls and message.get("content") is None else _parse_content(message, place)
     parsed = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
     parsed |= _parse_reasoning(message, content, place)
-    if role in ("tool", "function"):
-        parsed |= _parse_answer(message, role, place)
+    if role in ("tool", "function"):  # the field that names the call which the message answers
+        key = "tool_call_id" if role == "tool" else "name"
+        parsed[key] = text_of(required(message, key, f"{place}."), f"{place}.{key}")
     return parsed, _parse_weight(message, role, place)
 
 
-def _parse_role(message: dict[str, Any], place: str) -> str:
-    if "role" not in message:
-        raise LineError(f"{place}.role", "is required")
-    role = message["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-    return role
-
-
 def _parse_content(message: dict[str, Any], place: str) -> str:
-    if "content" not in message:
-        raise LineError(f"{place}.content", "is required")
-    content = message["content"]
+    content = required(message, "content", f"{place}.")
     if isinstance(content, list):
         return "".join(_parse_part(part, f"{place}.content.{number}") for number, part in enumerate(content))
     return text_of(content, f"{place}.content")
@@ -181,7 +156,7 @@ def _parse_part(part: Any, place: str) -> str:
 
 
 def _parse_reasoning(message: dict[str, Any], content: str, place: str) -> dict[str, str]:
-    """What an assistant thinks before it answers, under either of its names; empty is none."""
+    """The assistant's reasoning before its answer, under either of its names; blank reasoning is left out."""
     key = "thinking" if message.get("thinking") is not None else "reasoning_content"
     reasoning = message.get(key)
     if reasoning is None:
@@ -192,14 +167,6 @@ def _parse_reasoning(message: dict[str, Any], content: str, place: str) -> dict[
     if text.strip() and "</think>" in content:
         raise LineError(f"{place}.{key}", "is given too where the content has a </think>: keep one")
     return {"reasoning_content": text} if text.strip() else {}
-
-
-def _parse_answer(message: dict[str, Any], role: str, place: str) -> dict[str, str]:
-    """The field of a tool's message that names the call it answers."""
-    key = "tool_call_id" if role == "tool" else "name"
-    if key not in message:
-        raise LineError(f"{place}.{key}", "is required")
-    return {key: text_of(message[key], f"{place}.{key}")}
 
 
 def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
@@ -213,8 +180,8 @@ def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
     return weight
 
 
-def require_answered_calls(parsed: list[tuple[dict[str, Any], int]], place: str = "messages") -> None:
-    """Raises LineError for a tool's message that answers no call before it. `place`: of the messages in the line."""
+def require_answered_calls(parsed: Sequence[WeightedMessage], place: str = "messages") -> None:
+    """Raise LineError for a tool's message that answers no call before it. `place`: that of the messages in the line."""
     called: set[str] = set()
     for number, (message, _) in enumerate(parsed):
         called.update(call["id"] for call in message.get("tool_calls", []) if "id" in call)
@@ -223,8 +190,78 @@ def require_answered_calls(parsed: list[tuple[dict[str, Any], int]], place: str 
             raise LineError(f"{place}.{number}.tool_call_id", f"{shown(answered)} is the id of no call before it")
 
 
-def _require_target(parsed: list[tuple[dict[str, Any], int]]) -> None:
-    if not any(message["role"] == "assistant" for message, _ in parsed):
-        raise LineError("messages", "holds no assistant message, so there is nothing to train on")
-    if not any(weight for _, weight in parsed):
-        raise LineError("messages", "every assistant message has weight 0, so there is nothing to train on")
+def parse_tools(line: Mapping[str, Any]) -> list[Tool]:
+    """A line's definitions of tools, from `tools` or the older `functions`. Raises LineError."""
+    if "parallel_tool_calls" in line and not isinstance(line["parallel_tool_calls"], bool):
+        raise LineError("parallel_tool_calls", f"must be true or false, not {kind(line['parallel_tool_calls'])}")
+    if "functions" not in line:
+        return [_tool(tool, f"tools.{number}") for number, tool in enumerate(_list(line.get("tools", []), "tools"))]
+    if "tools" in line:
+        raise LineError("functions", "is the older word for tools, which are given too: keep one")
+    functions = _list(line["functions"], "functions")
+    return [_function_tool(function, f"functions.{number}") for number, function in enumerate(functions)]
+
+
+def parse_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, from `tool_calls` or the older `function_call`, as chat templates take them.
+    Raises LineError."""
+    if "function_call" in message:
+        if "tool_calls" in message:
+            raise LineError(f"{place}.function_call", "is the older word for tool_calls, which are given too: keep one")
+        return [{"type": "function", "function": _call(message["function_call"], f"{place}.function_call")}]
+    calls = _list(message["tool_calls"], f"{place}.tool_calls")
+    if not calls:
+        raise LineError(f"{place}.tool_calls", "must hold at least one call; leave it out where there is none")
+    return [_tool_call(call, f"{place}.tool_calls.{number}") for number, call in enumerate(calls)]
+
+
+def _tool(tool: Any, place: str) -> Tool:
+    refuse_keys(_object(tool, place), {"type", "function"}, {}, f"{place}.")
+    if tool.get("type") != "function":
+        raise LineError(f"{place}.type", "must be 'function'")
+    return _function_tool(tool.get("function"), f"{place}.function")
+
+
+def _function_tool(function: Any, place: str) -> Tool:
+    definition = _object(function, place)
+    refuse_keys(definition, {"name", "description", "parameters", "strict"}, {}, f"{place}.")
+    _name(definition, place)
+    if "parameters" in definition:
+        _object(definition["parameters"], f"{place}.parameters")
+    return {"type": "function", "function": {key: value for key, value in definition.items() if key != "strict"}}
+
+
+def _tool_call(call: Any, place: str) -> dict[str, Any]:
+    refuse_keys(_object(call, place), {"id", "type", "function"}, {}, f"{place}.")
+    if call.get("type", "function") != "function":
+        raise LineError(f"{place}.type", "must be 'function'")
+    named = {"id": text_of(call["id"], f"{place}.id")} if "id" in call else {}
+    return {**named, "type": "function", "function": _call(call.get("function"), f"{place}.function")}
+
+
+def _call(function: Any, place: str) -> dict[str, Any]:
+    called = _object(function, place)
+    refuse_keys(called, {"name", "arguments"}, {}, f"{place}.")
+    name = _name(called, place)
+    text = text_of(called.get("arguments"), f"{place}.arguments")
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        raise LineError(f"{place}.arguments", "is not JSON") from None
+    return {"name": name, "arguments": _object(arguments, f"{place}.arguments")}
+
+
+def _name(function: dict[str, Any], place: str) -> str:
+    return text_of(required(function, "name", f"{place}."), f"{place}.name")
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise LineError(place, f"must be an object, not {kind(value)}")
+    return value
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise LineError(place, f"must be a list, not {kind(value)}")
+    return value

@@ -1,6 +1,4 @@
-"""Reports on data files: their format, the lines at fault, and the tokens to train on; and what is asked of the process that
-makes them.
-"""
+"""Reports on data files (format, lines at fault, tokens to train on), and requests to the process that makes them."""
 
 from __future__ import annotations
 
@@ -14,34 +12,34 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
-from ft_service.data.formats.reading import Shape, open_data
-from ft_service.data.formats.recognise import Container, Format
+from ft_service.data.formats.detect_format import Container, Format
+from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault, counted
-from ft_service.data.records import Pair, Record
-from ft_service.data.samples import Page, SamplePage
-from ft_service.data.statistics import Measure, Statistics
+from ft_service.data.sample_kinds import Pair, Record
+from ft_service.data.sample_request import RecordRange, SamplePage
+from ft_service.data.statistics import DataStatistics, Measure
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 
 SHOWN_FAULTS = 20
-"""Faults that are kept, and reasons that the error message spells out; the rest is counted."""
+"""Faults that a report keeps, and reasons that its message lists; the rest is counted."""
 SHOWN_LINES = 5
-"""Lines that are named of those that are at fault for one reason."""
+"""Lines that a message names for each reason."""
 _GROUPS = 100
-"""Reasons that are told apart; further ones are counted together."""
+"""Reasons that are grouped separately; lines with further reasons are only counted."""
 _NUMBER = re.compile(r"\d+")
 
 PROGRESS_SECONDS = 30.0
-"""How often it is said how far a file has been read."""
+"""Interval of progress messages while a file is read."""
 
 RENDER_SECONDS = 10.0
-"""Of a processor's time, that the base's chat template may take for one sample."""
+"""Processor time in which the base's chat template must render a sample, in seconds."""
 MEMORY_BYTES = 4 * 1024**3
-"""That reading a file may take, at most; half of the host's where that is less. The longest line takes a quarter of it."""
+"""Memory that reading a file may take; half of the host's memory if that is less. The longest line takes a quarter of it."""
 PAIRING = 1
-"""Of `answers` and preference_line.py: another number wherever they make other samples of a pair than before."""
+"""Version of the samples that `answers` and preference_line.py make of a pair; increase it when they change."""
 GIVE_UP_AFTER = 3
-"""Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
+"""Samples beyond a limit after which the rest of a file is not read: each takes seconds, and more would say nothing new."""
 
 Param = Literal["training_file", "validation_file"]
 TWO_ANSWERS = "is a preference pair, which needs method: {type: dpo}"
@@ -55,18 +53,18 @@ class FaultGroup:
     first: Fault
     count: int = 1
     lines: tuple[int, ...] = ()
-    """The first ones."""
+    """Numbers of the first lines."""
 
     def text(self, word: str) -> str:
-        """`word`: what a line of this file is called."""
+        """The lines and the reason. `word`: the name of the file's records, such as line or row."""
         if self.count == 1:
             return self.first.text(word)
         more = ", …" if self.count > len(self.lines) else ""
         lines = f"{self.count:,} {word}s ({', '.join(map(str, self.lines))}{more})"
         return f"{lines}: {' '.join(part for part in (self.first.field, self.first.reason) if part)}"
 
-    def joined_by(self, fault: Fault) -> FaultGroup:
-        """The group with one more line. A place in which its lines differ gets a star: `messages.*.role`."""
+    def with_fault(self, fault: Fault) -> FaultGroup:
+        """The group with one more line. Numbers in which the places of its lines differ become stars: `messages.*.role`."""
         field = self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
         lines = (*self.lines, fault.line) if len(self.lines) < SHOWN_LINES else self.lines
         return FaultGroup(replace(self.first, field=field), self.count + 1, lines)
@@ -74,92 +72,89 @@ class FaultGroup:
 
 @dataclass(frozen=True)
 class Counts:
-    """The samples and tokens of a file that can be trained on, by the base's tokenizer and chat template."""
+    """The samples and tokens of a file that can be trained on, with the base's tokenizer and chat template."""
 
     samples: int = 0
-    """Those that are trained on; of pairs each answer is one."""
+    """Samples that are trained on; each answer of a pair is one."""
     pairs: int = 0
-    """Pairs of answers that are trained on; 0: the file holds none."""
+    """Pairs of answers that are trained on; 0: the file holds no pairs."""
     tokens: int = 0
-    """Of these, once they were cut."""
+    """Tokens of these samples after they were cut."""
     targets: int = 0
-    """Of these tokens: the assistant's, which the model is trained to produce."""
+    """Tokens among these that the model is trained to produce."""
     longest: int = 0
-    """Tokens of the longest sample, before any were cut."""
+    """Tokens of the longest sample before it was cut."""
     cut: int = 0
-    """Samples that lose tokens to training.max_length."""
+    """Samples that are cut to training.max_length tokens."""
     lost_tokens: int = 0
-    """Tokens that they lose."""
+    """Tokens that are cut from them."""
     dropped: int = 0
-    """Samples left out because no target is left of them, pairs because none is left of one answer."""
+    """Samples left out because the cut leaves no target, and pairs of which one answer has no target left."""
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """The contents of a data file, as far as training is concerned."""
+    """The result of reading a data file for training."""
 
     examples: int
     """Lines that can be trained on."""
     faults: list[Fault]
-    """The first ones, in the order of the file."""
+    """The first SHOWN_FAULTS faults, in the order of the file."""
     faults_total: int
     counts: Counts | None = None
     """None: no tokens were counted, or there are faults."""
     unread: bool = False
-    """Reading was given up: what is behind the last fault is not known."""
+    """Reading stopped early: the lines after the last fault are not known."""
     groups: list[FaultGroup] = field(default_factory=list)
-    """All faults by their reason, in the order of the file; empty: told by a version that did not group them."""
+    """All faults, grouped by reason, in the order of the file; empty: the version that wrote the report did not group them."""
     shape: str = ""
     """The file's format and container, in words; empty: OpenAI's chat lines."""
     unused: tuple[str, ...] = ()
-    """Keys or columns that its format has not, and that are left out."""
+    """Keys or columns that the format does not have and that are left out."""
     word: str = "line"
-    """What one of its records is called."""
+    """The name of the file's records in messages."""
     is_bare: bool = False
-    """It holds text or prompts with completions, which no chat template writes."""
+    """The file holds texts, or prompts with completions; the chat template is not applied to them."""
 
     @property
     def is_lasting(self) -> bool:
-        """Whether every host would report the same, at any time."""
+        """True if every host would report the same at any time."""
         return not self.unread and not any(fault.over_limit for fault in self.faults)
 
     def error(self, param: Param, filename: str) -> ErrorInfo | None:
-        """The job's error, naming file, lines and reasons; None if every line is fine."""
+        """The job's error, which names file, lines and reasons. None: every line can be trained on."""
         if not self.faults_total:
             return None
         return ErrorInfo(code=f"invalid_{param}", message=self.fault_text(filename), param=param)
 
     def fault_text(self, filename: str, also: str = "") -> str:
-        """What is wrong with a file, wherever it is told: how many of its lines, and below it each reason once, with its lines.
-        `also`: a sentence for the end of the first line."""
+        """The message for a file with faults: how many lines, then each reason with its lines on a line of its own. `also`: a
+        sentence for the end of the first line."""
         more = f" {also}" if also else ""
-        if not self.faults[0].line:  # the file as a whole
+        if not self.faults[0].line:  # the fault is the whole file's
             return f"{filename}: {self.faults[0]}.{more}"
         total = self.faults_total
         if self.unread:
             which = f"{counted(total, self.word)} cannot be trained on, and the rest was not read"
         else:
             which = f"{total:,} of {counted(total + self.examples, self.word)} cannot be trained on"
-        return "\n".join([f"{filename}: {which}.{more}", *self.reasons()])
+        groups = self.groups or [FaultGroup(fault) for fault in self.faults]
+        reasons = [group.text(self.word) for group in groups[:SHOWN_FAULTS]]
+        listed = sum(group.count for group in groups[:SHOWN_FAULTS])
+        rest = [f"and {total - listed:,} more"] if listed < total else []
+        return "\n".join([f"{filename}: {which}.{more}", *reasons, *rest])
 
     def fine_text(self, filename: str) -> str:
-        """What a file is whose records are fine, as far as they were read."""
+        """The message for a file without faults in the part that was read."""
         kind = self.shape or "OpenAI chat (messages) in JSON lines"
         read = counted(self.examples, self.word)
         if self.unread:
             return f"{filename}: {kind}; the first {read} can be trained on. The rest was not read: a job reads it."
         return f"{filename}: {kind}; {read}, {'and it is fine' if self.examples == 1 else 'all of them fine'}."
 
-    def reasons(self) -> list[str]:
-        """Why lines are at fault, each reason once, with its lines."""
-        groups = self.groups or [FaultGroup(fault) for fault in self.faults]
-        shown = [group.text(self.word) for group in groups[:SHOWN_FAULTS]]
-        told = sum(group.count for group in groups[:SHOWN_FAULTS])
-        return [*shown, f"and {self.faults_total - told:,} more"] if told < self.faults_total else shown
-
     def messages(self, name: str, max_length: int, *, cut: bool = True) -> Iterator[tuple[Literal["info", "warn"], str]]:
-        """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's. `cut` False:
-        statistics tell of samples that lose tokens.
+        """Level and sentence for events: what is trained on, what is left out and why. `name`: the file's. `cut`: False if
+        statistics report the samples that are cut.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
@@ -190,30 +185,30 @@ class DataReport:
 
 @dataclass(frozen=True)
 class ExamineRequest:
-    """A file to be examined by the process that has the tokenizers (examiner.py). Paths are as that process sees them."""
+    """A request to the process that examines files (examiner.py), with paths as that process sees them."""
 
     path: str
     sha256: str
-    """Of the bytes at submission; others are a fault."""
+    """Digest of the file at submission; a file with another one is at fault."""
     model_path: str
     tokenizer: str
     """Digest of the state of the base's tokenizer and chat template."""
     max_length: int
     progress_seconds: float = PROGRESS_SECONDS
-    """From the beginning to the first Progress, and from one to the next."""
+    """Seconds from the beginning to the first ReadProgress, and from one to the next."""
     render_seconds: float = RENDER_SECONDS
     memory_bytes: int = MEMORY_BYTES
     pairs: bool = False
     """Lines hold pairs of answers."""
     tokens: str = ""
-    """Folder in which the tokens are kept if no line is at fault, and looked for; empty: they are not."""
+    """Folder that keeps the tokens of files without faults; empty: tokens are not kept."""
     files: tuple[str, ...] = ()
-    """Of a folder, in their order; empty: `path` is a file."""
+    """Files of the folder `path`, in their order; empty: `path` is a file."""
     options: TokenOptions = DEFAULT
-    show: Page | None = None
-    """Samples that are asked for in place of a report. The file's digest is not looked at."""
+    show: RecordRange | None = None
+    """Samples to return in place of a report. The file's digest is not checked."""
     measure: Measure | None = None
-    """Statistics that are asked for in place of a report. Tokens are made only of what is not kept already."""
+    """Statistics to return in place of a report. Files whose tokens are not kept are tokenised."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,7 @@ class ReadProgress:
 
     lines: int
     share: float
-    """Of its bytes."""
+    """The share of its bytes, in [0, 1]."""
 
     def message(self, param: Param) -> str:
         return f"Validating {param.replace('_', ' ')}: {self.lines:,} lines ({int(100 * self.share)} %)."
@@ -230,16 +225,16 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class ExamineReply:
-    """One of the five. `progress` comes before the report, once or more often for a file that takes long."""
+    """A reply with one of these five. Replies with `progress` come first if reading takes long."""
 
     report: DataReport | None = None
     error: ErrorInfo | None = None
     """The base's tokenizer cannot be used."""
     progress: ReadProgress | None = None
     page: SamplePage | None = None
-    """Asked for by `show`."""
-    statistics: Statistics | None = None
-    """Asked for by `measure`."""
+    """The samples that `show` asks for."""
+    statistics: DataStatistics | None = None
+    """The statistics that `measure` asks for."""
 
 
 REQUEST = TypeAdapter(ExamineRequest)
@@ -247,10 +242,9 @@ REPLY = TypeAdapter(ExamineReply)
 
 
 class Findings:
-    """Collects faults while a file is read, in the order of its lines. Keeps the first `limit` and counts the rest."""
+    """Collects faults while a file is read, in the order of its lines. Keeps the first SHOWN_FAULTS and counts the rest."""
 
-    def __init__(self, limit: int = SHOWN_FAULTS) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._faults: list[Fault] = []
         self._groups: dict[tuple[str, str], FaultGroup] = {}
         self.faults_total = 0
@@ -258,16 +252,16 @@ class Findings:
 
     def fault(self, fault: Fault) -> None:
         self.faults_total += 1
-        if len(self._faults) < self._limit:
+        if len(self._faults) < SHOWN_FAULTS:
             self._faults.append(fault)
-        alike = (_NUMBER.sub("#", fault.field), _NUMBER.sub("#", fault.reason))
-        if alike in self._groups:
-            self._groups[alike] = self._groups[alike].joined_by(fault)
+        key = (_NUMBER.sub("#", fault.field), _NUMBER.sub("#", fault.reason))
+        if key in self._groups:
+            self._groups[key] = self._groups[key].with_fault(fault)
         elif len(self._groups) < _GROUPS:
-            self._groups[alike] = FaultGroup(fault, 1, (fault.line,))
+            self._groups[key] = FaultGroup(fault, 1, (fault.line,))
 
-    def report(self, shape: Shape, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
-        """The report, at the end of the file or where reading was given up."""
+    def report(self, shape: FileFormat, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
+        """The report, at the end of the file or where reading stopped."""
         if not self.examples and not self.faults_total:
             self.fault(Fault(0, "", "the file holds no examples"))
         usual = shape.format in (None, Format.CHAT) and shape.container is Container.LINES and shape.compression is None
@@ -287,7 +281,6 @@ class Findings:
 
 def check_lines(
     path: Path,
-    limit: int = SHOWN_FAULTS,
     files: Sequence[str] = (),
     *,
     columns: Columns = AS_THEY_ARE,
@@ -295,11 +288,13 @@ def check_lines(
     note: Callable[[int, Record], object] = lambda number, record: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> DataReport:
-    """Report on a data file, without counting tokens. `files`: of a folder; `columns`: what they call theirs; `pairs`: it must
-    hold pairs of answers, or must not; None: either will do. `note`: is given every record that is fine. `stop`: asked after
-    each record whether to leave the rest unread. Raises OSError if it cannot be read.
+    """Report on a data file without counting tokens. Raises OSError if it cannot be read.
+
+    `files`: those of the folder `path`. `columns`: their names of columns. `pairs`: it must hold pairs of answers, or must not;
+    None: either is accepted. `note`: receives every record without a fault. `stop`: is called after each record; True ends
+    reading.
     """
-    findings = Findings(limit)
+    findings = Findings()
     stopped = False
     with open_data(path, files, columns) as reader:
         for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
@@ -314,7 +309,7 @@ def check_lines(
 
 
 def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:
-    """The records, and a fault for each that the method cannot train on. `pairs`: it compares two answers."""
+    """The records, with a fault for each that the method cannot train on. `pairs`: the method compares two answers."""
     for number, record in records:
         fits = isinstance(record, Fault) or isinstance(record, Pair) == pairs
         yield number, (record if fits else Fault(number, "", _ONE_ANSWER if pairs else TWO_ANSWERS))
@@ -323,11 +318,11 @@ def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) ->
 def answers(
     records: Iterable[tuple[int, Record | Fault]], widths: deque[int] | None = None
 ) -> Iterator[tuple[int, Record | Fault]]:
-    """Both answers of every pair by its number, the preferred one first, so that those of pair i are samples 2i and 2i + 1; or
-    its fault. `widths`: takes how many they were, record by record.
+    """Both answers of every numbered pair, the preferred one first, so that pair i becomes samples 2i and 2i + 1; or its fault.
+    `widths`: receives the number of samples of each record.
     """
     for number, record in for_method(records, pairs=True):
-        found = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
+        samples = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
         if widths is not None:
-            widths.append(len(found))
-        yield from ((number, answer) for answer in found)
+            widths.append(len(samples))
+        yield from ((number, sample) for sample in samples)

@@ -1,19 +1,14 @@
-"""The process beside this one that reads data files and counts their tokens (ft_service/data/tokens/examine.py).
+"""The helper process that reads data files and counts their tokens (ft_service/data/tokens/examine.py), seen from outside.
 
-It has imported what tokenizers need, which takes a second, and is kept for the next file. Reading in a process of its own keeps
-a large file from holding up this process's threads, and can be ended at any moment.
-
-Where a chat template or a tokenizer loops, or grows without bound, the process is killed, or dies. Its last task tells whose
-fault that is: that of the lines that it was reading, or the base's.
+The process imports the tokenizers' packages, which takes a second, and then serves one file after another. Reading in a process
+of its own keeps a large file from blocking this process's threads, and can be stopped at any time. If a chat template or a
+tokenizer hangs or uses too much memory, the process is killed or dies; its last task shows what is at fault: the lines that it
+was reading, or the base.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,8 +17,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
+from ft_service.data.current_task import CurrentTask, RunningTask, Task
 from ft_service.data.data_file import (
     MEMORY_BYTES,
     RENDER_SECONDS,
@@ -36,78 +32,70 @@ from ft_service.data.data_file import (
     ReadProgress,
 )
 from ft_service.data.line_errors import Fault
-from ft_service.data.samples import SamplePage, ShownSample
-from ft_service.data.statistics import Measure, Statistics
+from ft_service.data.sample_request import SamplePage, ShownSample
+from ft_service.data.statistics import DataStatistics, Measure
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
-from ft_service.data.whereabouts import Doing, Task, Whereabouts
 from ft_service.errors import DataError, SpecError, UnavailableError
-from ft_service.host.environment import child_environment
 from ft_service.host.hardware import memory_bytes
+from ft_service.host.helper_process import HelperFailed, HelperProcess, Program, ran_out_of_memory
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
 
 COMMAND = (sys.executable, "-P", "-m", "ft_service.data.tokens.examine")
 KNOWN_REPORTS = 1000
 STUCK_SECONDS = 120.0
-"""That loading a tokenizer, rendering a sample or tokenising a chunk of them may take before the process is killed. Rendering
-that takes long is mostly ended before, by the process itself (RENDER_SECONDS)."""
+"""Time for loading a tokenizer, rendering a sample or tokenising a chunk of samples, after which the process is killed. Most
+slow rendering is interrupted earlier, by the process itself (RENDER_SECONDS)."""
 WATCH_SECONDS = 0.5
-"""How often it is looked whether the process is stuck."""
+"""Interval between checks whether the process is stuck."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Ends that come from within: what was read then is at fault, and would be again."""
-_OUT_OF_MEMORY = ("MemoryError", "memory allocation of")
-"""Last words of a process that was refused memory: Python's and Rust's."""
-_LAST_WORDS = 2000
-_OF_DATA = ("training_file", "validation_file", "validation_split")
-"""Parameters that a file's contents are at fault of."""
-
+"""Signals of crashes: what the process was reading is at fault, and would crash it again."""
+_DATA_PARAMS = ("training_file", "validation_file", "validation_split")
+"""Parameters whose errors are errors of the data."""
+_PARTS = {Task.LOADING: "tokenizer", Task.RENDERING: "chat template", Task.ENCODING: "tokenizer"}
+"""Task → the part of a base that works on it."""
 
 Tell = Callable[[str], object]
-"""Is given a sentence for the job's user."""
+"""A function that receives a sentence for the job's user."""
 
 
 class ExaminerLost(UnavailableError):
-    """The process has ended without an answer: it crashed, or was stopped."""
+    """The process ended without a reply: it crashed, or was stopped."""
 
     code = "data_check_failed"
 
-    def __init__(self, why: str) -> None:
-        often = ""
-        if "ImportError" in why or "ModuleNotFoundError" in why:
-            often = " Install what is missing: pip install 'ft-service[api]'."
-        elif "signal" in why:
-            often = " Often the host ran out of memory."
-        super().__init__(f"The process that reads data files ended without an answer: {why}.{often}")
+    def __init__(self, reason: str) -> None:
+        hint = ""
+        if "ImportError" in reason or "ModuleNotFoundError" in reason:
+            hint = " Install what is missing: pip install 'ft-service[api]'."
+        elif "signal" in reason:
+            hint = " Often the host ran out of memory."
+        super().__init__(f"The process that reads data files ended without an answer: {reason}.{hint}")
 
 
-class _AtFault(Exception):
-    """The process ended for a reason that will not go away: its last task, and why that is at fault."""
+class _FileAtFault(Exception):
+    """The process ended for a reason that will not go away."""
 
-    def __init__(self, doing: Sequence[Doing], why: str) -> None:
-        super().__init__(why)
-        self.doing = doing
-        self.why = why
+    def __init__(self, tasks: Sequence[RunningTask], reason: str) -> None:
+        """`tasks`: those that the process had not finished."""
+        super().__init__(reason)
+        self.tasks, self.reason = tasks, reason
 
     def report(self) -> DataReport:
-        """A report that faults the lines being read. Raises SpecError if the base is at fault."""
-        if any(doing.task is Task.LOADING for doing in self.doing):
-            raise SpecError(f"The base's tokenizer cannot be loaded: that {self.why}.", param="model")
-        first, last = (
-            min((doing.first for doing in self.doing), default=0),
-            max((doing.last for doing in self.doing), default=0),
-        )
-        fault = Fault(first, "", f"{_named(self.doing)} {self.why}", last_line=last, over_limit=True)
+        """A report with a fault of the lines that were being read. Raises SpecError if the base is at fault."""
+        if any(running.task is Task.LOADING for running in self.tasks):
+            raise SpecError(f"The base's tokenizer cannot be loaded: that {self.reason}.", param="model")
+        first = min((running.first for running in self.tasks), default=0)
+        last = max((running.last for running in self.tasks), default=0)
+        names = " or ".join(_PARTS[running.task] for running in self.tasks)
+        subject = f"the base's {names}" if names else "reading it"
+        fault = Fault(first, "", f"{subject} {self.reason}", last_line=last, over_limit=True)
         return DataReport(0, [fault], 1, unread=True)
 
 
-def _named(doing: Sequence[Doing]) -> str:
-    names = {Task.LOADING: "tokenizer", Task.RENDERING: "chat template", Task.ENCODING: "tokenizer"}
-    return f"the base's {' or '.join(names[each.task] for each in doing)}" if doing else "reading it"
-
-
-class Known:
-    """Earlier reports, so that repeats and sweeps over the same file cost nothing. For any thread."""
+class ReportCache:
+    """Earlier reports, so that a file is not read again for each job of a sweep. Thread-safe."""
 
     def __init__(self, limit: int = KNOWN_REPORTS) -> None:
         self._limit = limit
@@ -128,30 +116,28 @@ class Known:
 
 
 class Examiner:
-    """At most one process at a time. `stop` may be called from any thread, everything else belongs to one.
+    """Runs at most one helper process at a time. `stop` may be called from any thread, all other methods from one thread only.
 
-    The process ends with the thread that started it, however that ends.
+    The helper process ends with this process, even if this one is killed.
     """
 
     def __init__(
         self,
-        known: Known | None = None,
+        known: ReportCache | None = None,
         *,
         tokens: Path | None = None,
         command: Sequence[str] = COMMAND,
         stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
-        """`known`: shared with other examiners. `tokens`: the folder in which the tokens of faultless files are kept, for the
-        ranks; None: they are not. `command`: that starts the process."""
-        self._known = known or Known()
+        """`known`: reports shared with other examiners. `tokens`: the folder that keeps the tokens of files without faults, for
+        the ranks; None: tokens are not kept. `command`: the command line of the process, without its last argument."""
+        self._known = known or ReportCache()
         self._tokens = tokens
         self._command = command
         self._stuck_seconds = stuck_seconds
         self._guard = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._last_words: IO[bytes] | None = None
-        self._whereabouts: Whereabouts | None = None
-        self._heard = b""
+        self._process: HelperProcess | None = None
+        self._current_task: CurrentTask | None = None
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -163,47 +149,41 @@ class Examiner:
 
     @property
     def pid(self) -> int | None:
-        """The process's id. None: no process was started."""
+        """The id of the process. None: no process was started."""
         return self._process.pid if self._process else None
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was stopped for good."""
+        """True after `close`, and after `stop` for good."""
         return self._closed
 
     @property
     def is_starting(self) -> bool:
-        """Whether the process is still importing what it needs."""
-        whereabouts = self._whereabouts
-        return whereabouts is not None and not whereabouts.is_ready
+        """True while the process is importing its modules."""
+        current_task = self._current_task
+        return current_task is not None and not current_task.is_ready
 
     def start(self) -> None:
-        """Start the process if there is none. Raises ExaminerLost if it was stopped for good."""
+        """Start the process if it is not running. Raises ExaminerLost after a stop for good."""
         with self._guard:
             if self._closed:
                 raise ExaminerLost("it was stopped")
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None or self._process.exit_code is not None:
                 self._forget()
-                self._last_words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the process's
                 with tempfile.TemporaryFile() as shared:
-                    self._whereabouts = Whereabouts.create(shared.fileno())
-                    self._process = self._popen(shared.fileno(), self._last_words)
-
-    def _popen(self, shared: int, last_words: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*self._command, str(os.getpid()), str(shared)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=last_words,
-            pass_fds=(shared,),
-            env=child_environment(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error"),
-            start_new_session=True,  # a terminal's Ctrl-C is for us
-        )
+                    self._current_task = CurrentTask.create(shared.fileno())
+                    program = Program(
+                        command=(*self._command, str(shared.fileno())),
+                        expendable=True,
+                        variables={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+                        descriptors=(shared.fileno(),),
+                    )
+                    self._process = HelperProcess(program)
 
     def examine_file(self, param: Param, data: DataFileRef, path: Path, spec: JobSpec, tell: Tell) -> DataReport | ErrorInfo:
-        """The report on a job's file, at `path` on this host, for its base; or why none can train on it. Raises ExaminerLost.
+        """The report on a job's file for its base, or the error that prevents training on it. Raises ExaminerLost.
 
-        `tell`: called with the progress if reading takes long.
+        `path`: the file's path on this host. `tell`: called with progress messages if reading takes long.
         """
         try:
             for name in data.files or ("",):
@@ -221,7 +201,7 @@ class Examiner:
     def request(
         self, data: DataFileRef, path: Path, model_path: str, max_length: int, options: TokenOptions, *, pairs: bool = False
     ) -> ExamineRequest:
-        """A request for a file that lies at `path` on this host. `pairs`: it holds pairs of answers."""
+        """A request for a file. `path`: the file's path on this host; `pairs`: it holds pairs of answers."""
         return ExamineRequest(
             *(str(path), data.sha256, model_path, tokenizer_state(model_path), max_length),
             render_seconds=RENDER_SECONDS,
@@ -233,73 +213,72 @@ class Examiner:
         )
 
     def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> DataReport:
-        """The report on a file; blocks until it is read. `note`: called with the progress if that takes long.
+        """The report on a file; blocks until the file is read. `note`: called with the progress if that takes long.
 
         Raises SpecError if the base's tokenizer cannot be used, ExaminerLost.
         """
         if (known := self._known.get(request)) is not None:
             return known
         try:
-            report = self._answered(request, note).report
-        except _AtFault as error:
+            report = self._reply(request, note).report
+        except _FileAtFault as error:
             return error.report()
-        assert report is not None, "it was asked for"
+        assert report is not None, "the request asks for it"
         self._known.put(request, report)
         return report
 
-    def measure_job(self, spec: JobSpec, paths: Mapping[str, Path] | None = None) -> Statistics | ErrorInfo:
-        """The statistics of a job's files, which were examined before; or why they cannot be trained on. `paths`: where they
-        lie on this host, by their path in the spec; None: there. Raises ExaminerLost.
+    def measure_job(self, spec: JobSpec, paths: Mapping[str, Path] | None = None) -> DataStatistics | ErrorInfo:
+        """The statistics of a job's files, which were examined before; or the error that prevents training on them. `paths`:
+        path in the spec → path on this host; None: they are the same. Raises ExaminerLost.
         """
-        where = paths or {}
+        here = paths or {}
         training, validation = (
-            file and file.model_copy(update={"path": str(where.get(file.path, file.path))})
+            file and file.model_copy(update={"path": str(here.get(file.path, file.path))})
             for file in (spec.training_data, spec.validation_data)
         )
-        assert training is not None, "every job has one"
-        asked = replace(Measure.of(spec), training_file=training, validation_file=validation)
-        of = (spec.model.path, spec.training.max_length, TokenOptions.of(spec))
-        request = self.request(training, Path(training.path), *of, pairs=spec.dpo is not None)
+        assert training is not None, "every job has a training file"
+        path, max_length, options = Path(training.path), spec.training.max_length, TokenOptions.of(spec)
+        request = self.request(training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None)
+        measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
         try:
-            return self.measure(replace(request, measure=asked))
+            return self.measure(replace(request, measure=measure))
         except (SpecError, DataError) as error:
             return ErrorInfo(code=error.code, message=error.message, param=error.param)
 
-    def measure(self, request: ExamineRequest) -> Statistics:
+    def measure(self, request: ExamineRequest) -> DataStatistics:
         """The statistics that a request asks for (`measure`). Raises SpecError if the base's tokenizer cannot be used,
         DataError for data that cannot be trained on, ExaminerLost.
         """
-        assert request.measure is not None
         try:
-            found = self._answered(request, lambda _: None).statistics
-        except _AtFault as error:
+            statistics = self._reply(request).statistics
+        except _FileAtFault as error:
             raise DataError(error.report().faults[0].reason, param="training_file") from None
-        assert found is not None, "it was asked for"
-        return found
+        assert statistics is not None, "the request asks for them"
+        return statistics
 
     def show(self, request: ExamineRequest) -> SamplePage:
         """The samples that a request asks for (`show`). Raises SpecError if the base's tokenizer cannot be used, OSError if the
         file cannot be read, ExaminerLost.
         """
-        assert request.show is not None
         try:
-            page = self._answered(request, lambda _: None).page
-        except _AtFault as error:
+            page = self._reply(request).page
+        except _FileAtFault as error:
             fault = error.report().faults[0]
             return SamplePage((ShownSample(fault.line, error=fault.reason),), False, "line", "")
-        assert page is not None, "it was asked for"
+        assert page is not None, "the request asks for it"
         return page
 
-    def _answered(self, request: ExamineRequest, note: Callable[[ReadProgress], object]) -> ExamineReply:
-        """The answer to a request. Raises _AtFault, SpecError, ExaminerLost."""
+    def _reply(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> ExamineReply:
+        """The last reply to a request. Raises _FileAtFault, SpecError, DataError, ExaminerLost."""
         self.start()
-        self._ask(request)
-        while (answer := self._answer(request)).progress is not None:
-            note(answer.progress)
-        if answer.error is not None:
-            kind = DataError if answer.error.param in _OF_DATA else SpecError
-            raise kind(answer.error.message, param=answer.error.param, code=answer.error.code)
-        return answer
+        assert self._process is not None
+        self._process.send(REQUEST.dump_json(request))
+        while (reply := self._next_reply(self._process, request)).progress is not None:
+            note(reply.progress)
+        if reply.error is not None:
+            kind = DataError if reply.error.param in _DATA_PARAMS else SpecError
+            raise kind(reply.error.message, param=reply.error.param, code=reply.error.code)
+        return reply
 
     def stop(self, *, for_good: bool = False) -> None:
         """Kill the process: an examination in progress raises ExaminerLost. The next file gets a new process, unless
@@ -309,68 +288,40 @@ class Examiner:
             self._closed = self._closed or for_good
             if self._process is not None:
                 self._process.kill()
-                self._process.wait()
 
     def close(self) -> None:
         """Kill the process for good, and release its pipes and files."""
         self.stop(for_good=True)
         self._forget()
 
-    def _ask(self, request: ExamineRequest) -> None:
-        """Send a request. A process that does not read it is noticed by `_answer`."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(REQUEST.dump_json(request) + b"\n")
-            self._process.stdin.flush()
-
-    def _answer(self, request: ExamineRequest) -> ExamineReply:
-        process, whereabouts = self._process, self._whereabouts
-        assert process is not None
-        assert process.stdout is not None
-        assert whereabouts is not None
-        readable = select.poll()
-        readable.register(process.stdout, select.POLLIN)
-        while b"\n" not in self._heard:
-            if not readable.poll(WATCH_SECONDS * 1000):
-                self._end_if_stuck(whereabouts)
-            elif heard := os.read(process.stdout.fileno(), 2**16):
-                self._heard += heard
-            else:
-                raise self._why_ended(process.wait(), whereabouts.doing(), request)
-        line, _, self._heard = self._heard.partition(b"\n")
+    def _next_reply(self, process: HelperProcess, request: ExamineRequest) -> ExamineReply:
+        """The next reply; a stuck process is killed. Raises _FileAtFault, ExaminerLost."""
+        current_task = self._current_task
+        assert current_task is not None
+        try:
+            while (line := process.receive(WATCH_SECONDS)) is None:
+                stuck = [running for running in current_task.running() if running.seconds > self._stuck_seconds]
+                if stuck:
+                    self.stop()
+                    raise _FileAtFault(stuck, f"took longer than {self._stuck_seconds:g} seconds")
+        except HelperFailed as error:
+            raise _error_of(error, current_task.running(), request) from None
         return REPLY.validate_json(line)
 
-    def _end_if_stuck(self, whereabouts: Whereabouts) -> None:
-        """Kill the process if it has been at one task for too long, and raise that task's fault."""
-        stuck = [doing for doing in whereabouts.doing() if doing.seconds > self._stuck_seconds]
-        if stuck:
-            self.stop()
-            raise _AtFault(stuck, f"took longer than {self._stuck_seconds:g} seconds")
-
-    def _why_ended(self, code: int, doing: Sequence[Doing], request: ExamineRequest) -> Exception:
-        """The error for a process that ended. `code`: exit code, or the negative number of a signal. `doing`: its last task."""
-        said = self._said()
-        if any(line.startswith(_OUT_OF_MEMORY) for line in said):
-            return _AtFault(doing, f"needed more than {request.memory_bytes // 2**20:,} MiB of memory")
-        if doing and -code in CRASHES:
-            return _AtFault(doing, f"crashed the process that reads data files (signal {-code})")
-        return ExaminerLost(f"killed by signal {-code}" if code < 0 else said[-1] if said else f"exit code {code}")
-
-    def _said(self) -> list[str]:
-        """The last lines that the process wrote."""
-        assert self._last_words is not None
-        end = self._last_words.seek(0, os.SEEK_END)
-        self._last_words.seek(max(0, end - _LAST_WORDS))
-        return self._last_words.read().decode(errors="replace").strip().splitlines()
-
     def _forget(self) -> None:
-        self._heard = b""
         if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout, self._last_words):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+            self._process.close()
+            self._process = None
+
+
+def _error_of(ended: HelperFailed, tasks: Sequence[RunningTask], request: ExamineRequest) -> Exception:
+    """The error for a process that ended. `tasks`: those that it had not finished."""
+    code, output = ended.exit_code or 0, ended.last_words
+    if ran_out_of_memory(output):
+        return _FileAtFault(tasks, f"needed more than {request.memory_bytes // 2**20:,} MiB of memory")
+    if tasks and -code in CRASHES:
+        return _FileAtFault(tasks, f"crashed the process that reads data files (signal {-code})")
+    return ExaminerLost(f"killed by signal {-code}" if code < 0 else output[-1] if output else f"exit code {code}")
 
 
 def data_files(spec: JobSpec) -> list[tuple[Param, DataFileRef]]:
@@ -380,6 +331,7 @@ def data_files(spec: JobSpec) -> list[tuple[Param, DataFileRef]]:
 
 
 def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:
+    """The job's error for a file that cannot be read."""
     return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 
 

@@ -1,7 +1,7 @@
-"""The process that reports on one data file without a base, and ends: `python -m ft_service.data.file_check PARENT`.
+"""The process that reports on one data file without a base: `python -m ft_service.data.file_check`.
 
-It reads a FileCheckRequest, one line of JSON, and writes a DataReport. A process of its own, since a file is a stranger's:
-its time and memory are limited, and whoever waits for it can end it.
+It reads a FileCheckRequest, one line of JSON, writes a DataReport and ends. It is a process of its own because the file comes
+from a user: its time and memory are limited, and the caller can end it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-
-from ft_service.host.lifetime import die_with_parent
-
-if __name__ == "__main__":  # before anything slow
-    die_with_parent(int(sys.argv[1]))
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,24 +17,24 @@ from pydantic import TypeAdapter
 from ft_service.data.data_file import DataReport, check_lines
 from ft_service.data.formats.columns import Columns
 from ft_service.data.line_errors import Fault
-from ft_service.data.tokens.limits import go_first, limit_memory, mebibytes
+from ft_service.data.tokens.sample_limits import limit_memory, mebibytes
 
 COMMAND = (sys.executable, "-P", "-m", "ft_service.data.file_check")
 
 
 @dataclass(frozen=True)
 class FileCheckRequest:
-    """A file, and how it is to be read."""
+    """A file to check, with limits."""
 
     path: str
     seconds: float
-    """After which the rest of the file is not read."""
+    """Time after which the rest of the file is not read."""
     memory_bytes: int
-    """That the process may take."""
+    """Memory limit of the process."""
     columns: tuple[tuple[str, str], ...] = ()
-    """What the file calls its columns (ft_service/data/formats/columns.py)."""
+    """The file's names of columns (ft_service/data/formats/columns.py)."""
     pairs: bool | None = None
-    """It must hold pairs of answers, or must not; None: either will do."""
+    """It must hold pairs of answers, or must not; None: either is accepted."""
 
 
 REQUEST = TypeAdapter(FileCheckRequest)
@@ -48,12 +42,12 @@ REPORT = TypeAdapter(DataReport)
 
 
 def file_at_fault(reason: str) -> DataReport:
-    """A report on a file that is at fault as a whole, or could not be read to an end."""
+    """A report on a file that is at fault as a whole or could not be read completely."""
     return DataReport(0, [Fault(0, "", reason, over_limit=True)], 1, unread=True)
 
 
 def answer(request: FileCheckRequest) -> DataReport:
-    """The report on a file, of what was read of it in time."""
+    """The report on the part of a file that was read in time."""
     end = time.monotonic() + request.seconds
     limit_memory(request.memory_bytes)
     try:
@@ -70,8 +64,7 @@ def answer(request: FileCheckRequest) -> DataReport:
 
 
 if __name__ == "__main__":
-    go_first()
     report = answer(REQUEST.validate_json(sys.stdin.buffer.readline()))
     sys.stdout.buffer.write(REPORT.dump_json(report))
     sys.stdout.buffer.flush()
-    os._exit(0)  # a reader's threads are not waited for
+    os._exit(0)  # without waiting for the reader's threads

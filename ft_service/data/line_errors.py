@@ -1,4 +1,4 @@
-"""Faults of a line of a data file, in JSON's words."""
+"""Errors in a line of a data file, in JSON's terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ft_service.errors import DataError
 
 
 class LineError(DataError):
-    """A line that cannot be trained on. `field`: dotted place in the line, empty: the whole line; `reason`: why."""
+    """A line cannot be trained on. `field`: dotted place in the line; empty: the whole line. `reason`: why."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
@@ -21,23 +21,23 @@ class LineError(DataError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One line's fault."""
+    """The reason why a line cannot be trained on."""
 
     line: int
-    """From 1; 0: the file as a whole."""
+    """Line number from 1; 0: the fault is the whole file's."""
     field: str
-    """Dotted place in the line; empty: the line as a whole."""
+    """Dotted place in the line; empty: the whole line."""
     reason: str
     last_line: int = 0
-    """Where it is one of several lines, and not known which; 0: it is this one."""
+    """The last line of a range of which one is at fault, and it is not known which; 0: it is `line`."""
     over_limit: bool = False
-    """A limit of time or memory was exceeded, which another host may not find."""
+    """A limit on time or memory was exceeded; on another host it may not be."""
 
     def __str__(self) -> str:
         return self.text("line")
 
     def text(self, word: str) -> str:
-        """`word`: what a line of this file is called."""
+        """The fault as one sentence. `word`: the name of the file's records, such as line or row."""
         several = self.last_line > self.line
         place = f"{word}s {self.line} to {self.last_line}: " if several else f"{word} {self.line}: " if self.line else ""
         return f"{place}{self.field} {self.reason}" if self.field else f"{place}{self.reason}"
@@ -51,8 +51,8 @@ def counted(number: int, word: str, one: str = "", several: str = "") -> str:
 
 
 def refuse_keys(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], prefix: str) -> None:
-    """Raises LineError for an unknown key, and for one that is refused for a reason."""
-    for key in refused:  # in this order: what tells most of a format comes first
+    """Raise LineError for an unknown key, and for a key that is refused with a reason."""
+    for key in refused:  # in this order: the keys that say most about a format come first
         if key in given:
             raise LineError(prefix + key, refused[key])
     for key in given:
@@ -61,7 +61,7 @@ def refuse_keys(given: Mapping[str, Any], known: Collection[str], refused: Mappi
 
 
 def text_of(value: Any, place: str) -> str:
-    """A string that can be written as UTF-8."""
+    """The value, if it is a string that can be written as UTF-8. Raises LineError."""
     if not isinstance(value, str):
         raise LineError(place, f"must be a string, not {kind(value)}")
     try:
@@ -69,6 +69,13 @@ def text_of(value: Any, place: str) -> str:
     except UnicodeEncodeError as error:
         raise LineError(place, f"holds half of a surrogate pair at character {error.start + 1}") from None
     return value
+
+
+def required(given: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+    """The value of a key. `prefix`: the place of the object in the line, with a dot. Raises LineError if it is missing."""
+    if key not in given:
+        raise LineError(prefix + key, "is required")
+    return given[key]
 
 
 def kind(value: Any) -> str:
@@ -82,5 +89,6 @@ def kind(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
+    """A value's representation for messages, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,10 +1,10 @@
-"""One line of a preference file: a conversation, and two answers to it of which one is preferred.
+"""Lines of a preference file: a conversation, and two answers to it of which one is preferred.
 
-    {"input": {"messages": […], "tools": […]}, "preferred_output": […], "non_preferred_output": […]}     as OpenAI has it
-    {"prompt": …, "chosen": …, "rejected": …}     as TRL has it: texts, or lists of messages; without a prompt chosen and
+    {"input": {"messages": […], "tools": […]}, "preferred_output": […], "non_preferred_output": […]}     OpenAI's format
+    {"prompt": …, "chosen": …, "rejected": …}     TRL's format: texts, or lists of messages; without a prompt, chosen and
                                                   rejected are whole conversations that begin alike
 
-Both become two samples with the same conversation in front, of which only the answers are learned.
+Each line becomes two samples that begin with the same conversation; only the answers are learned.
 """
 
 from __future__ import annotations
@@ -12,63 +12,64 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.data.chat_line import parse_message, require_answered_calls
-from ft_service.data.line_errors import LineError, kind, refuse_keys, text_of
-from ft_service.data.records import Chat, Pair
-from ft_service.data.tool_calls import Tool, parse_tools
-
-Message = tuple[dict[str, Any], int]
-"""As a chat template takes it, and its weight."""
+from ft_service.data.chat_line import WeightedMessage, parse_messages, parse_tools, require_answered_calls
+from ft_service.data.line_errors import LineError, kind, refuse_keys, required, text_of
+from ft_service.data.sample_kinds import Conversation, Pair, Tool
 
 _OPENAI = ("input", "preferred_output", "non_preferred_output")
 _OLDER: Mapping[Any, str] = {"preferred_completion": "preferred_output", "non_preferred_completion": "non_preferred_output"}
-"""What OpenAI's files called the answers before."""
+"""OpenAI's older names of the answers → the present ones."""
 _TRL = ("prompt", "chosen", "rejected")
 _ONE_ANSWER = "is of supervised training, which has one answer a line: give method: {type: supervised}, or two answers"
 _REFUSED: Mapping[str, str] = {"messages": _ONE_ANSWER, "completion": _ONE_ANSWER, "text": _ONE_ANSWER}
 
 
 def parse_pair(line: Mapping[str, Any]) -> Pair:
-    """An object as a Pair. Raises LineError (a DataError) with its first fault."""
-    if any(key in line for key in ("chosen", "rejected")):
-        return _of_trl(dict(line))
-    return _of_openai({_OLDER.get(key, key): value for key, value in line.items()})
+    """An object as a pair. Raises LineError (a DataError) with its first fault."""
+    if "chosen" in line or "rejected" in line:
+        return _parse_trl(line)
+    return _parse_openai({_OLDER.get(key, key): value for key, value in line.items()})
 
 
-def _of_openai(line: dict[str, Any]) -> Pair:
+def _parse_openai(line: Mapping[str, Any]) -> Pair:
     refuse_keys(line, _OPENAI, _REFUSED, "")
-    _require(line, _OPENAI)
-    given = line["input"]
+    given, *outputs = (required(line, name) for name in _OPENAI)
     if not isinstance(given, dict):
         raise LineError("input", f"must be an object with messages, not {kind(given)}")
     refuse_keys(given, {"messages", "tools", "parallel_tool_calls"}, {}, "input.")
-    _require(given, ("messages",), "input.")
-    prompt = _messages(given["messages"], "input.messages")
+    prompt = parse_messages(required(given, "messages", "input."), "input.messages")
     try:
         tools = parse_tools(given)
     except LineError as error:
         raise LineError(f"input.{error.field}", error.reason) from None
-    return _pair(prompt, tools, {name: _messages(line[name], name) for name in _OPENAI[1:]}, "input.messages")
+    answers = {name: parse_messages(output, name) for name, output in zip(_OPENAI[1:], outputs, strict=True)}
+    return _pair(prompt, tools, answers, "input.messages")
 
 
-def _of_trl(line: dict[str, Any]) -> Pair:
+def _parse_trl(line: Mapping[str, Any]) -> Pair:
     refuse_keys(line, {*_TRL, "tools"}, _REFUSED, "")
-    _require(line, _TRL[1:])
+    chosen, rejected = required(line, "chosen"), required(line, "rejected")
     tools = parse_tools({"tools": line["tools"]} if line.get("tools") is not None else {})
-    answers = {name: _text_or_messages(line[name], name, "assistant") for name in _TRL[1:]}
-    written_twice = all(isinstance(line[name], list) for name in _TRL[1:]) and isinstance(line.get("prompt"), str)
-    if "prompt" in line and not written_twice:  # else the two begin with what the prompt's text repeats
+    answers = {
+        "chosen": _text_or_messages(chosen, "chosen", "assistant"),
+        "rejected": _text_or_messages(rejected, "rejected", "assistant"),
+    }
+    is_prompt_repeated = isinstance(chosen, list) and isinstance(rejected, list) and isinstance(line.get("prompt"), str)
+    if "prompt" in line and not is_prompt_repeated:  # else both answers begin with the messages that the prompt's text repeats
         return _pair(_text_or_messages(line["prompt"], "prompt", "user"), tools, answers, "prompt")
-    if any(isinstance(line[name], str) for name in _TRL[1:]):
+    if isinstance(chosen, str) or isinstance(rejected, str):
         raise LineError("prompt", "is required where chosen and rejected are texts")
-    prompt = _common(answers["chosen"], answers["rejected"])
+    prompt = _common_prompt(answers["chosen"], answers["rejected"])
     if not prompt:
         raise LineError("prompt", "is required where chosen and rejected do not begin with the same messages")
     return _pair(prompt, tools, {name: own[len(prompt) :] for name, own in answers.items()}, "chosen", len(prompt))
 
 
-def _pair(prompt: list[Message], tools: list[Tool], answers: dict[str, list[Message]], place: str, first: int = 0) -> Pair:
-    """`place`: of the prompt in the line. `first`: the number of an answer's first message there."""
+def _pair(
+    prompt: list[WeightedMessage], tools: list[Tool], answers: dict[str, list[WeightedMessage]], place: str, first: int = 0
+) -> Pair:
+    """A pair of samples. `answers`: the preferred one first. `place`: that of the prompt in the line. `first`: the number of an
+    answer's first message in the line. Raises LineError."""
     if prompt[-1][0]["role"] == "assistant":
         raise LineError(place, "must end with a message that the two answers answer, not with the assistant's own")
     for name, answer in answers.items():
@@ -81,14 +82,14 @@ def _pair(prompt: list[Message], tools: list[Tool], answers: dict[str, list[Mess
     return Pair(_sample(prompt, preferred, tools), _sample(prompt, rejected, tools))
 
 
-def _sample(prompt: list[Message], answer: list[Message], tools: list[Tool]) -> Chat:
+def _sample(prompt: list[WeightedMessage], answer: list[WeightedMessage], tools: list[Tool]) -> Conversation:
     messages = tuple(message for message, _ in (*prompt, *answer))
-    return Chat(messages, (0,) * len(prompt) + tuple(weight for _, weight in answer), tuple(tools))
+    return Conversation(messages, (0,) * len(prompt) + tuple(weight for _, weight in answer), tuple(tools))
 
 
-def _require_answer(answer: list[Message], name: str, first: int) -> None:
+def _require_answer(answer: list[WeightedMessage], name: str, first: int) -> None:
     if not answer:
-        raise LineError(name, "holds no answer behind the messages that both begin with")
+        raise LineError(name, "holds no answer after the messages that both begin with")
     for number, (message, _) in enumerate(answer, first):
         if message["role"] not in ("assistant", "tool"):
             raise LineError(f"{name}.{number}.role", f"must be assistant, or tool, in an answer, not {message['role']}")
@@ -96,29 +97,17 @@ def _require_answer(answer: list[Message], name: str, first: int) -> None:
         raise LineError(name, "holds no assistant message to learn from")
 
 
-def _common(ours: list[Message], theirs: list[Message]) -> list[Message]:
-    """The messages that two conversations begin with, up to the last one that an assistant may answer."""
+def _common_prompt(chosen: list[WeightedMessage], rejected: list[WeightedMessage]) -> list[WeightedMessage]:
+    """The messages with which both conversations begin, up to the last one that an assistant may answer."""
     same = 0
-    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
-    while same and ours[same - 1][0]["role"] == "assistant":
+    while same and chosen[same - 1][0]["role"] == "assistant":
         same -= 1
-    return ours[:same]
+    return chosen[:same]
 
 
-def _text_or_messages(value: Any, place: str, role: str) -> list[Message]:
+def _text_or_messages(value: Any, place: str, role: str) -> list[WeightedMessage]:
     if isinstance(value, str):
-        return [({"role": role, "content": text_of(value, place)}, 1 if role == "assistant" else 0)]
-    return _messages(value, place)
-
-
-def _messages(value: Any, place: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise LineError(place, f"must be a list with at least one message, not {kind(value)}")
-    return [parse_message(message, f"{place}.{number}") for number, message in enumerate(value)]
-
-
-def _require(given: Mapping[str, Any], names: tuple[str, ...], prefix: str = "") -> None:
-    for name in names:
-        if name not in given:
-            raise LineError(prefix + name, "is required")
+        return [({"role": role, "content": text_of(value, place)}, int(role == "assistant"))]
+    return parse_messages(value, place)

@@ -1,4 +1,4 @@
-"""What data files are like in numbers, before anything is trained on them, and what to change because of that. Pure."""
+"""Statistics of data files before training, and advice from them. Pure."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Literal
 
-from ft_service.data.records import Record
+from ft_service.data.sample_kinds import Record
 from ft_service.spec import DataFileRef, JobSpec, TrainingOptions
 
 SHOWN_LINES = 5
-"""Lines that are named of those that share a trait."""
+"""Lines that a message names of those with the same property."""
 NEAR_EMPTY = 1
-"""Learned tokens of an answer beside the end of its turn, at most, that make it nearly empty."""
+"""An answer with at most this many learned tokens, not counting the end of its turn, is nearly empty."""
 FEW_SAMPLES = 10
 FEW_STEPS = 20
-"""Below these a training hardly changes anything."""
+"""Fewer samples or steps hardly change a model."""
 MUCH_PADDING = 0.25
 LITTLE_LEARNED = 0.01
-"""Of the tokens."""
+"""Shares of the tokens."""
 FEW_VALIDATED = 8
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Records that share a trait."""
+    """Records with a common property."""
 
     count: int = 0
     first: tuple[int, ...] = ()
-    """Numbers of the first ones in their file."""
+    """Numbers of the first records in their file."""
 
-    def joined_by(self, number: int) -> Lines:
+    def with_line(self, number: int) -> Lines:
         first = (*self.first, number) if len(self.first) < SHOWN_LINES else self.first
         return Lines(self.count + 1, first)
 
     def text(self, word: str) -> str:
-        """`4 samples (lines 2, 3, 7, 9)`. `word`: what a record of the file is called."""
+        """The records as text: `4 samples (lines 2, 3, 7, 9)`. `word`: the name of the file's records."""
         shown = ", ".join(map(str, self.first)) + (", …" if self.count > len(self.first) else "")
         return f"{_samples(self.count)} ({word}{'s' if self.count > 1 else ''} {shown})"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a count is spread over samples. A percentile is one of the counts."""
+    """The distribution of a count over samples. Percentiles are counts of samples, not interpolated."""
 
     least: int = 0
     mean: float = 0.0
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Samples of so many tokens, both ends included."""
+    """A bucket of a histogram: samples of `begin` to `end` tokens, both included."""
 
     begin: int
     end: int
@@ -65,59 +65,59 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FileStatistics:
-    """The samples of one file, or of the part of it that is for training or validation."""
+    """Statistics of one file, or of its part for training or validation."""
 
     name: str
     word: str
-    """What one of its records is called."""
+    """The name of the file's records in messages."""
     samples: int
-    """That are trained on, or validated with; a pair is one."""
+    """Samples that are trained on or validated with; a pair is one."""
     tokens: int
-    """Of these, once they were cut; a pair's of both answers."""
+    """Tokens of these samples after the cut, of both answers of a pair."""
     targets: int
-    """Of these tokens, those that the model is trained to produce."""
+    """Tokens among these that the model is trained to produce."""
     lengths: Spread
-    """Tokens of every sample, before any were cut; each answer of a pair is one."""
+    """Tokens of each sample before the cut; each answer of a pair is a sample."""
     learned: Spread
-    """Targets of every sample, likewise."""
+    """Targets of each sample before the cut."""
     histogram: tuple[Bucket, ...]
-    """Of the lengths, all of one width."""
+    """Histogram of the lengths, with buckets of equal width."""
     cut: Lines = Lines()
-    """They lose tokens to training.max_length."""
+    """Samples that are cut to training.max_length tokens."""
     lost_tokens: int = 0
     dropped: Lines = Lines()
-    """They are left out: no target is left of them."""
+    """Samples that are left out because the cut leaves no target."""
     duplicates: Lines = Lines()
-    """The same tokens stand further up."""
+    """Samples with the same tokens as an earlier one."""
     near_empty: Lines = Lines()
-    """NEAR_EMPTY learned tokens beside the end of the turn, or fewer."""
+    """Samples whose answer is nearly empty (NEAR_EMPTY)."""
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """What a job trains on, and validates with."""
+class DataStatistics:
+    """Statistics of a job's training and validation data."""
 
     training: FileStatistics
     validation: FileStatistics | None
     overlap: Lines
-    """Samples of the validation file whose very tokens are trained on."""
+    """Samples of the validation file with the same tokens as a training sample."""
     items: int
-    """That training.batch_size counts: samples or pairs, of documents rows of training.max_length tokens."""
+    """Units that training.batch_size counts: samples or pairs; for documents, rows of training.max_length tokens."""
     steps: int
     """Optimizer steps."""
     trained_tokens: int
-    """Over all steps, about."""
+    """Approximate number of tokens over all steps."""
     padding_saved: float
-    """Share of padding, in [0, 1), were each batch padded to its longest sample: packed rows have none."""
+    """The share of padding, in [0, 1), if each batch were padded to its longest sample; packed rows have no padding."""
     seconds: float | None = None
-    """That training takes by the plan; None: the machine's figures are not known."""
+    """Estimated duration of training; None: the machine's speed is not known."""
     flops: float | None = None
-    """Of the whole training by the plan, over all ranks."""
+    """Estimated operations of the whole training, over all ranks."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What is to be measured: files as a job trains on them."""
+    """A request for the statistics of a job's files."""
 
     training_file: DataFileRef
     validation_file: DataFileRef | None
@@ -127,7 +127,7 @@ class Measure:
 
     @property
     def is_of_one_file(self) -> bool:
-        """Whether the two files are the same."""
+        """True if training and validation file have the same contents."""
         return self.validation_file is not None and self.validation_file.sha256 == self.training_file.sha256
 
     @classmethod
@@ -136,46 +136,43 @@ class Measure:
 
 
 class Records:
-    """The records of a file as they are counted without a base: how many, and which are the same. 8 bytes a record."""
+    """Counts the records of a file and finds duplicates, without a base's tokenizer. 8 bytes a record."""
 
     def __init__(self, name: str) -> None:
         self.name, self.word = name, "line"
         self.count = 0
         self._contents: dict[int, int] = {}
-        self._again = Lines()
+        self._duplicates = Lines()
 
     def add(self, number: int, record: Record) -> None:
         content = int.from_bytes(hashlib.blake2b(repr(record).encode(), digest_size=8).digest())
         self.count += 1
         if self._contents.setdefault(content, number) != number:
-            self._again = self._again.joined_by(number)
+            self._duplicates = self._duplicates.with_line(number)
 
     def statistics(self) -> FileStatistics:
-        """Nothing of tokens."""
-        none = Spread()
-        return FileStatistics(self.name, self.word, self.count, 0, 0, none, none, (), duplicates=self._again)
+        """Statistics without numbers of tokens."""
+        return FileStatistics(self.name, self.word, self.count, 0, 0, Spread(), Spread(), (), duplicates=self._duplicates)
 
     def overlap(self, other: Records) -> Lines:
-        """Records that another file has too. Of equal ones the first counts."""
-        found = Lines()
-        for content, number in self._contents.items():
-            found = found.joined_by(number) if content in other._contents else found
-        return found
+        """Records that another file has too, without duplicates."""
+        common = [number for content, number in self._contents.items() if content in other._contents]
+        return Lines(len(common), tuple(common[:SHOWN_LINES]))
 
 
-def without_base(training: Records, validation: Records | None, options: TrainingOptions) -> Statistics:
-    """What is known of a job's files before any tokenizer has seen them."""
+def without_base(training: Records, validation: Records | None, options: TrainingOptions) -> DataStatistics:
+    """The statistics of a job's files that need no tokenizer."""
     steps = options.max_steps or options.epochs * -(-training.count // options.batch)
     overlap = validation.overlap(training) if validation is not None else Lines()
     held_out = validation.statistics() if validation is not None else None
-    return Statistics(training.statistics(), held_out, overlap, training.count, steps, trained_tokens=0, padding_saved=0.0)
+    return DataStatistics(training.statistics(), held_out, overlap, training.count, steps, trained_tokens=0, padding_saved=0.0)
 
 
 Level = Literal["info", "warn"]
 
 
-def messages(found: Statistics, asked: Measure) -> Iterator[tuple[Level, str]]:
-    """Level and sentence for events, beside what reports on the files have said: warnings last."""
+def messages(found: DataStatistics, asked: Measure) -> Iterator[tuple[Level, str]]:
+    """Level and sentence for events, in addition to those of DataReport; warnings last."""
     training, validation = found.training, found.validation
     if asked.validation_split is not None and validation is not None:
         yield (
@@ -201,16 +198,16 @@ def messages(found: Statistics, asked: Measure) -> Iterator[tuple[Level, str]]:
         yield "warn", sentence
 
 
-def advice(found: Statistics, asked: Measure) -> Iterator[str]:
-    """What to change, a sentence each: the lines or the option at fault, and what to do. Nothing where all is well."""
+def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
+    """Sentences of advice, each with the lines or the option to change; none if there is nothing to change."""
     for file in (found.training, found.validation):
         if file is not None:
-            yield from _about(file)
-    yield from _about_both(found, asked)
-    yield from _about_steps(found, asked.training)
+            yield from _advice_on_file(file)
+    yield from _advice_on_validation(found, asked)
+    yield from _advice_on_steps(found, asked.training)
 
 
-def _about(file: FileStatistics) -> Iterator[str]:
+def _advice_on_file(file: FileStatistics) -> Iterator[str]:
     if file.cut.count:
         lengths = file.lengths
         near = f", {lengths.p99} one in a hundred" if lengths.p99 < lengths.most else ""
@@ -220,8 +217,8 @@ def _about(file: FileStatistics) -> Iterator[str]:
         )
     if file.duplicates.count:
         yield (
-            f"{file.name}: {file.duplicates.text(file.word)} with the very tokens of one further up, learned as often as they "
-            "stand there. Remove them, unless that is meant."
+            f"{file.name}: {file.duplicates.text(file.word)} with the same tokens as an earlier one, learned once for each "
+            "copy. Remove them, unless that is intended."
         )
     if 0 < file.near_empty.count <= file.samples // 2:  # more of them, and short answers are what the file is about
         yield (
@@ -235,24 +232,24 @@ def _about(file: FileStatistics) -> Iterator[str]:
         )
 
 
-def _about_both(found: Statistics, asked: Measure) -> Iterator[str]:
+def _advice_on_validation(found: DataStatistics, asked: Measure) -> Iterator[str]:
     validation = found.validation
     if validation is not None and asked.is_of_one_file:
         yield (
-            f"{validation.name} is the training file, so that the validation loss says nothing of new samples. Give another "
+            f"{validation.name} is the training file, so the validation loss says nothing about new samples. Give another "
             "validation_file, or validation_split in its place."
         )
     elif found.overlap.count and validation is not None:
         yield (
-            f"{validation.name}: {found.overlap.text(validation.word)} in {found.training.name} too, so that the validation "
+            f"{validation.name}: {found.overlap.text(validation.word)} in {found.training.name} too, so the validation "
             "loss looks better than it is. Remove them from one of the two."
         )
     if validation is not None and validation.samples < FEW_VALIDATED:
         where = "Raise validation_split" if asked.validation_split is not None else f"Add to {validation.name}"
-        yield f"Validation has only {_samples(validation.samples)}, so that its loss jumps about. {where}."
+        yield f"Validation has only {_samples(validation.samples)}, so its loss is noisy. {where}."
 
 
-def _about_steps(found: Statistics, options: TrainingOptions) -> Iterator[str]:
+def _advice_on_steps(found: DataStatistics, options: TrainingOptions) -> Iterator[str]:
     samples, steps = found.training.samples, found.steps
     if samples < FEW_SAMPLES:
         yield f"{found.training.name}: only {_samples(samples)} to train on. Give at least {FEW_SAMPLES}, better hundreds."
@@ -277,13 +274,13 @@ def _samples(count: int) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A percentage, exact enough to tell little from nothing."""
+    """A percentage, with two significant digits if it is small."""
     portion = part / whole if whole else 0.0
     return f"{100 * portion:.0f} %" if portion >= 0.1 else f"{100 * portion:.2g} %"
 
 
 def bars(buckets: Sequence[Bucket], width: int = 40) -> list[tuple[str, str, str]]:
-    """A histogram as rows, from the first that is not empty: tokens, samples, and a bar of at most `width` signs."""
+    """A histogram as rows (tokens, samples, bar of at most `width` characters), from the first bucket that is not empty."""
     buckets = list(dropwhile(lambda bucket: not bucket.samples, buckets))
     most = max((bucket.samples for bucket in buckets), default=0)
     return [

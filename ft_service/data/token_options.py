@@ -1,4 +1,4 @@
-"""What a job may say about how its data becomes tokens, beside the base and the data itself."""
+"""Options of a job that determine how its data becomes tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ft_service.spec import JobSpec, TrainOn
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """All of it decides tokens or targets, so that other options are another token set."""
+    """Options that change tokens or targets; a token set is for one combination of them."""
 
     chat_template: str = ""
-    """Its text; empty: the base's own."""
+    """The template's text; empty: the base's own template."""
     date: str = ""
-    """Year, month and day (ISO 8601) that chat templates which write today's date are given; empty: today's."""
+    """Date (ISO 8601) for chat templates that write today's date; empty: today's."""
     train_on: TrainOn = "all_assistant"
     columns: Columns = AS_THEY_ARE
-    """What the data files call their columns."""
+    """The data files' names of columns."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> TokenOptions:
@@ -31,7 +31,7 @@ class TokenOptions:
         return date.fromisoformat(self.date) if self.date else date.today()
 
     def given(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """The options that differ from the defaults, by name."""
         return {name: value for name, value in asdict(self).items() if getattr(self, name) != getattr(DEFAULT, name)}
 
 

@@ -1,4 +1,4 @@
-"""The files of a base's folder that decide how text becomes tokens."""
+"""The files of a base's folder that determine how text becomes tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _STOPS = "generation_config.json"
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Those that are there, by path."""
+    """The tokenizer's files in a base's folder, sorted by path."""
     return sorted(
         path for path in {path for pattern in PATTERNS for path in folder.glob(pattern)} if is_base_file(path, folder)
     )
 
 
 def tokenizer_state(model_path: str) -> str:
-    """A digest of the state of a base's tokenizer files, which changes when one of them does. Reads none."""
+    """A digest of sizes and times of a base's tokenizer files, which changes when one of them does. Does not read the files."""
     folder = Path(model_path)
     files = [*tokenizer_files(folder), *(path for path in folder.glob(_STOPS) if is_base_file(path))]
     states = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
@@ -30,10 +30,10 @@ def tokenizer_state(model_path: str) -> str:
 
 
 def stops_of(folder: Path) -> frozenset[int]:
-    """The tokens at which a base itself says that generation ends, in generation_config.json or else config.json."""
+    """The ids of the tokens that end generation, from generation_config.json, else from config.json."""
     for name in (_STOPS, "config.json"):
         given = (document_or_none(folder / name) or {}).get("eos_token_id")
         ids = given if isinstance(given, list) else [given]
-        if found := frozenset(token for token in ids if isinstance(token, int)):
-            return found
+        if stops := frozenset(token for token in ids if isinstance(token, int)):
+            return stops
     return frozenset()

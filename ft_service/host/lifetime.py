@@ -1,18 +1,17 @@
-"""How the processes of an attempt are tied to each other: the parent-death signal and locks that the kernel frees.
+"""Lifetimes of the processes of an attempt: the parent-death signal, and locks that the kernel frees.
 
 Standard library only, so that a rank can call this before it imports anything large:
 
     die_with_parent()           a rank dies with torchrun, torchrun with the supervisor
-    hold_rank_lock(run_dir)     `ranks.lock` of the run directory, shared by all living ranks; free means that none lives
+    hold_rank_lock(run_dir)     `ranks.lock` of the run directory, shared by all living ranks; free if no rank is alive
 
-The locks are flock(2): they belong to an open file, survive fork and exec where the file is passed on, and go with its last
-holder, however it ends.
+The locks are flock(2): they belong to an open file, survive fork and exec if the file is passed on, and are freed when its last
+holder ends, for whatever reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -22,20 +21,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ft_service.errors import UnavailableError
+from ft_service.host.helper_start import tie
 
 RANKS_LOCK = "ranks.lock"
 RANKS_LOCK_PATH = "FT_RANKS_LOCK"
-"""Environment variable by which a rank knows where its node's lock is; without it: in the run directory."""
+"""Environment variable with the path of the node's lock for ranks; without it, the lock is in the run directory."""
 SUPERVISOR_PID = "FT_SUPERVISOR_PID"
-"""Environment variable by which a rank knows who must be the parent of its parent."""
+"""Environment variable with the process id that must be the parent of a rank's parent."""
 
 POLL_SECONDS = 0.05
-_PR_SET_PDEATHSIG = 1
 _held: list[int] = []
 
 
 def require_linux() -> None:
-    """Raises UnavailableError on a system that cannot tie processes together."""
+    """Raise UnavailableError on a system that cannot tie processes together."""
     if sys.platform != "linux":
         raise UnavailableError(
             f"Training processes run on Linux only (they need prctl and /proc); this is {sys.platform}. "
@@ -44,30 +43,27 @@ def require_linux() -> None:
 
 
 def die_with_parent(parent: int | None = None, with_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel send `with_signal` to this process when its parent dies; leave at once if it is dead already.
+    """Have the kernel send `with_signal` to this process when its parent dies; exit at once if it is already dead.
 
-    `parent`: process id that the parent must have. None: whoever it is now, and below a supervisor (SUPERVISOR_PID is set) one
-    whose own parent is that supervisor, which an orphan's new parent never is. Raises UnavailableError on other systems than
-    Linux.
+    `parent`: process id that the parent must have. None: the present parent; below a supervisor (SUPERVISOR_PID is set), one
+    whose own parent is that supervisor, which is never true of an orphan's new parent. Raises UnavailableError off Linux.
     """
     require_linux()
-    libc = ctypes.CDLL(None, use_errno=True)
     before = os.getppid()
-    if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    tie(with_signal)
     if os.getppid() != (before if parent is None else parent) or (parent is None and _orphaned()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hold_rank_lock(run_dir: str | Path) -> None:
-    """Take this rank's share of `ranks.lock` and keep it until the process ends. Call it after `die_with_parent`."""
+    """Take this rank's shared lock on `ranks.lock` and hold it until the process ends. Call it after `die_with_parent`."""
     descriptor = _open(Path(os.environ.get(RANKS_LOCK_PATH) or Path(run_dir) / RANKS_LOCK))
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     _held.append(descriptor)
 
 
 def try_lock(path: Path) -> int | None:
-    """The open file descriptor of a lock taken exclusively (close it to free the lock). None: somebody holds it."""
+    """Take a lock exclusively and return its file descriptor, which frees the lock when closed. None: it is held."""
     descriptor = _open(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +75,7 @@ def try_lock(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock while the block runs, after waiting for it however long it takes."""
+    """Hold a lock while the block runs, after waiting for it without limit."""
     descriptor = _open(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -89,9 +85,9 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds a lock, shared or not.
+    """Return whether a lock is held, shared or not.
 
-    The test holds the lock for an instant itself: a `try_lock` at that moment fails, and whoever makes one must try again.
+    The test holds the lock for an instant itself: a `try_lock` at that moment fails and must be repeated.
     """
     if not path.exists():
         return False
@@ -103,7 +99,7 @@ def is_locked(path: Path) -> bool:
 
 
 def wait_unlocked(path: Path, seconds: float) -> bool:
-    """Wait until nobody holds a lock; False if somebody still does after `seconds`."""
+    """Wait until a lock is free; False if it is still held after `seconds`."""
     deadline = time.monotonic() + seconds
     while is_locked(path):
         if time.monotonic() >= deadline:

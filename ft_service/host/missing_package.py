@@ -1,18 +1,18 @@
-"""Workers that cannot import what they need: their last words, and the package to install. Trying again cannot help."""
+"""Failed imports in workers, by their last output line, and the package to install. A retry cannot help."""
 
 from __future__ import annotations
 
 import re
 
 CODE = "missing_package"
-"""`error.code` of a job that such a worker ends."""
+"""`error.code` of a job whose workers cannot import a package."""
 WORKER_PACKAGES = frozenset(
     {
         *("bitsandbytes", "gguf", "numpy", "peft", "pyarrow", "rapidfuzz", "sacrebleu", "safetensors", "tensorboardX", "torch"),
         *("transformers", "zstandard"),
     }
 )
-"""What the extra `workers` installs, by the names of imports."""
+"""Packages that the extra `workers` installs, by import name."""
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")
 _MISSING = re.compile(r"No module named '?(\w+)")
 _SHORT_OF_MEMORY = "annot allocate memory"
@@ -20,9 +20,9 @@ _INSTALL = "Install what workers need: pip install 'ft-service[workers]'."
 
 
 def failed_import(words: str) -> str | None:
-    """A sentence for the user on the failed import. None: no import has failed for good.
+    """Return a message for the user about the failed import; None: no import has failed for good.
 
-    `words`: the last line of a process, or an error with its type.
+    `words`: last line of a process, or an error with its type.
     """
     if not _FAILED.search(words) or _SHORT_OF_MEMORY in words:
         return None
@@ -30,5 +30,5 @@ def failed_import(words: str) -> str | None:
     if missing is None:
         return f"The workers cannot import a package that they need: {' '.join(words.split())}. {_INSTALL}"
     name = missing[1]
-    advice = _INSTALL if name in WORKER_PACKAGES else f"Install {name} beside them."
+    advice = _INSTALL if name in WORKER_PACKAGES else f"Install {name} there."
     return f"The package {name} is not installed where the workers run. {advice}"

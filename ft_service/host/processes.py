@@ -1,37 +1,37 @@
-"""Identities of processes, which outlast a process id's reuse."""
+"""Identities of processes, which stay unique when a process id is reused."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ft_service.host.lifetime import die_with_parent, require_linux
-
-__all__ = ["ProcessIdentity", "die_with_parent", "is_alive", "kill", "of"]
+from ft_service.host.lifetime import require_linux
 
 GONE_STATES = frozenset("ZXx")
-"""Of /proc/<pid>/stat: a zombie runs nothing any more and only waits to be reaped."""
+"""States in /proc/<pid>/stat of processes that have ended; a zombie only waits to be reaped."""
 
 
 class ProcessIdentity(BaseModel):
-    """One process, told from every other that has or will have its process id."""
+    """Identity of one process, unique among all that have or will have its process id."""
 
     model_config = ConfigDict(frozen=True)
 
     boot_id: str
     pid_namespace: int
-    """Inode of the namespace in which `pid` has a meaning."""
+    """Inode of the process id namespace of `pid`."""
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     start_ticks: int
     """Clock ticks between boot and the start of the process."""
 
 
 def of(pid: int) -> ProcessIdentity:
-    """The identity of the living process that has this id now, in our namespace. Raises ProcessLookupError if there is none."""
+    """Return the identity of the process that has this id now, in this namespace. Raises ProcessLookupError if there is
+    none."""
     require_linux()
     ticks = _start_ticks(pid)
     if ticks is None:
@@ -40,7 +40,7 @@ def of(pid: int) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity) -> bool | None:
-    """Whether this very process lives. None: it cannot be seen from here (another pid namespace of the same boot)."""
+    """Return whether this very process is alive; None: unknown, since it is in another pid namespace of the same boot."""
     require_linux()
     if identity.boot_id != _boot_id():
         return False
@@ -50,7 +50,7 @@ def is_alive(identity: ProcessIdentity) -> bool | None:
 
 
 def kill(identity: ProcessIdentity, with_signal: int = signal.SIGKILL) -> bool:
-    """Send a signal to this very process, never to another one that took over its id. False if it is gone or cannot be seen."""
+    """Send a signal to this very process, never to another that reuses its id. False: it has ended, or cannot be seen."""
     try:
         handle = os.pidfd_open(identity.pid)
     except OSError:
@@ -64,6 +64,16 @@ def kill(identity: ProcessIdentity, with_signal: int = signal.SIGKILL) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+def has_ended(handle: int, seconds: float = 0) -> bool:
+    """Return whether the process of a pidfd has ended, after waiting for at most `seconds`.
+
+    Uses poll: select cannot take descriptors above 1,023, which a server with many connections has.
+    """
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _start_ticks(pid: int) -> int | None:

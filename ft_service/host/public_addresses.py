@@ -1,9 +1,9 @@
-"""Which addresses are the public internet's, by IANA's registries of special-purpose addresses and nothing else.
+"""Public internet addresses by IANA's registries of special-purpose addresses.
 
-The lists are written out, since `ipaddress.is_global` says other things in other patch releases of Python. An IPv6 address that
-stands for an IPv4 one is as public as that one where such addresses are in public use (IPv4-mapped, NAT64's well-known prefix);
-every other way of embedding (compatible, translated, local NAT64, 6to4, Teredo) leads into networks that are not ours to know,
-and is not public.
+The lists are spelled out, since the result of `ipaddress.is_global` differs between patch releases of Python. An IPv6
+address that embeds an IPv4 address is public if that address is and the embedding is in public use (IPv4-mapped, NAT64's
+well-known prefix). All other embeddings (compatible, translated, local NAT64, 6to4, Teredo) lead into unknown networks and
+are not public.
 
 https://www.iana.org/assignments/iana-ipv4-special-registry, https://www.iana.org/assignments/iana-ipv6-special-registry,
 https://www.iana.org/assignments/ipv6-address-space, as of November 2026.
@@ -33,10 +33,10 @@ NOT_PUBLIC_V4: dict[str, str] = {
     "224.0.0.0/4": "multicast",
     "240.0.0.0/4": "reserved, and limited broadcast",
 }
-"""Network → what it is for."""
+"""Network → its use."""
 PUBLIC_V6 = IPv6Network("2000::/3")
-"""All that IANA has allocated as global unicast; what lies outside (loopback, unique local, link local, site local, multicast,
-segment routing's 5f00::/16, discard-only 100::/64, what is not allocated) is not public, but for the embeddings below."""
+"""Global unicast addresses that IANA has allocated. All others (loopback, unique local, link local, site local, multicast,
+segment routing's 5f00::/16, discard-only 100::/64, unallocated) are not public, except the embeddings below."""
 NOT_PUBLIC_V6: dict[str, str] = {
     "2001::/23": "IETF protocol assignments: Teredo, benchmarking, ORCHID, AMT, AS112, and others",
     "2001:db8::/32": "documentation",
@@ -45,9 +45,9 @@ NOT_PUBLIC_V6: dict[str, str] = {
     "3ffe::/16": "6bone, returned",
     "3fff::/20": "documentation",
 }
-"""Of PUBLIC_V6: network → what it is for."""
+"""Network within PUBLIC_V6 → its use."""
 EMBEDDING: dict[str, str] = {"::ffff:0:0/96": "IPv4-mapped", "64:ff9b::/96": "NAT64, well-known prefix"}
-"""Networks whose last 32 bits are the IPv4 address that is meant."""
+"""Networks whose addresses embed an IPv4 address in the last 32 bits."""
 
 _NOT_PUBLIC_V4 = [IPv4Network(network) for network in NOT_PUBLIC_V4]
 _NOT_PUBLIC_V6 = [IPv6Network(network) for network in NOT_PUBLIC_V6]
@@ -55,7 +55,7 @@ _EMBEDDING = [IPv6Network(network) for network in EMBEDDING]
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the public internet's."""
+    """Return whether an address belongs to the public internet."""
     if isinstance(address, IPv4Address):
         return not any(address in network for network in _NOT_PUBLIC_V4)
     if any(address in network for network in _EMBEDDING):

@@ -1,7 +1,7 @@
-"""Where a webhook goes: a URL that a user gives, checked when it is given and again at every delivery by the same function.
+"""Receivers of webhooks: the same function checks a user's URL when it is given and again at every delivery.
 
-Everything that a delivery could not send to is refused when it is given. A name is resolved anew for every try, every address
-that it stands for must be a public one (public_addresses.py), and the connection goes to exactly the address that was checked.
+A URL that could not be delivered to is refused when it is given. Every delivery resolves the name again, every address of
+the name must be public (public_addresses.py), and the connection goes to exactly the address that was checked.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ _PORTS = {"http": 80, "https": 443}
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)")
-"""A last label like this makes browsers and resolvers read a name as an IPv4 address: 127.1, 2130706433, 0x7f.1."""
+"""Last label with which browsers and resolvers read a name as an IPv4 address: 127.1, 2130706433, 0x7f.1."""
 
-Found = list[tuple[Any, ...]]
-"""What socket.getaddrinfo returns."""
+AddressInfos = list[tuple[Any, ...]]
+"""Result of socket.getaddrinfo."""
 
 
 class NotPublicError(FtError):
-    """A name stands for an address that is not public."""
+    """A name resolves to an address that is not public."""
 
     code = "private_address"
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """A server that a message can be sent to."""
+    """Server that a message can be sent to."""
 
     url: httpx2.URL
     host: str
-    """A name, or an address without brackets."""
+    """Name, or address without brackets."""
     port: int
 
 
 def parse_receiver(url: str, *, allow_private: bool) -> Receiver:
-    """The receiver that a URL means. Raises SpecError for one that nothing could be delivered to, as far as can be said without
-    looking its name up.
+    """Return the receiver of a URL. Raises SpecError if nothing can be delivered to it, as far as that is known without
+    resolving its name.
 
-    `allow_private`: plain HTTP, and literal addresses that are not public, are taken too.
+    `allow_private`: also accept plain HTTP, and literal addresses that are not public.
     """
     shown = f"url = {url if len(url) <= 80 else url[:77] + '...'!r}"
     schemes = ("https", "http") if allow_private else ("https",)
@@ -78,37 +78,38 @@ def parse_receiver(url: str, *, allow_private: bool) -> Receiver:
     return Receiver(parsed, host, port)
 
 
-def look_up(receiver: Receiver) -> Future[Found]:
-    """The addresses of a receiver, from the system's resolver. Ends with OSError or UnicodeError if there are none.
+def look_up(receiver: Receiver) -> Future[AddressInfos]:
+    """Resolve a receiver's addresses with the system's resolver. The future ends with OSError or UnicodeError if there are
+    none.
 
-    In a thread of its own, since nothing can end a lookup: whose name servers do not answer must hold up nobody else's. The
-    caller counts lookups until they are done.
+    It runs in a thread of its own, since a lookup cannot be interrupted: slow name servers of one receiver must not delay
+    others. The caller counts lookups until they are done.
     """
-    found: Future[Found] = Future()
-    found.set_running_or_notify_cancel()  # from now on it cannot be cancelled: `done` means that the thread has ended
+    future: Future[AddressInfos] = Future()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled any more: `done` means that the thread has ended
 
     def work() -> None:
         try:
-            found.set_result(socket.getaddrinfo(receiver.host, receiver.port, type=socket.SOCK_STREAM))
+            future.set_result(socket.getaddrinfo(receiver.host, receiver.port, type=socket.SOCK_STREAM))
         except Exception as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=work, name="webhook-lookup", daemon=True).start()
-    return found
+    return future
 
 
-def address_of(receiver: Receiver, found: Found, *, allow_private: bool) -> str:
-    """The address to connect to, of those found. Raises NotPublicError if one of them is not public."""
-    addresses = [str(entry[4][0]) for entry in found]
+def address_of(receiver: Receiver, infos: AddressInfos, *, allow_private: bool) -> str:
+    """Return the address to connect to. Raises NotPublicError if one of the addresses is not public."""
+    addresses = [str(entry[4][0]) for entry in infos]
     for address in addresses:
         if not allow_private and not is_public(ipaddress.ip_address(address.partition("%")[0])):
-            raise NotPublicError(f"{receiver.host} stands for {address}, which is not a public address")
+            raise NotPublicError(f"{receiver.host} resolves to {address}, which is not a public address")
     return addresses[0]
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a host is; None: it is a name, or nothing."""
-    if "%" in host:  # a zone, which has a meaning on one host alone
+    """Return the address that a host is; None: it is a name, or invalid."""
+    if "%" in host:  # a zone, which is valid on one host only
         return None
     try:
         return ipaddress.ip_address(host)
@@ -117,7 +118,7 @@ def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _check_name(host: str, shown: str) -> None:
-    """Raises SpecError for what is neither an address nor the name of a host."""
+    """Raise SpecError for what is neither an address nor the name of a host."""
     if _NUMBER.fullmatch(host.rpartition(".")[2]):
         message = f"{shown}: {host[:80]} ends in a number and is not an IPv4 address: write it as four numbers from 0 to 255."
         raise SpecError(message, param="url")

@@ -1,4 +1,4 @@
-"""What a job reported by step, over all its attempts, and less of it for a picture. Pure."""
+"""A job's metrics by step over all its attempts, thinned out for charts. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = Literal["attempt", "pause", "resume", "cancel", "checkpoint"]
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened on the way. `step`: the newest one by then."""
+    """An event to mark in a chart. `step`: the newest step at that time."""
 
     kind: Kind
     step: int
@@ -35,7 +35,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
-    """One number by step: three lists of one length. `times`: seconds since the epoch."""
+    """One metric by step: three lists of equal length. `times`: seconds since the epoch."""
 
     steps: list[int]
     times: list[float]
@@ -43,7 +43,7 @@ class Series:
 
 
 class Curves:
-    """A job's numbers, one row a step, in order; a step that was trained again is its newest attempt's."""
+    """A job's metrics, one row per step in order; a repeated step has the values of the newest attempt."""
 
     def __init__(self) -> None:
         self._steps = array("q")
@@ -55,13 +55,16 @@ class Curves:
 
     @property
     def step(self) -> int:
-        """The newest step; 0: none yet."""
+        """The newest step; 0 before the first."""
         return self._steps[-1] if self._steps else 0
 
     def add(self, attempt: int, time: float, metrics: Mapping[str, Any]) -> None:
-        """Add what an attempt reported of a step. Attempts, and steps of one attempt, come in order."""
+        """Add the metrics that an attempt reported for a step. Attempts, and steps of one attempt, come in order."""
         step = int(metrics["step"])
-        self._forget_from(step)
+        if step <= self.step:
+            place = bisect_left(self._steps, step)
+            for column in (self._steps, self._times, *self._values.values()):
+                del column[place:]
         if attempt != self._attempt:
             self._attempt = attempt
             self.note("attempt", time, str(attempt))
@@ -76,8 +79,8 @@ class Curves:
         self.marks.append(Mark(kind, self.step, time, label))
 
     def series(self, name: str, points: int) -> Series:
-        """One series, of at most `points` (from 4 on) points: the first, the last, and of what lies between the lowest and the
-        highest of each of so many stretches, so that no spike is lost."""
+        """One series of at most `points` (at least 4) points: the first, the last, and the lowest and highest of each of equal
+        stretches between them, so that no spike is lost."""
         values = self._values[name]
         kept = kept_places(values, points)
         return Series(
@@ -86,17 +89,11 @@ class Curves:
             [values[place] for place in kept],
         )
 
-    def _forget_from(self, step: int) -> None:
-        if step <= self.step:
-            place = bisect_left(self._steps, step)
-            for column in (self._steps, self._times, *self._values.values()):
-                del column[place:]
-
 
 def kept_places(values: array[float], most: int) -> Sequence[int]:
-    """Places of at most `most` of the values that are numbers: the first, the last, and the extremes of equal stretches."""
+    """Indices of at most `most` values that are not NaN: the first, the last, and the extremes of equal stretches."""
     places: Sequence[int] = range(len(values))
-    if math.isnan(sum(values)):  # one look at all together, since most series have no gap
+    if math.isnan(sum(values)):  # one sum is cheaper than a test of each value, and most series have no gap
         places = [place for place, value in enumerate(values) if not math.isnan(value)]
         values = array("d", [values[place] for place in places])
     if len(places) <= most:

@@ -1,8 +1,8 @@
-"""A job's states and what to do next: records, the verbs of the user, and `decide()`. Pure: no clock, no I/O.
+"""What to do next for a job: `decide()`, and what a job becomes. Pure: no clock, no I/O.
 
-Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the
-wire shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's
-wish; each change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
+A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the wire shows.
+`phase` refines `running` (and remains in `cancelled` until the processes are gone). `desired` is what the user wants; each
+change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
 
     validating_files ──▶ queued ──▶ running ──▶ succeeded | failed
                            ▲ ▲         │
@@ -16,14 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from ft_service.jobs.line import LONGEST_WAIT_SECONDS, Shape, Waiting, is_ahead
-from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
+from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, QueuedJob, is_ahead
+from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
 
 MAX_FAILURES = 3
 BACKOFF_SECONDS = 1.0
-"""Wait before the second try; doubled for each further one."""
+"""Pause before the second attempt; doubled before each further one."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class Wait:
 
 @dataclass(frozen=True)
 class Validate:
-    """Read the data files; then `validated()` says what becomes of the job."""
+    """Read the data files, then apply `validated()`."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Take slots for a new attempt, if enough are free, and start it."""
+    """Take slots for a new attempt if enough are free, and start it."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Start the newest attempt, which holds slots and has no processes (create if absent)."""
+    """Start the processes of the newest attempt, which holds slots, unless they exist."""
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Write the wish to the running attempt."""
+    """Tell the running attempt what to do now (`Job.effective_desired`)."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,31 @@ class Kill:
 
 @dataclass(frozen=True)
 class Become:
-    """The job changes without anything being done in the outside world. `release`: its slots are free again."""
+    """Write a changed job; nothing else is done. `release`: free its slots."""
 
     job: Job
     release: bool = False
     message: str | None = None
-    """An event for the user."""
+    """Text of an event for the user."""
     level: Level = "info"
-    """Level of the event; that of a job that has failed is an error."""
+    """Level of that event; error if the job has failed."""
 
 
 Action = Wait | Validate | Place | Launch | Signal | Kill | Become
 
 SILENCE_LIMIT_SECONDS = 1800.0
 REST_SECONDS = 120.0
-"""Until a job is tried again that found no room on a disk: what it does until then is done in vain."""
+"""Pause before the next attempt of a job that found no room on a disk."""
 RECHECK_SECONDS = 5.0
-"""Until a queued job whose last attempt could not be observed is looked at again."""
+"""Interval at which a queued job is checked whose last attempt cannot be observed."""
 UNSEEN_SECONDS = 10.0
-"""How long a place may not answer before its jobs say so."""
+"""How long a place may not answer before its jobs report it."""
 _TIME_IS_UP = "The job has held its slots for as long as it may (max_seconds)."
-_UNSEEN = "The job cannot be observed now; what runs goes on"
+_UNSEEN = "The job cannot be observed now; its processes keep running"
 
 
 def decide(job: Job, seen: Observation, now: float) -> Action:
-    """What to do next for a job, given what was seen of its newest attempt. `now`: seconds, database time."""
+    """What to do next for a job. `seen`: what was observed of its newest attempt; `now`: database time in seconds."""
     match job.state:
         case State.VALIDATING:
             return Validate()
@@ -101,45 +101,45 @@ def decide(job: Job, seen: Observation, now: float) -> Action:
 
 
 def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
-    if job.attempt and isinstance(seen, Running):  # cannot be; but two attempts at once must not be either
+    if job.attempt and isinstance(seen, Running):  # impossible; but two attempts must never run at once
         return Kill(Reason.STOP_TIMEOUT)
     if job.state is State.PAUSED or is_ahead(job.not_before, now):
         return Wait()
     if job.is_out_of_time(now):
         return _out_of_time(job, now)
-    if isinstance(seen, Unknown):  # steps aside, so that the queue behind it moves
+    if isinstance(seen, Unknown):  # not due for a while, so that the jobs behind it can start
         rest = replace(job, not_before=now + RECHECK_SECONDS)
-        return _tell_unseen(rest, seen) if _is_news(job, seen) else Become(rest)
-    return _tell_seen(job) if _is_unseen(job) else Place()
+        return _report_unseen(rest, seen) if _is_newly_unseen(job, seen) else Become(rest)
+    return _report_seen(job) if _is_unseen(job) else Place()
 
 
 def _is_unseen(job: Job) -> bool:
-    """Whether the job says that it cannot be observed."""
+    """Whether the job reports that it cannot be observed."""
     return job.pending is not None and job.pending.startswith(_UNSEEN)
 
 
-def _is_news(job: Job, seen: Unknown) -> bool:
+def _is_newly_unseen(job: Job, seen: Unknown) -> bool:
     return seen.seconds >= UNSEEN_SECONDS and not _is_unseen(job)
 
 
-def _tell_unseen(job: Job, seen: Unknown) -> Become:
+def _report_unseen(job: Job, seen: Unknown) -> Become:
     job = replace(job, pending=f"{_UNSEEN}: {seen.why}")
     return Become(job, message=job.pending, level="warn")
 
 
-def _tell_seen(job: Job) -> Become:
+def _report_seen(job: Job) -> Become:
     return Become(replace(job, pending=None), message="The job is observed again.")
 
 
 def _decide_running(job: Job, seen: Observation, now: float) -> Action:
     if _is_unseen(job) and not isinstance(seen, Unknown):
-        # Another replica may answer from a look that it made before the outage.
-        return Wait() if isinstance(seen, Running) and not seen.fresh else _tell_seen(job)
+        # Another replica may answer with an observation from before the outage.
+        return Wait() if isinstance(seen, Running) and not seen.fresh else _report_seen(job)
     match seen:
         case Unknown():
-            return _tell_unseen(job, seen) if _is_news(job, seen) else Wait()
+            return _report_unseen(job, seen) if _is_newly_unseen(job, seen) else Wait()
         case Absent() if _is_stopped_by_sweep(job):
-            return _swept(job, now)
+            return _end_by_sweep(job, now)
         case Absent():
             return Launch() if job.desired is Desired.RUN else Become(_at_rest(job), release=True)
         case Running():
@@ -153,11 +153,8 @@ def _decide_running(job: Job, seen: Observation, now: float) -> Action:
 def _decide_alive(job: Job, seen: Running, now: float) -> Action:
     if job.generation != job.signalled:
         return Signal()
-    if job.wish is Desired.RUN and job.is_out_of_time(now):
+    if job.effective_desired is Desired.RUN and job.is_out_of_time(now):
         return Become(halted(job, Halt.TIME_LIMIT), message=f"{_TIME_IS_UP} It stops at a checkpoint.", level="warn")
-    if job.wish is Desired.RUN and seen.leaving is not None:
-        leaves = halted(job, Halt.DRAINED, f"{seen.leaving}: it stops at a checkpoint, and goes on elsewhere.")
-        return Become(leaves, message=leaves.pending, level="warn")
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
     if job.phase in (Phase.LAUNCHING, Phase.WAITING) and not seen.admitted:
@@ -192,27 +189,27 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     reason = reason_of(seen.exit)
     if reason is Reason.SUCCEEDED:
         done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now, stopped=None)
-        return Become(done, release=True, message=USER_TEXT[reason])
+        return Become(done, release=True, message=reason.text)
     if _is_stopped_by_sweep(job):
-        return _swept(job, now)
+        return _end_by_sweep(job, now)
     if job.halt is Halt.TIME_LIMIT and job.desired is Desired.RUN:
         return _out_of_time(job, now)
     if reason is None:
         return _after_stop(job, seen, now)
     error = seen.exit.error if seen.exit else None
-    if RETRY[reason] is Retry.NEVER:
+    if reason.retry is Retry.NEVER:
         return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
-    if RETRY[reason] is Retry.LATER:
+    if reason.retry is Retry.LATER:
         return _later(job, seen.checkpoint_step, reason, error, now)
     return _after_failure(job, seen.checkpoint_step, reason, error, now)
 
 
 def _after_stop(job: Job, seen: Ended, now: float) -> Become:
-    """No failure. Where the attempt did not get its place the job waits, and says why."""
+    """The job after an attempt that stopped without failing; if the attempt got no place, the job waits and says why."""
     rest, message = _at_rest(job), seen.exit.message if seen.exit else None
     if job.halt is Halt.PREEMPTED and rest.state is State.QUEUED:
         rest = replace(rest, reason=Reason.PREEMPTED)
-        message = f"{USER_TEXT[Reason.PREEMPTED]} It goes on from there when slots are free."
+        message = f"{Reason.PREEMPTED.text} It continues from there when slots are free."
     if rest.state is not State.QUEUED or not seen.delay_seconds:
         return Become(rest, release=True, message=message)
     message = f"{message} The next attempt is made in {seen.delay_seconds:g} seconds."
@@ -221,14 +218,14 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
 
 
 def _out_of_time(job: Job, now: float) -> Become:
-    return Become(fail(job, Reason.TIME_LIMIT, None, now), release=True, message=USER_TEXT[Reason.TIME_LIMIT])
+    return Become(fail(job, Reason.TIME_LIMIT, None, now), release=True, message=Reason.TIME_LIMIT.text)
 
 
 def _is_stopped_by_sweep(job: Job) -> bool:
     return job.halt is Halt.SWEEP and job.desired is Desired.RUN
 
 
-def _swept(job: Job, now: float) -> Become:
+def _end_by_sweep(job: Job, now: float) -> Become:
     ended = replace(
         job,
         state=State.CANCELLED,
@@ -239,35 +236,36 @@ def _swept(job: Job, now: float) -> Become:
         pending=None,
         finished_at=now,
     )
-    return Become(ended, release=True, message=USER_TEXT[Reason.SWEEP_STOPPED])
+    return Become(ended, release=True, message=Reason.SWEEP_STOPPED.text)
 
 
 def stopped_by_sweep(job: Job, why: str, now: float) -> Job:
-    """The job when its sweep stops it: at a checkpoint if an attempt of it runs, else at once. Itself, if it is over, stops
-    already, or stops because its user wants it to. `why`: for the user."""
+    """The job stopped by its sweep: at a checkpoint if an attempt runs, else at once. A job that is over, or already stops, is
+    returned unchanged. `why`: text for the user."""
     if job.state in TERMINAL or job.halt is Halt.SWEEP:
         return job
     if job.state is State.RUNNING:
         stops = replace(halted(job, Halt.SWEEP, f"It stops at a checkpoint: {why}."), stopped=why)
         return stops if job.desired is Desired.RUN else job
-    return _swept(replace(job, stopped=why), now).job
+    return _end_by_sweep(replace(job, stopped=why), now).job
 
 
 def halted(job: Job, halt: Halt, why: str | None = None) -> Job:
-    """The job whose attempt is to stop at a checkpoint, though its user wants it to run. `why`: for the user."""
+    """The job whose attempt must stop at a checkpoint although its user wants it to run. `why`: text for the user."""
     return replace(job, halt=halt, generation=job.generation + 1, pending=why or job.pending)
 
 
-def displaced_by(job: Job, head: Waiting) -> Job:
-    """The job when it is to make room for another. Itself, if it is not training any more or stops already."""
-    if job.state is not State.RUNNING or job.phase is not Phase.TRAINING or job.wish is not Desired.RUN:
+def preempted_by(job: Job, head: QueuedJob) -> Job:
+    """The job stopping at a checkpoint so that `head` can start. A job that does not train, or already stops, is returned
+    unchanged."""
+    if job.state is not State.RUNNING or job.phase is not Phase.TRAINING or job.effective_desired is not Desired.RUN:
         return job
     return halted(job, Halt.PREEMPTED, f"It stops at a checkpoint, to make room for a job of priority {head.priority}.")
 
 
 def launch_failed(job: Job, message: str, checkpoint_step: int, now: float) -> Become:
-    """What becomes of a job whose attempt could not be started; `message` says why. `checkpoint_step`: as in Ended."""
-    error = ErrorInfo(code=ERROR_CODE[Reason.LAUNCH_FAILED], message=message)
+    """The job after an attempt that could not be started; `message` says why. `checkpoint_step`: as in Ended."""
+    error = ErrorInfo(code=Reason.LAUNCH_FAILED.code, message=message)
     return _after_failure(job, checkpoint_step, Reason.LAUNCH_FAILED, error, now)
 
 
@@ -280,40 +278,41 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
         text += f" {failures} attempts in a row failed without reaching a new checkpoint."
         return Become(fail(job, reason, error, now, text), release=True, message=text)
     delay = BACKOFF_SECONDS * 2 ** (failures - 1)
-    where, rest = _goes_on(job, checkpoint_step, reason, now + delay)
-    return Become(rest, release=True, message=f"{text} The job goes on {where}.", level="error")
+    where, rest = _continued(job, checkpoint_step, reason, now + delay)
+    return Become(rest, release=True, message=f"{text} The job continues {where}.", level="error")
 
 
 def _later(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
-    """What becomes of a job whose attempt found something lacking that is no fault of its own: it tries again until it is
-    there, and its failures are not counted."""
-    where, rest = _goes_on(job, checkpoint_step, reason, now + REST_SECONDS)
-    text = f"{failure_text(reason, error)} The job goes on {where} in {REST_SECONDS:g} seconds, and waits as long as it takes."
+    """The job after an attempt whose host lacked something: it tries again until that is there, without counting failures."""
+    where, rest = _continued(job, checkpoint_step, reason, now + REST_SECONDS)
+    text = (
+        f"{failure_text(reason, error)} The job continues {where} in {REST_SECONDS:g} seconds, and waits as long as it takes."
+    )
     return Become(replace(rest, pending=text), release=True, message=text, level="error")
 
 
-def _goes_on(job: Job, checkpoint_step: int, reason: Reason, not_before: float) -> tuple[str, Job]:
-    """From where the next attempt goes on, in words, and the job until then."""
+def _continued(job: Job, checkpoint_step: int, reason: Reason, not_before: float) -> tuple[str, Job]:
+    """Where the next attempt begins, in words, and the job until then."""
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
     rest = replace(_at_rest(job), reason=reason, not_before=not_before)
     return where, rest if checkpoint_step >= 0 else replace(rest, left_seconds=None)
 
 
 def _at_rest(job: Job) -> Job:
-    """Where a job goes whose attempt has ended before its time."""
+    """The job, queued or paused, after an attempt that ended before training did."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
     job = replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None, stopped=None)
     if not job.shapes:
         return job
-    fewest = job.shapes[-1]  # with which it waits, whatever it had
+    fewest = job.shapes[-1]  # a waiting job counts as its smallest shape
     left = None if job.left_seconds is None else job.left_seconds * job.slots / fewest.ranks
     return replace(job, slots=fewest.ranks, nodes=fewest.nodes, left_seconds=left)
 
 
 def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:
-    """The job, failed for good, with OpenAI's error object."""
+    """The failed job, with OpenAI's error object."""
     shown = {
-        "code": error.code if error else ERROR_CODE[reason],
+        "code": error.code if error else reason.code,
         "message": text or failure_text(reason, error),
         "param": error.param if error else None,
     }
@@ -321,7 +320,7 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
 
 
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
-    """The job after its data files were read: failed, or on its way."""
+    """The job after its data files were read: failed, queued or paused."""
     job = replace(job, pending=None)
     if error is not None:
         of_data = error.param in ("training_file", "validation_file", "validation_split")
@@ -330,9 +329,8 @@ def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 
 
-def placed(job: Job, host: str, shape: Shape | None = None) -> Job:
-    """The job with a new attempt on a host or in a place, whose slots it holds. `shape`: of a job that may have
-    several, the one that it got."""
+def placed(job: Job, host: str, shape: JobSize | None = None) -> Job:
+    """The job with a new attempt that holds slots of a host. `shape`: the one it got, where it may have several."""
     if job.shapes and shape is not None:
         job = replace(job, slots=shape.ranks, nodes=shape.nodes)
     return replace(
@@ -349,7 +347,7 @@ def placed(job: Job, host: str, shape: Shape | None = None) -> Job:
 
 
 def too_large(job: Job) -> Job:
-    """The job, left in the queue: no host that could observe it has as many slots as it needs."""
+    """The job, still queued, with the reason that its host has too few slots."""
     return replace(
         job,
         pending=f"It needs {job.slots} slots at once, more than this host has now (FT_SLOTS). Smaller jobs go first. It starts "
@@ -358,6 +356,6 @@ def too_large(job: Job) -> Job:
 
 
 def signalled(job: Job) -> Job:
-    """The job after its wish was written to the running attempt."""
-    phase = Phase.LAUNCHING if job.wish is Desired.RUN else Phase.STOPPING
+    """The job after the running attempt was told what to do."""
+    phase = Phase.LAUNCHING if job.effective_desired is Desired.RUN else Phase.STOPPING
     return replace(job, signalled=job.generation, phase=phase)

@@ -1,64 +1,64 @@
-"""How long a job is expected to hold its slots: by what it was planned to take, and by what others really took. Pure."""
+"""Expected duration of a job, from its plan and from how long other jobs really took. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 ENOUGH = 20
-"""Jobs after which one more says little that is new."""
+"""Number of measured jobs from which one more changes little."""
 PACES_SECONDS, FEW_PACES_SECONDS = 30.0, 2.0
-"""How long paces are good for: of so many jobs, and of fewer."""
+"""How long paces stay valid: those of so many jobs, and those of fewer."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What a job is, for an estimate."""
+    """The facts about a job from which its duration is estimated."""
 
     base: str
     slots: int
     work: float | None
-    """FLOP of the whole training, as planned; None: not known (jobs of earlier versions)."""
+    """Planned FLOP of the whole training; None: unknown."""
     planned_seconds: float | None
-    """What the plan says it takes; None: the machine's figures are not known."""
+    """Planned duration; None: the machine's figures are unknown."""
     left_seconds: float | None = None
-    """What was left of it when it last reported a step; None: it never did."""
+    """Time left when it last reported a step; None: it never did."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A job that has succeeded, or one that trains and tells how fast it is."""
+class MeasuredJob:
+    """A job that has succeeded, or one that trains and has reported its speed."""
 
     effort: Effort
     held_seconds: float
-    """For which it held slots, over all attempts, or will have."""
+    """Time that all its attempts held slots, or will have held them at its end."""
     slot_seconds: float
 
 
 @dataclass(frozen=True)
 class _Pace:
     longer: float | None
-    """Times its plan that a job takes."""
+    """Real duration divided by the planned one."""
     slot_seconds_per_flop: float | None
 
 
 class Paces:
-    """What jobs took, by base."""
+    """How long jobs took, by base."""
 
-    def __init__(self, measured: Sequence[Measured] = ()) -> None:
-        bases = {one.effort.base for one in measured}
-        self._of_base = {base: _pace(one for one in measured if one.effort.base == base) for base in bases}
+    def __init__(self, measured: Sequence[MeasuredJob] = ()) -> None:
+        bases = {job.effort.base for job in measured}
+        self._of_base = {base: _pace([job for job in measured if job.effort.base == base]) for base in bases}
         self._of_all = _pace(measured)
         self.good_seconds = PACES_SECONDS if len(measured) >= ENOUGH else FEW_PACES_SECONDS
-        """After so long they should be measured again."""
+        """Seconds after which the jobs should be read again."""
 
     def expected_seconds(self, effort: Effort) -> float | None:
-        """Seconds that a job will hold its slots from its next start on; None: not known.
+        """Expected duration of a job from its next start on; None: unknown.
 
-        What the job itself measured comes first. Otherwise its plan, times how much longer than planned others took:
-        those on the same base if there are any, else all. Where the machine's figures are not known, the time that the same
-        amount of work took them.
+        The job's own measurement comes first. Otherwise its plan, times the ratio by which other jobs exceeded theirs: those on
+        the same base if there are any, else all. If the machine's figures are unknown, the time that others needed for as much
+        work.
         """
         if effort.left_seconds is not None:
             return effort.left_seconds
@@ -70,8 +70,7 @@ class Paces:
         return None
 
 
-def _pace(measured: Iterable[Measured]) -> _Pace:
-    some = list(measured)
-    longer = [one.held_seconds / one.effort.planned_seconds for one in some if one.effort.planned_seconds]
-    flops = [one.slot_seconds / one.effort.work for one in some if one.effort.work]
+def _pace(measured: Sequence[MeasuredJob]) -> _Pace:
+    longer = [job.held_seconds / job.effort.planned_seconds for job in measured if job.effort.planned_seconds]
+    flops = [job.slot_seconds / job.effort.work for job in measured if job.effort.work]
     return _Pace(median(longer) if longer else None, median(flops) if flops else None)

@@ -1,17 +1,16 @@
-"""Whose turn it is: which waiting job starts next, on which host, and which running ones make room for it. Pure.
+"""The scheduling rule: which waiting job starts next, on which host and slots, and which running jobs it preempts. Pure.
 
-The order. A higher priority goes first, always. Among equals the project goes first that has used least; within a project,
-first come, first served. What a project has used is its slot-seconds, of which half are forgotten every three days
-(`HALF_LIFE_SECONDS`), and what its running jobs are still expected to use: so two projects that both have work waiting get the
-same over time, whoever submitted first, and who has used nothing for a while goes first once. A project that runs as many ranks
-as it may is passed over until one of its jobs ends.
+A higher priority always goes first. Among equal priorities the project that has used least goes first; within a project, first
+come, first served. What a project has used is its slot-seconds, of which half are forgotten every three days
+(`HALF_LIFE_SECONDS`), plus what its running jobs are still expected to use: two projects that both have work waiting get the
+same over time, whichever submitted first. A project that runs as many ranks as it may is passed over until one of its jobs
+ends.
 
-The first job in this order that is not passed over is the head. If too few slots are free for it, it is waited for, and later
-jobs start in its place only if that does not move its estimated start: because they are expected to end before it, or because
-they leave enough slots for it.
+The first job in this order that is not passed over is the head. While too few slots are free for it, later jobs start before it
+only if that does not delay its expected start: they are expected to end earlier, or leave enough slots for it.
 
-A job that may run on more or fewer ranks (`Waiting.shapes`) is waited for, and charged, as its smallest shape. When its turn
-has come it starts on the largest that is free then, and waits for no more.
+A job with several shapes is counted as its smallest while it waits. When its turn comes it starts in the largest shape for
+which slots are free at that moment.
 """
 
 from __future__ import annotations
@@ -20,112 +19,132 @@ import bisect
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ft_service.jobs.line import Holding, Line, Shape, Start, Waiting, accrued, is_ahead
+from ft_service.jobs.queue_snapshot import ExpectedStart, JobSize, QueuedJob, QueueSnapshot, RunningJob, accrued, is_ahead
 
 LOOK_AHEAD = 64
-"""Jobs behind the head that are looked at to fill its gap."""
+"""How many jobs behind the head are considered for the slots that the head cannot use yet."""
 UNKNOWN_SECONDS = 3600.0
-"""What a job of unknown length counts as in its project's use, until it has ended."""
+"""Duration that a job of unknown length adds to its project's use until it ends."""
 
 
 @dataclass(frozen=True)
-class _Reserved:
-    """The place that is kept for the head."""
+class _Reservation:
+    """The slots kept for the head."""
 
-    head: Waiting
+    head: QueuedJob
+    host: str
     at: float
-    """Its estimated start; infinite: not known."""
-    extra: Mapping[str, int]
-    """Host → its slots that are then free beside the head."""
+    """Expected start of the head; infinite: unknown."""
+    extra: int
+    """Slots of the host that are free then beyond those of the head."""
 
 
-def next_start(line: Line) -> Start | None:
-    """The job that starts now, and where; None: none may."""
-    return Room(line).next_start()
+def next_start(snapshot: QueueSnapshot) -> ExpectedStart | None:
+    """The job that starts now, with host and shape; None if no job may."""
+    return QueueState(snapshot).next_start()
 
 
-def displaced(line: Line, *, after_seconds: float) -> tuple[Waiting, list[Holding]] | None:
-    """The head of the queue and the running jobs of lower priority that must make room for it; None: nobody must now.
+def choose_slots(needed: int, free: Sequence[int]) -> list[int] | None:
+    """`needed` of the free slot numbers, ascending; None if there are too few.
 
-    Nobody is displaced that has held its slots for less than `after_seconds`, or where all who might be are still too few. Of
-    those who might be the lowest priority goes first, and of equals the one that began last, which has the least to lose.
+    The lowest run of neighbours is preferred, since neighbouring GPUs tend to share the faster link; else the lowest numbers.
     """
-    room = Room(line)
-    head = room.head()
+    ordered = sorted(free)
+    if needed > len(ordered):
+        return None
+    for start in range(len(ordered) - needed + 1):
+        run = ordered[start : start + needed]
+        if needed and run[-1] - run[0] == needed - 1:
+            return run
+    return ordered[:needed]
+
+
+def choose_preempted(snapshot: QueueSnapshot, *, after_seconds: float) -> tuple[QueuedJob, list[RunningJob]] | None:
+    """The head of the queue and the running jobs of lower priority that must stop for it; None: no job must stop now.
+
+    A job that has held its slots for less than `after_seconds` does not stop, and no job stops where all candidates together
+    hold too few slots. The lowest priority stops first; of equal priorities the job that began last, which loses least.
+    """
+    state = QueueState(snapshot)
+    head = state.head()
     if head is None:
         return None
-    for group in room.groups_for(head, head.smallest):
-        each, number = room.spread(group[0], head.smallest)
-        ways = [way for host in group if (way := _way(room, line, head, host, each, after_seconds)) is not None]
-        chosen = sorted(ways, key=lambda way: sum(holding.slots for holding in way))[:number]
-        if len(chosen) == number:
-            found = [holding for way in chosen for holding in way]
-            return (head, found) if found else None
-    return None
+    choices = [_choose_on_host(state, snapshot, head, host, after_seconds) for host in state.hosts_for(head)]
+    possible = [jobs for jobs in choices if jobs is not None]
+    chosen = min(possible, key=lambda jobs: sum(job.slots for job in jobs), default=[])
+    return (head, chosen) if chosen else None
 
 
-def _way(room: Room, line: Line, head: Waiting, host: str, slots: int, after_seconds: float) -> list[Holding] | None:
-    """Who must leave a host so that it has `slots` free for the head; None: that cannot be had."""
-    there = [holding for holding in line.holdings if holding.host == host]
-    short = slots - room.free[host] - sum(holding.slots for holding in there if holding.halting)
-    if short <= 0:
+def _choose_on_host(
+    state: QueueState, snapshot: QueueSnapshot, head: QueuedJob, host: str, after_seconds: float
+) -> list[RunningJob] | None:
+    """The jobs that must stop so that a host has enough free slots for the head; None if that is impossible."""
+    on_host = [job for job in snapshot.running if job.host == host]
+    missing = head.slots - state.free[host] - sum(job.slots for job in on_host if job.stopping)
+    if missing <= 0:
         return []
-    may = [h for h in there if h.movable and not h.halting and h.priority < head.priority]
-    # Since some time to come: the clock has gone back, and nobody knows since when.
-    return _enough([h for h in may if not 0 <= line.now - h.taken_at < after_seconds], short) or None
+    candidates = [
+        job
+        for job in on_host
+        if job.preemptible and not job.stopping and job.priority < head.priority
+        # A start in the future: the clock was set back since, and the true start is unknown.
+        if not 0 <= snapshot.now - job.taken_at < after_seconds
+    ]
+    return _smallest_sufficient(candidates, missing) or None
 
 
-def _enough(candidates: Sequence[Holding], short: int) -> list[Holding]:
-    """The first of the candidates that hold `short` slots together, without those whose slots are not needed; empty: they hold
-    fewer."""
-    found: list[Holding] = []
-    for holding in sorted(candidates, key=lambda holding: (holding.priority, -holding.taken_at, holding.id)):
-        if sum(one.slots for one in found) < short:
-            found.append(holding)
-    spare = sum(one.slots for one in found) - short
+def _smallest_sufficient(candidates: Sequence[RunningJob], missing: int) -> list[RunningJob]:
+    """The first candidates that together hold `missing` slots, less those not needed; empty if all hold too few."""
+    chosen: list[RunningJob] = []
+    spare = -missing
+    for job in sorted(candidates, key=lambda job: (job.priority, -job.taken_at, job.id)):
+        if spare < 0:
+            chosen.append(job)
+            spare += job.slots
     if spare < 0:
         return []
-    for holding in sorted(found, key=lambda holding: (-holding.priority, holding.taken_at, holding.id)):
-        if holding.slots <= spare:
-            found.remove(holding)
-            spare -= holding.slots
-    return found
+    for job in sorted(chosen, key=lambda job: (-job.priority, job.taken_at, job.id)):
+        if job.slots <= spare:
+            chosen.remove(job)
+            spare -= job.slots
+    return chosen
 
 
-class Room:
-    """The hosts and the queue at one moment, which jobs may start in and end in: what is, or what is expected to be."""
+class QueueState:
+    """The queue and the free slots of each host. It begins as a snapshot; `start` and `advance` simulate what follows."""
 
-    def __init__(self, line: Line) -> None:
-        self.now = line.now
-        self.free = {name: host.slots for name, host in line.hosts.items()}
-        self._hosts = line.hosts
-        self._ends: dict[str, list[tuple[float, str, int]]] = {host: [] for host in line.hosts}
-        self._shares = line.shares
-        self.running: dict[str, int] = defaultdict(int)
-        self._charged: dict[str, float] = defaultdict(float, {name: share.used for name, share in line.shares.items()})
-        self._queues: dict[str, list[Waiting]] = defaultdict(list)
-        self._later = [(job.not_before, job.number, job) for job in line.waiting if is_ahead(job.not_before, line.now)]
+    def __init__(self, snapshot: QueueSnapshot) -> None:
+        self.now = snapshot.now
+        self.free = {name: host.slots for name, host in snapshot.hosts.items()}
+        self.ranks: dict[str, int] = defaultdict(int)
+        """Running ranks of each project."""
+        self._hosts = snapshot.hosts
+        self._ends: dict[str, list[tuple[float, str, int]]] = {host: [] for host in snapshot.hosts}
+        self._shares = snapshot.shares
+        self._charged: dict[str, float] = defaultdict(float, {name: share.used for name, share in snapshot.shares.items()})
+        self._queues: dict[str, list[QueuedJob]] = defaultdict(list)
+        self._later = [(job.not_before, job.number, job) for job in snapshot.waiting if is_ahead(job.not_before, self.now)]
         heapq.heapify(self._later)
-        for job in sorted((job for job in line.waiting if not is_ahead(job.not_before, line.now)), key=_rank, reverse=True):
+        for job in sorted((job for job in snapshot.waiting if not is_ahead(job.not_before, self.now)), key=_rank, reverse=True):
             self._queues[job.project].append(job)
-        for holding in line.holdings:
-            self._hold(holding.project, holding.host, holding.slots, holding.ends_at)
+        for running in snapshot.running:
+            self._take(running.project, running.host, running.slots, running.ends_at)
 
-    def _hold(self, project: str, host: str, slots: int, ends_at: float | None) -> None:
-        """Note what is held. A project is held against its limit and its share wherever it runs."""
+    def _take(self, project: str, host: str, slots: int, ends_at: float | None) -> None:
+        """Take slots. They count towards the project's limit and use on whichever host they are."""
         ends = math.inf if ends_at is None else max(ends_at, self.now)
-        self.running[project] += slots
+        self.ranks[project] += slots
         self._charged[project] += accrued(slots, UNKNOWN_SECONDS if ends_at is None else ends - self.now)
         if host in self.free:
             self.free[host] -= slots
             bisect.insort(self._ends[host], (ends, project, slots))
 
-    def in_order(self, passed_over: set[str] | None = None) -> Iterator[Waiting]:
-        """Jobs that are due, in the order of the queue, were each of them to start. Projects that are put into `passed_over`
-        meanwhile come no more."""
+    def in_order(self, passed_over: set[str] | None = None) -> Iterator[QueuedJob]:
+        """Due jobs in the order of the queue, as if each of them started. Jobs of projects that the caller adds to
+        `passed_over` are then left out."""
         heap = [
             (-queue[-1].priority, self._charged[project], queue[-1].number, project, 1)
             for project, queue in self._queues.items()
@@ -139,124 +158,94 @@ class Room:
             yield job
             if place < len(queue) and not (passed_over and project in passed_over):
                 following = queue[-place - 1]
-                heapq.heappush(heap, (-following.priority, charged + _charge(job), following.number, project, place + 1))
+                charge = accrued(job.slots, UNKNOWN_SECONDS if job.seconds is None else job.seconds)
+                heapq.heappush(heap, (-following.priority, charged + charge, following.number, project, place + 1))
 
-    def spread(self, host: str, shape: Shape) -> tuple[int, int]:
-        """(slots of each host, hosts) that a shape takes where a host is."""
-        return (shape.ranks, 1) if self._hosts[host].place is None else (shape.per_node, shape.nodes)
+    def hosts_for(self, job: QueuedJob, shape: JobSize | None = None) -> list[str]:
+        """Hosts that may start a job and are large enough for it. `shape`: None: its smallest."""
+        ranks = (shape or job.smallest).ranks
+        return [name for name, host in self._hosts.items() if job.host in (None, name) and host.slots >= ranks]
 
-    def groups_for(self, job: Waiting, shape: Shape) -> list[list[str]]:
-        """Hosts that are large enough for a job of this shape and may start it, as groups of which enough are alike."""
-        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for name, host in self._hosts.items():
-            where = job.host is None or job.host in (name, host.place)
-            if where and host.holds(self.spread(name, shape)[0], job.memory):
-                groups[host.place or name, host.kind].append(name)
-        return [group for group in groups.values() if len(group) >= self.spread(group[0], shape)[1]]
-
-    def hosts_for(self, job: Waiting) -> list[str]:
-        """Hosts that are large enough for a job and may start it."""
-        return [host for group in self.groups_for(job, job.smallest) for host in group]
-
-    def over_limit(self, job: Waiting, ranks: int | None = None) -> bool:
-        """Whether the job's project would run more ranks than it may. `ranks`: None: the fewest that the job may have."""
+    def over_limit(self, job: QueuedJob, ranks: int | None = None) -> bool:
+        """Whether the job's project would run more ranks than it may. `ranks`: None: those of the job's smallest shape."""
         limit = self._limit(job.project)
-        return limit is not None and self.running[job.project] + (ranks or job.slots) > limit
+        return limit is not None and self.ranks[job.project] + (ranks or job.slots) > limit
 
     def _limit(self, project: str) -> int | None:
         return self._shares[project].max_slots if project in self._shares else None
 
-    def head(self) -> Waiting | None:
-        """The first job that is not passed over, whether or not enough slots are free for it."""
+    def _candidates(self) -> Iterator[QueuedJob]:
+        """Due jobs in order, without those that no host can hold and those of projects at their limit."""
         passed_over: set[str] = set()
         for job in self.in_order(passed_over):
-            if not self.hosts_for(job):
-                continue
-            if not self.over_limit(job):
-                return job
-            passed_over.add(job.project)
-        return None
+            if self.hosts_for(job):
+                if not self.over_limit(job):
+                    yield job
+                else:
+                    passed_over.add(job.project)
 
-    def next_start(self) -> Start | None:
-        """The job that may start now, and where."""
+    def head(self) -> QueuedJob | None:
+        """The first job that is not passed over, whether or not enough slots are free for it."""
+        return next(self._candidates(), None)
+
+    def next_start(self) -> ExpectedStart | None:
+        """The job that may start now, with host and shape."""
         if not any(free > 0 for free in self.free.values()):
             return None
-        passed_over: set[str] = set()
-        reserved: _Reserved | None = None
-        looked_at = 0
-        for job in self.in_order(passed_over):
-            groups = self.groups_for(job, job.smallest)
-            if not groups:
-                continue
-            if self.over_limit(job):
-                passed_over.add(job.project)
-                continue
-            if reserved is not None:
-                looked_at += 1
-                if looked_at > LOOK_AHEAD:
-                    return None
+        reserved: _Reservation | None = None
+        for number, job in enumerate(self._candidates()):
+            if number > LOOK_AHEAD:
+                return None
             if start := self._start_of(job, reserved):
                 return start
-            reserved = reserved or min((self._reserve(job, group) for group in groups), key=lambda kept: kept.at)
+            reserved = reserved or min((self._reserve(job, host) for host in self.hosts_for(job)), key=lambda kept: kept.at)
         return None
 
-    def _start_of(self, job: Waiting, reserved: _Reserved | None) -> Start | None:
-        """How a job may start now, in the largest shape for which enough is free. `reserved`: what it must leave alone."""
+    def _start_of(self, job: QueuedJob, reserved: _Reservation | None) -> ExpectedStart | None:
+        """The start of a job now, in the largest shape for which enough slots are free. `reserved`: slots not to use."""
         for shape in job.shapes or (job.smallest,):
             if self.over_limit(job, shape.ranks):
                 continue
-            for group in self.groups_for(job, shape):
-                if shape != job.smallest and not self._hosts[group[0]].counts:
-                    continue
-                each, number = self.spread(group[0], shape)
-                free = [host for host in group if self.free[host] >= each]
-                if reserved is not None:
-                    free = [host for host in free if self._does_not_delay(job, shape, host, each, reserved)]
-                if len(free) >= number:  # the fullest first, so that what is free stays together
-                    return Start(job, tuple(sorted(free, key=lambda host: (self.free[host], host))[:number]), shape)
+            free = [host for host in self.hosts_for(job, shape) if self.free[host] >= shape.ranks]
+            if shape != job.smallest:
+                free = [host for host in free if self._hosts[host].counts]
+            if reserved is not None:
+                free = [host for host in free if self._does_not_delay(job, shape, host, reserved)]
+            if free:  # the fullest, so that free slots stay together
+                return ExpectedStart(job, min(free, key=lambda host: (self.free[host], host)), shape)
         return None
 
-    def _reserve(self, job: Waiting, group: Sequence[str]) -> _Reserved:
-        """When enough hosts of a group are expected to have the slots that a job needs, and how many more."""
-        each, number = self.spread(group[0], job.smallest)
-        first = sorted((self._free_from(host, each), host) for host in group)[:number]
-        at = first[-1][0]
-        return _Reserved(job, at, {host: self._free_at(host, at) - each for _, host in first})
-
-    def _free_from(self, host: str, slots: int) -> float:
-        """When a host is expected to have so many slots free."""
+    def _reserve(self, job: QueuedJob, host: str) -> _Reservation:
+        """When a host is expected to have the slots that a job needs, and how many more."""
         free, at = self.free[host], self.now
         for end, _, freed in self._ends[host]:
-            if free >= slots:
+            if free >= job.slots and end > at:
                 break
-            free, at = free + freed, end
-        return at
+            free, at = free + freed, max(end, at)
+        return _Reservation(job, host, at, free - job.slots)
 
-    def _free_at(self, host: str, moment: float) -> int:
-        return self.free[host] + sum(slots for end, _, slots in self._ends[host] if end <= moment)
-
-    def _does_not_delay(self, job: Waiting, shape: Shape, host: str, slots: int, reserved: _Reserved) -> bool:
-        """Whether the head starts as early as before, if a job takes `slots` of a host before it."""
+    def _does_not_delay(self, job: QueuedJob, shape: JobSize, host: str, reserved: _Reservation) -> bool:
+        """Whether the head starts as early as before if this job starts now."""
         if math.isinf(reserved.at):
             return False
         seconds = job.seconds_on(shape.ranks)
         if seconds is not None and self.now + seconds <= reserved.at:
             return True
         limit = self._limit(job.project)
-        both = self.running[job.project] + shape.ranks + reserved.head.slots
+        both = self.ranks[job.project] + shape.ranks + reserved.head.slots
         if job.project == reserved.head.project and limit is not None and both > limit:
             return False
-        return slots <= reserved.extra.get(host, slots)
+        return host != reserved.host or shape.ranks <= reserved.extra
 
-    def start(self, start: Start) -> None:
-        """Let a job begin."""
+    def start(self, start: ExpectedStart) -> None:
+        """Start a job."""
         job = start.job
         self._queues[job.project].remove(job)
-        for host in start.hosts:
-            self._hold(job.project, host, start.on_each, None if start.seconds is None else self.now + start.seconds)
+        ends_at = None if start.seconds is None else self.now + start.seconds
+        self._take(job.project, start.host, start.shape.ranks, ends_at)
 
     def advance(self) -> bool:
-        """Go on to when the next job is expected to end, or to become due. False: nothing is expected any more."""
+        """Move on to the next expected end of a job or of a back-off. False if there is none."""
         ends = [times[0][0] for times in self._ends.values() if times]
         moment = min([*ends, *(due for due, _, _ in self._later[:1])], default=math.inf)
         if math.isinf(moment):
@@ -266,21 +255,17 @@ class Room:
             while times and times[0][0] <= moment:
                 _, project, slots = times.pop(0)
                 self.free[host] += slots
-                self.running[project] -= slots
+                self.ranks[project] -= slots
         while self._later and self._later[0][0] <= moment:
             _, _, job = heapq.heappop(self._later)
-            bisect.insort(self._queues[job.project], job, key=lambda one: tuple(-part for part in _rank(one)))
+            bisect.insort(self._queues[job.project], job, key=lambda job: tuple(-part for part in _rank(job)))
         return True
 
-    def later(self) -> list[Waiting]:
-        """Jobs that are not due yet, by when they are."""
+    def later(self) -> list[QueuedJob]:
+        """Jobs that are not due yet, in the order in which they become due."""
         return [job for _, _, job in sorted(self._later, key=lambda entry: entry[:2])]
 
 
-def _rank(job: Waiting) -> tuple[int, int]:
-    """Ascending in the order within a project."""
+def _rank(job: QueuedJob) -> tuple[int, int]:
+    """Sort key of the order within a project."""
     return -job.priority, job.number
-
-
-def _charge(job: Waiting) -> float:
-    return accrued(job.slots, UNKNOWN_SECONDS if job.seconds is None else job.seconds)

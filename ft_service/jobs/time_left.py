@@ -1,4 +1,4 @@
-"""The time that a training job still takes, as the page, `ft watch` and the API all say it. Pure."""
+"""The time left of a training job, for the page, `ft watch` and the API alike. Pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterable
 from ft_service.rundir.events import Metrics
 
 WINDOW = 20
-"""Steps whose mean pace gives the time left and the tokens per second: long enough to be calm, short enough to be current."""
+"""Number of steps whose mean gives the time left and the tokens per second: enough to be steady, few enough to be current."""
 Pace = tuple[tuple[float, int], ...]
 """(seconds, tokens) of the last WINDOW steps, the oldest first."""
 
 
 def pace_after(pace: Pace, metrics: Metrics) -> Pace:
-    """The pace after one more step's numbers; without its time it stays."""
+    """The pace after one more step; metrics without a step time change nothing."""
     if metrics.step_seconds is None:
         return pace
     return (*pace, (metrics.step_seconds, metrics.tokens or 0))[-WINDOW:]
 
 
 def pace_of(reported: Iterable[Metrics]) -> Pace:
-    """The pace of a job by what it reported, the oldest first. A checkpoint repeats its step's numbers, which count once."""
+    """The pace of a job from its reported metrics, the oldest first. A checkpoint repeats its step's metrics, which count
+    once."""
     pace: Pace = ()
     step = 0
     for metrics in reported:
@@ -30,8 +31,8 @@ def pace_of(reported: Iterable[Metrics]) -> Pace:
 
 
 def seconds_left(pace: Pace, step: int, total_steps: int, *, since: float = 0.0) -> float | None:
-    """Seconds to the end of the last step, validations and checkpoints not counted; None: not known. `since`: seconds since
-    `step` was reported, of which no more than one step's are taken off: a job that stands still does not come nearer its end.
+    """Seconds to the end of the last step, without validations and checkpoints; None: unknown. `since`: seconds since `step`
+    was reported, of which at most one step's time is subtracted: a stalled job does not come nearer its end.
     """
     if not pace or not total_steps:
         return None

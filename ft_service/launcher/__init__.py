@@ -1,1 +1,1 @@
-"""Starting, watching and ending attempts: one protocol, one module for each place where workers run."""
+"""Launchers start, observe and end attempts: one protocol, and one module per place where workers run."""

@@ -1,7 +1,7 @@
-"""A job without a server: the next attempt in a run directory, in the foreground.
+"""Job without a server: runs the next attempt in a run directory, in the foreground.
 
-A job of several nodes is run by the same call on each of them, over one run directory that they share: node 0 begins the
-attempt and concludes it, the others join it.
+A job of several nodes needs the same call on each of them, over a run directory that they share: node 0 starts and concludes
+the attempt, and the others join it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,26 +20,24 @@ from typing import Any
 from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import is_locked, require_linux
-from ft_service.rundir.attempt import Attempt, last_attempt
+from ft_service.rundir.attempt import Attempt, AttemptNode, last_attempt
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ErrorInfo, Exit, ExitReason, Result, Start
 from ft_service.rundir.events import Event, read_segments
 from ft_service.spec import JobSpec
-from ft_service.supervisor import command_line
-from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS
-from ft_service.supervisor.node import Node
-from ft_service.supervisor.torchrun import JOIN_SECONDS, tail
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of
+from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, program
+from ft_service.supervisor.torchrun import JOIN_SECONDS, Node, tail
 
 POLL_SECONDS = 0.1
 JOIN_POLL_SECONDS = 0.5
-_FOR_A_MACHINE = {"activation_checkpointing": "auto", "compile": "auto"}
+_MACHINE_OPTIONS = {"activation_checkpointing": "auto", "compile": "auto"}
 STOPPING = {
-    1: "Stopping: a checkpoint is written first. Interrupt once more to stop at once.",
+    1: "Stopping after a checkpoint. Interrupt again to stop at once.",
     2: "Stopping at once, without a checkpoint.",
 }
-"""What the caller is told when a request to stop was passed on: the first and the second."""
+"""Message for the caller after the first and the second request to stop."""
 
 
 def run_local(
@@ -48,19 +47,19 @@ def run_local(
     stop: threading.Event | None = None,
     *,
     node: Node | None = None,
-    stop_grace_seconds: float = DEFAULT_GRACE_SECONDS,
-    worker_command: Sequence[str] | None = None,
+    options: SupervisorOptions | None = None,
 ) -> Exit:
-    """Train a spec in a run directory, going on from its newest complete checkpoint, and return how the attempt ended.
+    """Train a spec in a run directory from its newest complete checkpoint, and return how the attempt ended.
 
     `on_event` gets every event of this attempt, in order, and one for each request to stop. The first SIGINT or SIGTERM (or
-    `stop`) asks the ranks to checkpoint and leave, the second kills them; signals are caught only when called from the main
-    thread. A directory that holds a result is done: nothing is trained. `node`: which of a job's several nodes this is. Raises
-    SpecError if the directory belongs to another spec, ConflictError if somebody trains in it, UnavailableError if there is no
-    attempt of node 0's to join.
+    `stop`) asks the ranks to write a checkpoint and exit, the second kills them; signals are caught only when called from the
+    main thread. A directory with a result is done: nothing is trained. `node`: which of a job's several nodes this is.
+    `options`: grace and worker command of the supervisor. Raises SpecError if the directory belongs to another spec,
+    ConflictError if another process trains in it, UnavailableError if node 0 has started no attempt to join.
     """
     require_linux()
-    run = RunDir(run_dir)
+    run, node = RunDir(run_dir), node or Node()
+    options = options or SupervisorOptions(grace_seconds=DEFAULT_GRACE_SECONDS)
     _claim_directory(run, spec)
     result = run.read("result.json", Result)
     if result is not None:
@@ -68,23 +67,27 @@ def run_local(
             ExitReason.SUCCEEDED, f"{run.root} is done already: attempt {result.attempt} trained {result.steps} steps."
         )
     with _Interrupts(stop) as interrupts:
-        start = _joined(run, node, interrupts) if node and node.index else _next_attempt(run, spec)
-        process = _spawn(run, start, node, stop_grace_seconds, worker_command)
+        start = _joined(run, node, interrupts) if node.index else _next_attempt(run, spec)
+        attempt, files = Attempt(run, start.attempt), node.files(run, start)
+        process = _spawn(attempt, files, node, options)
         try:
-            _follow(run, start, node, process, interrupts, on_event)
-        except BaseException:  # an error of the callback's; the attempt must not go on unseen
+            _follow(attempt, files, process, interrupts, on_event)
+        except BaseException:  # an error of the callback; the attempt must not continue unobserved
             process.terminate()
             process.wait()
             raise
-    return _ended(run, start, node, stop_grace_seconds) or _lost(run, start, node, process.returncode)
+    deadline = time.monotonic() + options.grace_seconds
+    while node.index and not attempt.has_exit() and time.monotonic() < deadline:  # node 0 writes the attempt's exit record
+        time.sleep(JOIN_POLL_SECONDS)
+    return attempt.read_exit() or files.read_exit() or _lost(files, process.returncode)
 
 
 def wait_begun(run_dir: Path) -> None:
-    """Wait until node 0 has written what is to be trained in the directory. Raises UnavailableError."""
+    """Wait until node 0 has written the spec to the directory. Raises UnavailableError."""
     deadline = time.monotonic() + JOIN_SECONDS
     while not RunDir(run_dir).has("spec.json"):
         if time.monotonic() >= deadline:
-            raise UnavailableError(f"Node 0 has begun nothing in {run_dir}. Start it there too.")
+            raise UnavailableError(f"Node 0 has started no run in {run_dir}. Start node 0 with the same directory.")
         time.sleep(JOIN_POLL_SECONDS)
 
 
@@ -95,16 +98,16 @@ def _claim_directory(run: RunDir, spec: JobSpec) -> None:
     differing = ["spec.json"] if there is None else _differences(_substance(there), _substance(spec))
     if differing:
         raise SpecError(
-            f"run_dir = {str(run.root)!r}: it holds a run of another spec ({', '.join(differing)} differ). "
-            "Choose an empty directory, or the spec that it was begun with.",
+            f"run_dir = {str(run.root)!r}: it contains a run of another spec ({', '.join(differing)} differ). "
+            "Choose an empty directory, or use the spec that the run was started with.",
             param="run_dir",
         )
 
 
 def _substance(spec: JobSpec) -> dict[str, Any]:
-    """What decides the outcome: not the names drawn at each call, nor the number of ranks and how they share the base, nor what
-    was chosen for a machine, all of which may change on resume."""
-    distributed = spec.distributed.model_copy(update={"nnodes": 1, "nproc_per_node": 1, "replicate": 1, **_FOR_A_MACHINE})
+    """Return the options that decide the outcome, without those that may change on resume: generated names, the number of ranks
+    and how they share the base, and options that were chosen for the machine."""
+    distributed = spec.distributed.model_copy(update={"nnodes": 1, "nproc_per_node": 1, "replicate": 1, **_MACHINE_OPTIONS})
     training = spec.training.model_copy(update={"tokens_per_micro_batch": "auto"})
     names = {"job_id": "", "tuned_name": "", "chosen": {}}
     return spec.model_copy(update={**names, "training": training, "distributed": distributed}).model_dump(mode="json")
@@ -115,10 +118,11 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def _next_attempt(run: RunDir, spec: JobSpec) -> Start:
-    """Write the next attempt's start.json; whoever writes it first has the number. Raises ConflictError if one is running."""
+    """Write the next attempt's start.json, which also reserves its number. Raises ConflictError if another attempt is
+    running."""
     last = last_attempt(run)
     if last and any(is_locked(lock) for lock in Attempt(run, last).locks()):
-        raise ConflictError(f"Attempt {last} is running in {run.root}: wait for its end, or stop it.")
+        raise ConflictError(f"Attempt {last} is running in {run.root}. Wait for its end, or stop it.")
     start = Start(
         job_id=spec.job_id,
         attempt=last + 1,
@@ -133,7 +137,7 @@ def _next_attempt(run: RunDir, spec: JobSpec) -> Start:
 
 
 def _joined(run: RunDir, node: Node, interrupts: _Interrupts) -> Start:
-    """The attempt that node 0 has begun and that this node is not in yet, waited for. Raises UnavailableError."""
+    """Wait for the attempt that node 0 has started and this node has not joined yet. Raises UnavailableError."""
     deadline = time.monotonic() + JOIN_SECONDS
     while time.monotonic() < deadline and not interrupts.count:
         last = Attempt(run, last_attempt(run))
@@ -142,11 +146,11 @@ def _joined(run: RunDir, node: Node, interrupts: _Interrupts) -> Start:
         if start is not None and not over and not node.files(run, start).has_supervisor():
             return start
         time.sleep(JOIN_POLL_SECONDS)
-    raise UnavailableError(f"Node 0 has begun no attempt in {run.root} that node {node.index} could join. Start it there too.")
+    raise UnavailableError(f"Node 0 has started no attempt in {run.root} for node {node.index} to join. Start node 0 too.")
 
 
 class _Interrupts:
-    """Counts requests to stop: SIGINT and SIGTERM while it is entered in the main thread, and the caller's event."""
+    """Count of requests to stop: SIGINT and SIGTERM while it is entered in the main thread, and the caller's event."""
 
     def __init__(self, stop: threading.Event | None) -> None:
         self._stop = stop
@@ -170,77 +174,58 @@ class _Interrupts:
         self._signals += 1
 
 
-def _spawn(
-    run: RunDir, start: Start, node: Node | None, grace: float, worker_command: Sequence[str] | None
-) -> subprocess.Popen[bytes]:
-    words = command_line.arguments(
-        run.root,
-        start.attempt,
-        grace_seconds=grace,
+def _spawn(attempt: Attempt, files: AttemptNode, node: Node, options: SupervisorOptions) -> subprocess.Popen[bytes]:
+    options = replace(
+        options,
         parent=os.getpid(),
-        node_rank=node.index if node else None,
-        rdzv_endpoint=node.endpoint if node else "",
-        address=node.address if node else "",
-        conclude=node is not None and node.index == 0,
-        worker_command=worker_command or (),
+        node_rank=node.index,
+        rdzv_endpoint=node.endpoint,
+        address=node.address,
+        conclude=node.index == 0,
     )
-    output = (node or Node()).files(run, start).supervisor_log
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("ab") as file:
-        # In a session of its own: a terminal's Ctrl-C reaches us alone, and we pass on what it means.
-        command = [*command_line.program(), *words]
-        environment = child_environment(os.environ)
+    files.supervisor_log.parent.mkdir(parents=True, exist_ok=True)
+    with files.supervisor_log.open("ab") as output:
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            [*program(), *options.arguments(attempt.run.root, attempt.number)],
+            env=child_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes the request on
         )
 
 
 def _follow(
-    run: RunDir,
-    start: Start,
-    node: Node | None,
+    attempt: Attempt,
+    files: AttemptNode,
     process: subprocess.Popen[bytes],
     interrupts: _Interrupts,
     on_event: Callable[[Event], None],
 ) -> None:
-    seen, asked = -1, 0
-    files = (node or Node()).files(run, start)
+    """Pass on events and requests to stop until the supervisor has ended."""
+    last_seq, requests = -1, 0
     while True:
         ended = process.poll() is not None
-        for segment in read_segments(run, start.attempt, seen):
-            seen = segment.seq
+        for segment in read_segments(attempt.run, attempt.number, last_seq):
+            last_seq = segment.seq
             for event in segment.events:
                 on_event(event)
             if segment.fault is not None:
                 on_event(Event(time=time.time(), level="warn", message=segment.fault))
         if ended:
             return
-        # Before it has named itself, the supervisor does not yet listen to signals and would die of one.
-        listening = files.has_supervisor()
-        if interrupts.count > asked and listening:
-            asked = min(interrupts.count, 2)
-            _pass_on(Attempt(run, start.attempt), process, asked)
-            on_event(Event(time=time.time(), message=STOPPING[asked]))
+        # Before it has written its identity, the supervisor has no signal handlers and would die of a signal.
+        if interrupts.count > requests and files.has_supervisor():
+            requests = min(interrupts.count, 2)
+            if requests == 1:
+                process.send_signal(signal.SIGTERM)
+            else:
+                attempt.write_control(Control(generation=2, desired=Desired.CANCEL))
+            on_event(Event(time=time.time(), message=STOPPING[requests]))
         time.sleep(POLL_SECONDS)
 
 
-def _pass_on(attempt: Attempt, process: subprocess.Popen[bytes], asked: int) -> None:
-    if asked == 1:
-        process.send_signal(signal.SIGTERM)
-    else:
-        attempt.write_control(Control(generation=2, desired=Desired.CANCEL))
-
-
-def _ended(run: RunDir, start: Start, node: Node | None, grace: float) -> Exit | None:
-    """The attempt's exit record; another node than the first waits for it, and makes do with its own if it does not come."""
-    attempt = Attempt(run, start.attempt)
-    deadline = time.monotonic() + grace
-    while node is not None and node.index and not attempt.has_exit() and time.monotonic() < deadline:
-        time.sleep(JOIN_POLL_SECONDS)
-    return attempt.read_exit() or (node.files(run, start).read_exit() if node else None)
-
-
-def _lost(run: RunDir, start: Start, node: Node | None, returncode: int) -> Exit:
+def _lost(files: AttemptNode, returncode: int) -> Exit:
     message = f"The supervisor ended with code {returncode} and left no exit record."
-    log = tail((node or Node()).files(run, start).supervisor_log, 30)
+    log = tail(files.supervisor_log, 30)
     return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code="worker_lost", message=message, traceback=log or None))

@@ -1,7 +1,8 @@
-"""SPEC files: the body of a create request as YAML, with paths where REST has file ids.
+"""SPEC files: the body of a create request as YAML, with paths instead of file ids.
 
-Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or, when it starts with `.`, `/`
-or `~`, a folder. A job of this host names its tuned model too: by its id, the beginning of it, its suffix, or `last`.
+Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or, if it starts with `.`,
+`/` or `~`, a folder. For a tuned model of a job on this host, the job's id, the beginning of it, its suffix, or `last` also
+works.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.base_facts import is_tunable
+from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
+from ft_service.data.formats.detect_format import may_hold_data
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import count_samples, open_data
-from ft_service.data.formats.recognise import may_hold_data
 from ft_service.data.hub_data import PREFIX, fetched
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
@@ -31,6 +32,7 @@ from ft_service.spec import (
     AdapterRef,
     BaseModelRef,
     DataFileRef,
+    JobContext,
     JobRequest,
     JobSpec,
     inherit,
@@ -39,41 +41,41 @@ from ft_service.spec import (
     read_prompts,
     resolve,
 )
-from ft_service.spec.rates import COUNTED
+from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.request import SWEEP
-from ft_service.sweeps.asked import AskedSweep, parse_sweep
+from ft_service.sweeps.search_space import AskedSweep, parse_sweep
 
 
 @dataclass(frozen=True)
 class LocalData:
-    """A data file on this host, or the files of a folder that hold a dataset's split."""
+    """Data file on this host, or the files of a split in a dataset's folder."""
 
     path: Path
     files: tuple[str, ...] = ()
-    """Named from the folder; empty: `path` is a file."""
+    """Names relative to the folder; empty: `path` is a file."""
 
     @property
     def bytes(self) -> int:
         return open_data(self.path, self.files).size
 
     def ref(self) -> DataFileRef:
-        """Raises OSError."""
+        """Return a reference with the digest of the contents. Raises OSError."""
         digest = open_data(self.path, self.files).digest()
         return DataFileRef(name=self.path.name, path=str(self.path), sha256=digest, files=self.files)
 
 
 @dataclass(frozen=True)
 class SpecFile:
-    """A SPEC file that was read and found valid."""
+    """Valid SPEC file."""
 
     path: Path
     body: dict[str, Any]
-    """As written, but for a chat template, which is its text, and the prompts of a file, which stand in it."""
+    """Body as written, with the texts of the chat template's and the prompts' files in place of their names."""
     request: JobRequest
     datasets: Path | None = None
-    """Where data sets of the hub lie that were fetched; None: none is known."""
+    """Folder of the data sets that were fetched from the hub; None: unknown."""
     sweep: AskedSweep | None = None
-    """What a sweep tries, of which `request` is the first job's; None: it is one job."""
+    """Sweep, of which `request` is the first job; None: it is one job."""
 
     @property
     def training_file(self) -> LocalData:
@@ -85,12 +87,12 @@ class SpecFile:
         return None if name is None else self._existing("validation_file", name, "validation")
 
     def with_model(self, name: str) -> SpecFile:
-        """The same SPEC on another model."""
+        """Return the same SPEC with another model."""
         return replace(self, body=self.body | {"model": name}, request=self.request.model_copy(update={"model": name}))
 
     @property
     def model_folder(self) -> Path | None:
-        """The folder that `model` names; None: it is a name from the catalogue."""
+        """Folder that `model` names; None: it is a name from the catalogue."""
         name = self.request.model
         return self._absolute(name) if name.startswith((".", "/", "~")) else None
 
@@ -113,33 +115,33 @@ def load_spec_file(
     options: Mapping[str, Any] = MappingProxyType({}),
     datasets: Path | None = None,
 ) -> SpecFile:
-    """Read and validate. `sweep`: it is one of a sweep; None: it may be. `options`: dotted names and values that go before
-    those of the file. `datasets`: where data sets of the hub lie (hf://ORG/NAME); None: none is known. A data file instead of a
-    SPEC is a SPEC that names nothing but its training_file.
+    """Read and validate a SPEC file. `sweep`: whether it is a sweep; None: it may be. `options`: dotted names and values
+    that replace those of the file. `datasets`: folder of data sets from the hub (hf://ORG/NAME); None: unknown. A data file
+    in place of a SPEC counts as a SPEC with only that training_file.
 
-    Raises SpecError naming file and line, or field, value and limit.
+    Raises SpecError that names file and line, or field, value and limit.
     """
-    if holds_data(path):
+    if is_data(path):
         if "model" not in options:
             raise SpecError(
-                f"{path} holds data, by its name: say which base it is for (--model M), or give a SPEC (YAML) that names both "
-                "as training_file and model.",
+                f"{path} is a data file, by its name: name a base (--model M), or give a SPEC (YAML) with both "
+                "training_file and model.",
                 param="model",
             )
         read = {"training_file": path.name}
     else:
         read = _read(path)
     body = _with_prompts(_with_template(_with_options(read, options), path.parent), path.parent)
-    asked = parse_sweep(body) if sweep or (sweep is None and SWEEP in body) else None
-    request = asked.jobs[0].request if asked else parse_request(body)
+    parsed_sweep = parse_sweep(body) if sweep or (sweep is None and SWEEP in body) else None
+    request = parsed_sweep.jobs[0].request if parsed_sweep else parse_request(body)
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
-    return SpecFile(path=path.absolute(), body=body, request=request, datasets=datasets, sweep=asked)
+    return SpecFile(path=path.absolute(), body=body, request=request, datasets=datasets, sweep=parsed_sweep)
 
 
-def holds_data(path: Path) -> bool:
-    """Whether a path that was given as a SPEC is one of data: a folder, or a file by its name. JSON may be either: what is a
-    list, or has a line for each record, is data."""
+def is_data(path: Path) -> bool:
+    """Return whether a path that was given as a SPEC is data: a folder, or a file by its name. JSON may be either: a list,
+    or one record per line, is data."""
     if path.is_dir():
         return True
     if path.suffix.lower() != ".json":
@@ -161,8 +163,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_options(body: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The body with options (dotted) in place of its own; `sweep.` is followed by the dotted name of what is tried. Raises
-    SpecError for a name that leads through something that is no group of options."""
+    """Return the body with options, by dotted name, in place of its own; after `sweep.` comes the dotted name of a varied
+    option. Raises SpecError for a name that leads through a value which is not a group of options."""
     body = dict(body)
     for name, value in options.items():
         *sections, last = name.split(".")
@@ -173,14 +175,14 @@ def _with_options(body: dict[str, Any], options: Mapping[str, Any]) -> dict[str,
             place = f"{place}.{section}" if place else section
             there = inner.get(section)
             if there is not None and not isinstance(there, Mapping):
-                raise SpecError(f"{name}: {place} is {there!r:.80} here, and holds no options.", param=name)
+                raise SpecError(f"{name}: {place} is {there!r:.80} here, which is not a group of options.", param=name)
             inner[section] = inner = dict(there or {})
         inner[last] = value
     return body
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Name and value of `training.learning_rate=1e-4`, whose value is YAML. Raises SpecError."""
+    """Return name and value of `training.learning_rate=1e-4`, whose value is YAML. Raises SpecError."""
     name, sign, value = text.partition("=")
     name = name.strip()
     if not sign or not all(name.split(".")):
@@ -190,11 +192,11 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name, yaml.load(value, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         problem = str(getattr(error, "problem", None) or error).replace("'<stream end>'", "the end")
-        raise SpecError(f"--set {name}: {value!r:.80} is no value in YAML: {problem}.", param=name) from None
+        raise SpecError(f"--set {name}: {value!r:.80} is not a YAML value: {problem}.", param=name) from None
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The body with the text of a chat template that it names by its file. Raises SpecError."""
+    """Return the body with the text of a chat template that it names by its file. Raises SpecError."""
     given = body.get("chat_template")
     if not isinstance(given, str) or "\n" in given or not given.endswith(".jinja"):
         return body
@@ -205,7 +207,7 @@ def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The body with the prompts of a file that its evaluation names. Raises SpecError."""
+    """Return the body with the prompts of a file that its evaluation names. Raises SpecError."""
     given = body.get("evaluation")
     name = given.get("prompts") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not isinstance(name, str):
@@ -224,10 +226,11 @@ def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
 def resolve_spec_file(
     spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True, like: JobSpec | None = None
 ) -> JobSpec:
-    """What a worker on this host trains on: model and data files found. `seed`: for a SPEC without one. `to_train` False: of
-    the base config.json is enough. `like`: another job on the same files, which are not read again.
+    """Return the resolved spec for a worker on this host, with paths of model and data. `seed`: for a SPEC without one.
+    `to_train`: False: only the base's config.json is needed. `like`: another job on the same files, which are not read
+    again.
 
-    Raises SpecError for a model or file that is not there; a tuned model must have been trained in this FT_HOME.
+    Raises SpecError for a missing model or file; a tuned model must have been trained in this FT_HOME.
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
@@ -236,8 +239,7 @@ def resolve_spec_file(
         training_data, validation_data = training.ref(), validation.ref() if validation else None
     else:
         training_data, validation_data = like.training_data, like.validation_data
-    return resolve(
-        request,
+    context = JobContext(
         job_id=job_id,
         organization=settings.organization,
         model=model,
@@ -249,16 +251,17 @@ def resolve_spec_file(
         date=datetime.now(UTC).date().isoformat(),
         samples=count_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,
     )
+    return resolve(request, context)
 
 
 def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobRequest, BaseModelRef, AdapterRef | None]:
-    """The request with what it takes over from a tuned model, the base, and the adapter to go on from."""
+    """Return the request with options inherited from a tuned model, the base, and the adapter to continue."""
     request, folder = spec.request, spec.model_folder
     if folder is not None:
         return request, Catalogue([folder.parent]).find(folder.name, to_train=to_train).ref(), None
     if not is_tuned(request.model):
         try:
-            return request, Catalogue.from_settings(settings, is_tunable).find(request.model, to_train=to_train).ref(), None
+            return request, _catalogue(settings).find(request.model, to_train=to_train).ref(), None
         except SpecError:
             tuned = name_of_local(request.model, settings)
             if tuned is None:
@@ -266,12 +269,16 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
             request = request.model_copy(update={"model": tuned})
     before, parent = find_local(request.model, settings)
     there = Path(before.model.path).is_dir()
-    base = before.model if there else Catalogue.from_settings(settings, is_tunable).find(before.model.name).ref()
+    base = before.model if there else _catalogue(settings).find(before.model.name).ref()
     return inherit(request, before, parent.name), base, parent
 
 
+def _catalogue(settings: Settings) -> Catalogue:
+    return Catalogue.from_settings(settings, local_descriptions(settings, makes=False))
+
+
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
-    """One YAML mapping without duplicate keys. `name` is used in messages. Raises SpecError."""
+    """Parse a YAML mapping without duplicate keys. `name`: for messages. Raises SpecError."""
     try:
         body = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
@@ -291,7 +298,7 @@ def _kind(body: object) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; here that is an error."""
+    """YAML loader that rejects duplicate keys, of which PyYAML keeps the last silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""A job's plan: bytes per rank, wire, work, whether it fits the machine, and what to change if not."""
+"""A job's plan: bytes per rank, bytes on the wire, FLOP, whether it fits the machine, and what to change if it does not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ft_service.bases.contents import read_contents
-from ft_service.bases.described import contents_or_description
+from ft_service.bases.description import Description
 from ft_service.bases.module_rules import KEPT_IN_FP8, ROUTERS, named_apart, staying
-from ft_service.plan.base import BaseShape, base_shape
-from ft_service.plan.choose import AUTO, FORMAT, GPU_BUDGETS, KEPT, PASSES, assumed, with_options
-from ft_service.plan.lengths import Lengths
+from ft_service.plan.auto_options import sentences, settle_on
+from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
-from ft_service.plan.settle import sentences, settle_on, within_context
-from ft_service.plan.speed import Speed, Wire, flops_per_token, launch_seconds, speed_on, wire_bytes
-from ft_service.plan.storage import AdapterShape, Layout, Stored, adapters_of, groups_of, layout_of, stored_weights
-from ft_service.plan.vocabulary import refuse_ids_without_row
+from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.speed import CollectiveBytes, Speed, flops_per_token, speed_on, wire_bytes
+from ft_service.plan.vocabulary_check import refuse_ids_without_row
+from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorage, layout_of, stored_weights
 from ft_service.spec import JobSpec, WeightFormat
 
 WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
@@ -27,7 +25,7 @@ PICKLED = (
     "Their shapes are taken from its config.json."
 )
 _SHORT = 256
-"""Tokens below which cutting samples is not worth proposing."""
+"""Tokens below which a plan does not propose to cut samples."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Module:
     shape: tuple[int, ...]
     format: WeightFormat
     bytes: int
-    """Of the whole module, unsharded."""
+    """Bytes of the whole module."""
     bytes_per_rank: int
 
 
@@ -54,36 +52,37 @@ class OptionChange:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of samples of one length takes."""
+    """The cost of an optimizer step with samples of one length."""
 
     batches: MicroBatches
     rank: RankBytes
-    wire: Wire
+    wire: CollectiveBytes
     flops_per_token: int
     speed: Speed | None
 
 
 @dataclass(frozen=True)
 class Plan(Cost):
-    """The cost of a job on a machine, at most: were every sample as long as the longest, which is one of training.max_length
-    tokens where the data is not known. `fits`: None where the machine's memory is not known."""
+    """The highest cost of a job on a machine: that of samples which are all as long as the longest, or training.max_length
+    tokens where the data is not known."""
 
     machine: str
     memory: int | None
-    """Bytes that tensors of one rank can have."""
-    layout: Layout
+    """Bytes that tensors of a rank can have; None: not known."""
+    layout: ShardLayout
     modules: tuple[Module, ...]
     frozen_parameters: int
     adapter_parameters: int
     likely: Cost | None
     """The cost at the mean length. None: the data is not known."""
     fits: bool | None
+    """None: the machine's memory is not known."""
     chosen: tuple[str, ...]
-    """What "auto" was chosen to be, and why, a sentence each."""
+    """A sentence for each "auto" option: its value, and why."""
     changes: tuple[OptionChange, ...]
-    """What to change so that it fits, one by one in the order of preference; if no change alone is enough, all of them."""
+    """Single changes so that it fits, in the order of preference; if none alone is enough, all of them together come last."""
     hints: tuple[str, ...]
-    """What would be better and is not wrong."""
+    """Advice that would make the job faster."""
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,24 +96,19 @@ class Plan(Cost):
 
     @property
     def stored_fits(self) -> bool | None:
-        """Whether the part that does not depend on the data fits: stored and gathered bytes. If not, no sample however short
-        helps.
-        """
+        """Whether stored and gathered bytes fit, which do not depend on the data. None: the machine's memory is not known."""
         return None if self.memory is None else self.rank.resident <= self.memory
 
 
-def plan_job(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *, to_train: bool = True) -> Plan:
-    """A job's plan, with options that are "auto" chosen for the machine. `lengths`: of the training data, if it was read.
-    `to_train` False: of the base config.json and, where there is one, its index are enough.
+def plan_job(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None) -> Plan:
+    """A job's plan, with "auto" options chosen for the machine. `lengths`: lengths of the training data, if it was read.
 
-    Raises SpecError for a base that cannot be read or trained on, and for a pattern or module name that matches nothing.
+    Raises SpecError for a base whose tokenizer has ids without a row, and for a pattern or module name that matches nothing.
     """
     folder = Path(spec.model.path)
-    contents, here = (read_contents(folder), True) if to_train else contents_or_description(folder)
-    base = base_shape(contents)
     refuse_ids_without_row(base, folder)
     draft = _plan(base, spec, machine, lengths)
-    if not here:
+    if not base.downloaded:
         from ft_service.bases.catalogue import pickled_weights  # with YAML, which commands that only show a plan need not
 
         pickled = pickled_weights(folder)
@@ -127,16 +121,8 @@ def plan_job(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *,
     return replace(draft, changes=tuple(_changes(base, _opened(spec), machine, lengths)))
 
 
-def bounded(spec: JobSpec) -> JobSpec:
-    """The spec with samples no longer than the base was made for, unless it says how long. Raises SpecError as `plan_job`."""
-    contents, _ = contents_or_description(Path(spec.model.path))
-    return within_context(base_shape(contents), spec)
-
-
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
-    """Optimizer steps and their duration in seconds: at most, were every sample as long as the longest, and likely, at the mean
-    length.
-    """
+    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely, of mean length."""
     options = spec.training
     steps = options.max_steps or options.epochs * -(-examples // options.batch)
     most, likely = (
@@ -145,52 +131,44 @@ def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
     return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
 
 
-def _plan(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | None) -> Plan:
+def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> Plan:
     spec = assumed(settle_on(base, spec, machine, lengths))
     memory = usable_bytes(machine, spec)
-    layout = layout_of(spec)
-    stored, adapters = stored_weights(base, spec, layout), adapters_of(base, spec)
-    groups = groups_of(stored, adapters, spec)
-    mode = spec.distributed.activation_checkpointing
-    known = spec.precision.compute == "bf16" or machine.shared_memory  # data sheets speak of bf16
-
-    def cost(batches: MicroBatches) -> Cost:
-        wire = wire_bytes(groups, spec, layout, batches.rounds)
-        flops = flops_per_token(base, adapters, batches.length, checkpointed=mode == "full")
-        launched = launch_seconds(batches.rounds, base.shape.layers, mode, gpu=not machine.shared_memory)
-        return Cost(
-            batches=batches,
-            rank=rank_bytes(base, spec, layout, stored, adapters, groups, batches, machine),
-            wire=wire,
-            flops_per_token=flops,
-            speed=speed_on(machine, flops, stored, wire, batches, layout, passes=PASSES[mode], launched=launched)
-            if known
-            else None,
-        )
-
-    most = cost(planned_micro_batches(spec, layout, lengths and lengths.longest))
+    job = ShardedJob.of(base, spec)
+    most = _cost(job, machine, lengths and lengths.longest)
     mean = lengths.mean if lengths else None
     return Plan(
         machine=machine.name,
         memory=memory,
-        layout=layout,
-        modules=tuple(_modules(stored, layout)),
-        frozen_parameters=sum(part.weight.numel for part in stored),
-        adapter_parameters=sum(adapter.numel for adapter in adapters),
+        layout=job.layout,
+        modules=tuple(_modules(job)),
+        frozen_parameters=sum(part.weight.numel for part in job.frozen),
+        adapter_parameters=sum(adapter.numel for adapter in job.adapters),
         **vars(most),
-        likely=cost(planned_micro_batches(spec, layout, mean)) if mean else None,
+        likely=_cost(job, machine, mean) if mean else None,
         fits=None if memory is None else most.rank.total <= memory,
         chosen=tuple(sentences(spec).values()),
         changes=(),
         hints=(),
-        warnings=tuple(_warnings(base, spec, layout, adapters)),
+        warnings=tuple(_warnings(job)),
     )
 
 
-def _modules(stored: list[Stored], layout: Layout) -> Iterator[Module]:
-    """One entry a module: a bias goes with its weight."""
-    of_module: dict[str, list[Stored]] = {}
-    for part in stored:
+def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
+    """The cost with samples of `length` tokens; None: training.max_length."""
+    batches = planned_micro_batches(job.spec, job.layout, length)
+    wire = wire_bytes(job, batches.rounds)
+    checkpointed = job.spec.distributed.checkpointing == "full"
+    flops = flops_per_token(job.base, job.adapters, batches.length, checkpointed=checkpointed)
+    known = job.spec.precision.compute == "bf16" or machine.shared_memory  # data sheets speak of bf16
+    speed = speed_on(machine, job, batches, flops, wire) if known else None
+    return Cost(batches, rank_bytes(job, batches, machine), wire, flops, speed)
+
+
+def _modules(job: ShardedJob) -> Iterator[Module]:
+    """One entry per module: a bias goes with its weight."""
+    of_module: dict[str, list[WeightStorage]] = {}
+    for part in job.frozen:
         of_module.setdefault(part.weight.module, []).append(part)
     for name, parts in of_module.items():
         main = max(parts, key=lambda part: len(part.weight.shape))
@@ -200,18 +178,18 @@ def _modules(stored: list[Stored], layout: Layout) -> Iterator[Module]:
             shape=main.weight.shape,
             format=main.format,
             bytes=sum(part.bytes_whole for part in parts),
-            bytes_per_rank=sum(part.bytes_on_rank(layout) for part in parts),
+            bytes_per_rank=sum(part.bytes_on_rank(job.layout) for part in parts),
         )
 
 
 def _opened(spec: JobSpec) -> JobSpec:
-    """The spec with what was chosen for it open again, so that it follows a change of what was not."""
+    """The spec with its chosen options "auto" again, so that they follow a change of the others."""
     again = [option for option in spec.chosen if option not in KEPT or option == FORMAT]
     return with_options(spec.model_copy(update={"chosen": {}}), dict.fromkeys(again, AUTO))
 
 
-def _changes(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | None) -> Iterator[OptionChange]:
-    """Single changes in the order of preference; then, if none of them is enough, all together."""
+def _changes(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> Iterator[OptionChange]:
+    """Single changes in the order of preference; then, if no single one is enough, all of them together."""
     combined, options = spec, dict[str, Any]()
     enough = False
     for change in _candidates(base, spec):
@@ -223,8 +201,8 @@ def _changes(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths 
         yield _tried(base, combined, machine, options, lengths)
 
 
-def _hints(base: BaseShape, spec: JobSpec, machine: Machine, draft: Plan, lengths: Lengths | None) -> Iterator[str]:
-    """Advice beside the changes: a base that fits whole on every rank needs no gathers at all."""
+def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, lengths: SampleLengths | None) -> Iterator[str]:
+    """Advice for a job that fits: a base that fits whole on every rank needs no gathers."""
     if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
         return
     options = {"distributed.replicate": -1, "distributed.offload": False}
@@ -232,13 +210,15 @@ def _hints(base: BaseShape, spec: JobSpec, machine: Machine, draft: Plan, length
         yield "The base fits whole on every rank: distributed.replicate: -1 needs no gathers and is the fastest."
 
 
-def _tried(base: BaseShape, spec: JobSpec, machine: Machine, options: dict[str, Any], lengths: Lengths | None) -> OptionChange:
+def _tried(
+    base: Description, spec: JobSpec, machine: Machine, options: dict[str, Any], lengths: SampleLengths | None
+) -> OptionChange:
     plan = _plan(base, spec, machine, lengths)
     return OptionChange(options, plan.rank.total, bool(plan.fits))
 
 
-def _candidates(base: BaseShape, spec: JobSpec) -> Iterator[dict[str, Any]]:
-    """Changes of options that are not "auto": those have the best value already."""
+def _candidates(base: Description, spec: JobSpec) -> Iterator[dict[str, Any]]:
+    """Changes of options that are not "auto", since "auto" ones have the best value already."""
     training, distributed = spec.training, spec.distributed
     if distributed.activation_checkpointing not in ("full", AUTO):
         yield {"distributed.activation_checkpointing": AUTO}
@@ -250,31 +230,30 @@ def _candidates(base: BaseShape, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
-    if spec.precision.default == "bf16" and not KEPT_IN_FP8.isdisjoint(base.held().values()):
+    if spec.precision.default == "bf16" and not KEPT_IN_FP8.isdisjoint(base.held.values()):
         yield {"precision.default": "fp8"}  # as exact: the base is published so
     if spec.precision.default != AUTO and any(f not in ("nf4", "nf4_fp32") for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
     yield {"distributed.nproc_per_node": 2 * spec.world_size // distributed.nnodes}
 
 
-def _formats(base: BaseShape, spec: JobSpec) -> list[WeightFormat]:
+def _formats(base: Description, spec: JobSpec) -> list[WeightFormat]:
     """Formats of the weights that the precision map decides on."""
     stored = stored_weights(base, spec, layout_of(spec))
-    stay = staying(base.held())
+    stay = staying(base.held)
     return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.module not in stay]
 
 
-def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[AdapterShape]) -> Iterator[str]:
-    small = [a for a in adapters if a.r > min(a.rows, a.cols)]
-    if small:
-        first = small[0]
+def _warnings(job: ShardedJob) -> Iterator[str]:
+    base, spec, layout = job.base, job.spec, job.layout
+    first = next((a for a in job.adapters if a.r > min(a.rows, a.cols)), None)
+    if first is not None:
         yield (
             f"lora.r = {first.r} is more than the matrix of {first.module} has ({first.rows} x {first.cols}): "
             "a rank above the smaller side adds parameters and no freedom."
         )
-    if base.untested is not None:
-        yield base.untested
-    apart = named_apart([weight.module for weight in base.adaptable()], [weight.module for weight in base.experts()])
+    yield from base.warnings
+    apart = named_apart([weight.module for weight in base.linears], [weight.module for weight in base.experts])
     left_out = [name for name in apart if ROUTERS.isdisjoint(name.split("."))]
     if left_out and spec.lora.lora_dropout and spec.lora.target_modules == "all-linear" and not spec.shared_experts:
         yield (
@@ -282,7 +261,7 @@ def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[Ada
             f"layers of a mixture, so all-linear leaves these {len(left_out)} out, the first: {left_out[0]}. Set it to 0 to "
             "adapt them."
         )
-    longest = base.shape.max_positions
+    longest = base.dimensions.max_positions
     given = "max_length" in spec.training.model_fields_set
     if given and longest is not None and spec.training.max_length > longest:
         yield (

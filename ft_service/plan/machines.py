@@ -1,13 +1,11 @@
 """The machines that a plan can be made for: figures of their data sheets, and the share of them that training reaches.
 
-Figures of NVIDIA's and AMD's data sheets (dense matrix products in bf16 with fp32 sums; bytes of memory, as the driver tells
-them; memory bandwidth; bandwidth in one direction of all links of a GPU to the host's others). The shares are
-`EFFICIENCY` and `LINK_EFFICIENCY`.
+The figures are those of NVIDIA's and AMD's data sheets: dense matrix products in bf16 with fp32 sums; bytes of memory as the
+driver reports them; memory bandwidth; bandwidth in one direction of all links from a GPU to the others of its host.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,20 +33,9 @@ class Machine:
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     shared_memory: bool = False
-    """All ranks of the host share `memory`."""
-    allocator_share: float = 0.0
-    """What the allocator holds beside live tensors, as a share of them. 0: `USABLE` covers it."""
-    allocator_bytes: int = 0
-    """The same, whatever the tensors, with what the libraries of matrix products allocate for themselves."""
-    mapped_above: int | None = None
-    """Blocks above so many bytes come from the system and go back to it, beside freed memory that stays. None: none do."""
-    refits_badly: bool = False
-    """A layer that checkpointing computes again does not fit where it lay before."""
-
-    def memory_of_rank(self, ranks: int) -> int | None:
-        if self.memory is None or not self.shared_memory:
-            return self.memory
-        return self.memory // ranks
+    """Whether all ranks of the host share `memory`."""
+    heap_factor: float = 1.0
+    """Memory that the process takes, as a multiple of its live tensors. 1: `USABLE` covers the allocator's gaps."""
 
 
 MACHINES = {
@@ -69,28 +56,30 @@ MACHINES = {
         Machine("RTX-3090", int(23.6 * GIB), 71e12, 936e9, 32e9),
     )
 }
-"""By the names that `--hardware` takes, beside `cpu`. Cards without NVLink or Infinity Fabric talk over PCIe x 16."""
+"""Name as in `--hardware` → machine. Cards without NVLink or Infinity Fabric are connected by PCIe x 16."""
 
 CPU = "cpu"
 _CORE_FLOPS = 50e9
 """fp32 matrix products of one server core with 256-bit vectors: an order of magnitude, not a promise."""
 _CORE_MEMORY_BANDWIDTH = 10e9
 _LOOPBACK_BANDWIDTH = 1e9
-_OLD_HEAP_SHARE, _HEAP_SHARE = 0.3, 0.07
-_HEAP_BYTES = 18 * 2**20
-"""What oneDNN's products and the modules of a model take of it beside tensors."""
-_MAPPED_ABOVE = 2**25
-"""`workers.ranks.allocator` sets it, glibc's own limit."""
+HEAP_FACTOR = 1.4
+"""Memory that a rank on a processor takes, as a multiple of its live tensors: the median of the 14 cases of
+benchmarks/memory.py with glibc 2.36, whose heap keeps gaps between aligned blocks. The cases take 1.12 (large vocabulary) to
+1.46 times their tensors, and with full checkpointing up to 1.84 times. glibc since 2.38 leaves smaller gaps.
+"""
 
 
 def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
     """Bytes that tensors of one rank can have; None: not known."""
-    memory = machine.memory_of_rank(spec.world_size // spec.distributed.nnodes)
-    return None if memory is None else int(memory * USABLE)
+    if machine.memory is None:
+        return None
+    ranks = spec.world_size // spec.distributed.nnodes if machine.shared_memory else 1
+    return int(machine.memory // ranks * USABLE)
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by name, in any case, `RTX-` left out or not. Raises SpecError that lists the known ones."""
+    """A machine by its name in any case, with or without `RTX-`. Raises SpecError that lists the known names."""
     if name.lower() == CPU:
         return host_cpu()
     machine = {_bare(known): machine for known, machine in MACHINES.items()}.get(_bare(name))
@@ -108,31 +97,9 @@ def _bare(name: str) -> str:
 
 
 def host_cpu() -> Machine:
-    """This host without its GPUs: one core a rank, memory shared by all ranks."""
+    """This host without its GPUs: one core per rank, memory shared by all ranks."""
     figures = (_CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH)
-    share = heap_share(glibc_version())
-    return Machine(CPU, memory_bytes(), *figures, True, share, _HEAP_BYTES, _MAPPED_ABOVE, share == _OLD_HEAP_SHARE)
-
-
-def heap_share(glibc: tuple[int, int] | None) -> float:
-    """What glibc's heap holds beside live tensors when a step is at its peak, as a share of those in it. None: another library.
-
-    To place an aligned block glibc before 2.38 looks for a hole 128 bytes larger than the block, so that none fits where one of
-    its size was freed between two that are kept: nearly every tensor that a layer makes and frees leaves a hole for good. Freed
-    memory stays with the process (`workers.ranks.allocator`). Measured over models, types and numbers of tokens: 25 to 35 %,
-    and with checkpointing about one layer more; with an allocator that fills such holes 5 to 9 %.
-    """
-    return _OLD_HEAP_SHARE if glibc is not None and glibc < (2, 38) else _HEAP_SHARE
-
-
-def glibc_version() -> tuple[int, int] | None:
-    """Of this process; None without glibc."""
-    try:
-        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-        major, minor = version.split(".")[:2]
-        return (int(major), int(minor)) if name == "glibc" else None
-    except (OSError, ValueError):
-        return None
+    return Machine(CPU, memory_bytes(), *figures, shared_memory=True, heap_factor=HEAP_FACTOR)
 
 
 def this_host(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Machine:
@@ -142,11 +109,8 @@ def this_host(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Machine:
     """
     if not gpu_count():
         return host_cpu()
-    names = [
-        line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines() if "Model:" in line
-    ]
-    model = names[0].partition(":")[2].strip() if names else ""
-    return machine_of_model(model)
+    lines = (line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines())
+    return machine_of_model(next((line.partition(":")[2].strip() for line in lines if "Model:" in line), ""))
 
 
 def machine_of_model(model: str) -> Machine:
@@ -159,5 +123,5 @@ def machine_of_model(model: str) -> Machine:
 
 
 def machine_of_gpu(model: str, memory: int) -> Machine:
-    """The machine of a GPU that tells its memory itself, in bytes: a part of the card's, or a card without figures."""
+    """The machine of a GPU that reports its memory, in bytes: that of a part of the card, or of a card without figures."""
     return replace(machine_of_model(model), memory=memory)

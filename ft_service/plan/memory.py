@@ -1,46 +1,50 @@
-"""Bytes on the rank that holds most, for the largest micro-batch, whose every position is a target.
+"""Bytes on the rank that holds most, for the largest micro-batch, every position of which is a target.
 
-What is stored is there from the first step to the last. Of a micro-batch most is there at one of three moments, and the largest
-of them counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forward's width, L layers, K what a layer keeps:
+Stored bytes are there from the first step to the last. The bytes of a micro-batch peak at one of three moments, and the largest
+peak counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forward's width, L layers, K bytes kept by a layer:
 
     the head              all that the layers keep, T (L K + c h), a chunk's logits, and the head's input twice: its targets'
                           rows and their gradient
     the last norm         the same without the head's part, and five fp32 copies of its input: PyTorch's RMS norm is a power, a
                           mean and two products, whose backward makes one each
-    the last feed-forward T (L K - 4 h), the gradient that came in, c h, and with a gate three of c i, less the one that is
-                          done with; or, in the product before, one of c i beside the weight, dequantised
+    the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i, less the one that is no
+                          longer needed; or, in the product before, one of c i and the dequantised weight
 
-With activation checkpointing L K is what is kept of the layers before, and K of the one that was computed again.
-`tests/workers/test_live_bytes.py` counts what PyTorch allocates, block by block. A processor's allocator needs more than that:
-`ft_service.plan.machines`.
+With activation checkpointing L K is what the layers before keep, plus K of the layer that was computed again.
+`tests/workers/test_live_bytes.py` counts what PyTorch allocates, block by block. A process on a processor takes more than that:
+`HEAP_FACTOR` in `ft_service.plan.machines`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ft_service.bases.logit_chunks import chunk_rows
-from ft_service.plan.base import BaseShape, Shape
+from ft_service.bases.description import Dimensions
 from ft_service.plan.machines import Machine
-from ft_service.plan.storage import COMPUTE_BYTES, FP32_BYTES, AdapterShape, GatherGroup, Layout, Stored
+from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout
 from ft_service.spec import JobSpec
 
 LOGIT_BYTES = 8
-"""Of one logit of a chunk at the peak: itself and its log-probability, fp32 each. On a GPU in bf16 it is 6: its kernel reads
-logits as they are."""
+"""Bytes per logit of a chunk at the peak: itself and its log-probability, fp32 each. On a GPU in bf16 it is 6, since the
+kernel reads logits as they are."""
+CHUNK_ROWS = 2**10
+"""Least tokens in a chunk: with fewer a GPU takes longer to read the head's weight than to multiply by it."""
+CHUNK_LOGITS = 2**25
+"""Logits in a chunk of a small vocabulary: more would only take memory."""
+MOST_LOGITS = 2**28
+"""Most logits in a chunk, whatever the vocabulary: 2 GiB, at 8 bytes each."""
 WHOLE_LOGIT_BYTES = 12
-"""Where logits are not made in chunks: the log-probability, the gradient of that, and the logit's own gradient, fp32 each."""
+"""Bytes per logit where they are not made in chunks: log-probability, its gradient, and the logit's own gradient, in fp32."""
 
 ROW_BYTES = 2 * (3 * 8 + 2 * 4)
-"""Of one token of a micro-batch: id, label and position, its sample's number and its key for dropout; of this one and of the
-next, which is put together beside the step."""
+"""Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout; twice, since the next
+micro-batch is put together during the step."""
 FP8_BACKWARD_BYTES = 3
-"""Of one number of the gradient that an FP8 product's backward rounds: times the weight's scales, in bf16, and rounded."""
+"""Bytes per number of the gradient that an FP8 product's backward rounds: times the weight's scales, in bf16, and rounded."""
 NORM_BACKWARD_COPIES = 5
-"""fp32 copies of a norm's input that its backward makes: of the product's gradient, the mean's, and three of the power's."""
+"""fp32 copies of a norm's input that its backward makes: for the product's gradient, the mean's, and three for the power's."""
 UNKNOWN_BUDGET = 8192
-"""Tokens of a micro-batch where they are still to be chosen and the machine is not known."""
+"""Tokens per micro-batch as long as they are not chosen and the machine is not known."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,15 @@ class MicroBatches:
     """The micro-batches of a rank in one optimizer step, were all samples of one length."""
 
     rounds: int
+    """Number of micro-batches."""
     samples: int
-    """Of one round."""
+    """Samples per micro-batch."""
     length: int
-    """Of every sample, in tokens."""
+    """Tokens of every sample."""
     tokens: int
-    """Of one round, at most: of samples that are shorter more go into it, up to the budget."""
+    """Most tokens of a micro-batch: it takes more samples where they are shorter, up to the budget."""
     step_tokens: int
-    """Of all rounds."""
+    """Tokens of all micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class RankBytes:
     adapters: int
     """fp32 masters."""
     gradients: int
-    """Of the adapters, fp32, reduced."""
+    """Reduced gradients of the adapters, fp32."""
     optimizer: int
     """AdamW's two moments and step counters."""
     gather: int
@@ -75,28 +80,20 @@ class RankBytes:
     accumulation: int
     """Gradients of the adapters, unreduced: kept between the micro-batches of a step, or averaged over copies."""
     activations: int
-    """Kept for the backward when the loss is taken, as the spec asks for it."""
+    """Bytes kept for the backward when the loss is taken, with the spec's activation checkpointing."""
     activations_by_mode: dict[str, int]
     """The same for every value of distributed.activation_checkpointing."""
     workspace: int
-    """What the backward needs beside `activations` where it needs most: it begins when the logits are gone."""
+    """Most bytes that the backward needs in addition to `activations`: it begins when the logits are gone."""
     workspace_by_mode: dict[str, int]
     rows: int
-    """The micro-batch itself, the next one, and what turns positions into angles."""
+    """The micro-batch, the next one, and the rotary angles of its positions."""
     logits: int
-    """A chunk's, and the head's input; gone when the backward begins."""
+    """Logits of a chunk, and the head's input; gone when the backward begins."""
     offloaded: bool
-    """What is stored lies in the host's memory, and only what is gathered and computed in the GPU's."""
-    allocator_share: float = 0.0
-    allocator_bytes: int = 0
-    """What an allocator holds beside live tensors: a share of those in its heap, and bytes whatever they are."""
-    logits_apart: bool = False
-    """The allocator takes a chunk's logits from the system, and keeps what the backward before had for the next."""
-    mapped: int = 0
-    """Of what is stored and of a chunk's logits, what comes from the system: beside the heap, and with no gaps."""
-    remade: int = 0
-    """What a layer that is computed again cannot have of the place where it lay the first time."""
-    remade_by_mode: dict[str, int] = field(default_factory=dict)
+    """Whether stored bytes lie in the host's memory, and only gathered and computed ones in the GPU's."""
+    heap_factor: float = 1.0
+    """Memory that the process takes, as a multiple of live tensors."""
 
     @property
     def stored(self) -> int:
@@ -115,28 +112,21 @@ class RankBytes:
 
     @property
     def gaps(self) -> int:
-        """Bytes that the allocator holds at the peak beside those of tensors."""
-        kept = min(self.logits, self.workspace) if self.logits_apart else 0
-        heap = max(0, self.live + kept - self.mapped)
-        return kept + self.remade + self.allocator_bytes + int(self.allocator_share * heap)
+        """Bytes that the process takes at the peak in addition to those of tensors."""
+        return int((self.heap_factor - 1) * self.live)
 
     @property
     def total(self) -> int:
         return self.live + self.gaps
 
     def in_mode(self, mode: str) -> RankBytes:
-        """The same with another distributed.activation_checkpointing."""
-        return replace(
-            self,
-            activations=self.activations_by_mode[mode],
-            workspace=self.workspace_by_mode[mode],
-            remade=self.remade_by_mode[mode],
-        )
+        """These bytes with another distributed.activation_checkpointing."""
+        return replace(self, activations=self.activations_by_mode[mode], workspace=self.workspace_by_mode[mode])
 
 
-def planned_micro_batches(spec: JobSpec, layout: Layout, length: int | None = None) -> MicroBatches:
-    """Micro-batches of a full global batch of samples of `length` tokens (None: training.max_length), as `workers.data` cuts
-    it: a sample goes alone where it is longer than the budget.
+def planned_micro_batches(spec: JobSpec, layout: ShardLayout, length: int | None = None) -> MicroBatches:
+    """Micro-batches of a full global batch of samples of `length` tokens (None: training.max_length), cut as `workers.data`
+    cuts it: a sample that is longer than the budget goes alone.
     """
     training = spec.training
     length = training.max_length if length is None else max(1, min(length, training.max_length))
@@ -149,200 +139,169 @@ def planned_micro_batches(spec: JobSpec, layout: Layout, length: int | None = No
     return MicroBatches(-(-share // samples), samples, length, min(most * length, budget), share * length)
 
 
-def rank_bytes(
-    base: BaseShape,
-    spec: JobSpec,
-    layout: Layout,
-    stored: Sequence[Stored],
-    adapters: Sequence[AdapterShape],
-    groups: Sequence[GatherGroup],
-    batches: MicroBatches,
-    machine: Machine,
-) -> RankBytes:
-    """The bytes of a job whose options are chosen (`ft_service.plan.choose`)."""
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    by_format = dict.fromkeys(sorted({s.format for s in stored}), 0)
-    for weight in stored:
+def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> RankBytes:
+    """The bytes of a rank. All options of the job's spec must be chosen, except training.tokens_per_micro_batch."""
+    shape, layout, compute = job.base.dimensions, job.layout, job.compute_bytes
+    by_format = dict.fromkeys(sorted({s.format for s in job.frozen}), 0)
+    for weight in job.frozen:
         by_format[weight.format] += weight.bytes_on_rank(layout)
-    numel = sum(a.numel_on_rank(layout) for a in adapters)
-    whole = sum(a.numel for a in adapters)
-    kept = _kept_by_mode(base.shape, spec, adapters, layout, batches.tokens)
-    rows = max(1, min(batches.tokens - batches.samples, chunk_rows(base.shape.vocabulary)))
-    block = FP32_BYTES * base.shape.vocabulary * rows
-    beside = _beside_product(base.shape, spec, [] if machine.shared_memory else stored, adapters) * batches.tokens
-    dense = _dense(base.shape, spec, stored)
-    backward = _backward_by_mode(base.shape, spec, adapters, layout, batches.tokens, dense + beside)
+    numel = sum(a.numel_on_rank(layout) for a in job.adapters)
+    kept = _kept_by_mode(job, batches.tokens)
+    extra = _dequantised(job) + _product_workspace(job, gpu=not machine.shared_memory) * batches.tokens
+    backward = _backward_by_mode(job, batches.tokens, extra)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
-    mode = spec.distributed.activation_checkpointing
-    layer = layer_activation_bytes(base.shape, spec, adapters) * batches.tokens if machine.refits_badly else 0
-    remade = {mode: 0 if mode == "none" else layer for mode in kept}
-    apart = machine.mapped_above is not None and block > machine.mapped_above
+    mode = job.spec.distributed.checkpointing
     return RankBytes(
         base=by_format,
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
-        optimizer=2 * numel * FP32_BYTES + 2 * len(adapters) * FP32_BYTES,
-        gather=_gather(groups, layout, compute, spec) if layout.shard > 1 else 0,
-        accumulation=_accumulation(layout, batches, whole),
+        optimizer=2 * numel * FP32_BYTES + 2 * len(job.adapters) * FP32_BYTES,
+        gather=_gather(job) if layout.shard > 1 else 0,
+        accumulation=_accumulation(job, batches),
         activations=kept[mode],
         activations_by_mode=kept,
         workspace=workspace[mode],
         workspace_by_mode=workspace,
-        rows=batches.tokens * (ROW_BYTES + 2 * compute * base.shape.q // base.shape.heads),
-        logits=_logits(base, compute, batches),
-        offloaded=spec.distributed.offload,
-        allocator_share=machine.allocator_share,
-        allocator_bytes=machine.allocator_bytes,
-        logits_apart=apart,
-        mapped=_mapped(stored, layout, machine) + (LOGIT_BYTES // FP32_BYTES * block if apart and base.loss_in_chunks else 0),
-        remade=remade[mode],
-        remade_by_mode=remade,
+        rows=batches.tokens * (ROW_BYTES + 2 * compute * shape.q // shape.heads),
+        logits=_logits(job, batches),
+        offloaded=job.spec.distributed.offload,
+        heap_factor=machine.heap_factor,
     )
 
 
-def _mapped(stored: Sequence[Stored], layout: Layout, machine: Machine) -> int:
-    """Bytes of the weights that are so large that the allocator takes each from the system."""
-    if machine.mapped_above is None:
-        return 0
-    sizes = [weight.bytes_on_rank(layout) for weight in stored]
-    return sum(size for size in sizes if size > machine.mapped_above)
+def chunk_rows(vocabulary: int) -> int:
+    """Tokens whose logits exist at once in the worker: 1,024, or more with a small vocabulary, up to 2^25 logits.
+
+    With 128,256 words a chunk of 1,024 tokens takes 1 GiB, which the plan counts. Beyond 262,144 words a chunk has fewer
+    tokens, so that it has at most 2^28 logits. A micro-batch with fewer targets takes only what those need.
+    """
+    words = max(1, vocabulary)
+    return max(1, min(max(CHUNK_ROWS, CHUNK_LOGITS // words), MOST_LOGITS // words))
 
 
-def _logits(base: BaseShape, compute: int, batches: MicroBatches) -> int:
-    """Bytes when the loss is taken: logits of one chunk beside the targets' rows of the head's input, and their gradient; or
+def _logits(job: ShardedJob, batches: MicroBatches) -> int:
+    """Bytes when the loss is taken: logits of a chunk, the rows of the head's input that have targets, and their gradient; or
     logits of all targets, where chunks do not work.
     """
+    shape = job.base.dimensions
+    if not job.base.loss_in_chunks:
+        return WHOLE_LOGIT_BYTES * shape.vocabulary * batches.tokens
     targets = max(1, batches.tokens - batches.samples)
-    if not base.loss_in_chunks:
-        return WHOLE_LOGIT_BYTES * base.shape.vocabulary * batches.tokens
-    rows = min(targets, chunk_rows(base.shape.vocabulary))
-    return LOGIT_BYTES * base.shape.vocabulary * rows + 2 * compute * base.shape.hidden * targets
+    rows = min(targets, chunk_rows(shape.vocabulary))
+    return LOGIT_BYTES * shape.vocabulary * rows + 2 * job.compute_bytes * shape.hidden * targets
 
 
-def _kept_by_mode(shape: Shape, spec: JobSpec, adapters: Sequence[AdapterShape], layout: Layout, tokens: int) -> dict[str, int]:
-    """Bytes kept for the backward when the loss is taken, the last norm's output among them.
+def _kept_by_mode(job: ShardedJob, tokens: int) -> dict[str, int]:
+    """Bytes kept for the backward when the loss is taken, with the last norm's output.
 
-    The first layer's first norm keeps nothing, since the embedding has no gradient: without checkpointing that is as much as
+    The first layer's first norm keeps nothing, since the embedding has no gradient. Without checkpointing that saves as much as
     the last norm keeps.
     """
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    layer = layer_activation_bytes(shape, spec, adapters)
-    inputs = compute * shape.hidden
-    last_norm = FP32_BYTES * shape.hidden
+    shape = job.base.dimensions
+    inputs, last_norm = job.compute_bytes * shape.hidden, FP32_BYTES * shape.hidden
     per_token = {
-        "none": layer * shape.layers,
+        "none": layer_activation_bytes(job) * shape.layers,
         "full": inputs * shape.layers + last_norm,
-        "selective": (inputs + _product_bytes(shape, spec, adapters)) * shape.layers + last_norm,
+        "selective": (inputs + _product_bytes(job)) * shape.layers + last_norm,
     }
-    casts = _casts(spec, adapters, layout)
-    return {mode: (count + inputs) * tokens + (casts if mode == "none" else 0) for mode, count in per_token.items()}
+    return {mode: (kept + inputs) * tokens + (_casts(job) if mode == "none" else 0) for mode, kept in per_token.items()}
 
 
-def _backward_by_mode(
-    shape: Shape, spec: JobSpec, adapters: Sequence[AdapterShape], layout: Layout, tokens: int, beside: int
-) -> dict[str, int]:
+def _backward_by_mode(job: ShardedJob, tokens: int, extra: int) -> dict[str, int]:
     """Bytes where the backward needs most: in the last norm, in the last layer's feed-forward, or in the product before that.
-    `beside`: what the product has beside its result.
+    `extra`: bytes that the product needs in addition to its result.
     """
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    layer = layer_activation_bytes(shape, spec, adapters)
-    inputs, norm = compute * shape.hidden, FP32_BYTES * shape.hidden
-    inner = compute * _inner_width(shape)
+    shape, compute = job.base.dimensions, job.compute_bytes
+    layer = layer_activation_bytes(job)
+    inputs, norm, inner = compute * shape.hidden, FP32_BYTES * shape.hidden, compute * _inner_width(shape)
     of_norm = tokens * (NORM_BACKWARD_COPIES + 1) * norm
-    of_layer = tokens * (layer + inputs) + max(tokens * (2 if shape.gated else 1) * inner, tokens * inner + beside)
-    casts = _casts(spec, adapters, layout)
-    own_casts = casts // max(1, shape.layers)
+    of_layer = tokens * (layer + inputs) + max(tokens * (2 if shape.gated else 1) * inner, tokens * inner + extra)
     before = tokens * (shape.layers - 1)
-    products = before * _product_bytes(shape, spec, adapters)
     first = tokens * norm  # which the first layer's norm does not keep
     same = tokens * norm if compute == FP32_BYTES else 0  # in fp32 a norm keeps its input itself, and no copy
-    recomputed = tokens * inputs * shape.layers - same + own_casts
+    recomputed = tokens * inputs * shape.layers - same + _casts(job) // max(1, shape.layers)
     return {
-        "none": casts + before * layer - first + max(of_layer, tokens * layer + of_norm),
+        "none": _casts(job) + before * layer - first + max(of_layer, tokens * layer + of_norm),
         "full": recomputed + max(of_layer, of_norm),
-        "selective": recomputed + products + max(of_layer, of_norm),
+        "selective": recomputed + before * _product_bytes(job) + max(of_layer, of_norm),
     }
 
 
-def _casts(spec: JobSpec, adapters: Sequence[AdapterShape], layout: Layout) -> int:
-    """Bytes of the adapters in the compute type, kept beside the masters; sharded ones are gathered in it."""
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    return compute * sum(a.numel for a in adapters) if layout.shard == 1 and compute != FP32_BYTES else 0
+def _casts(job: ShardedJob) -> int:
+    """Bytes of the adapters' copies in the compute type; sharded ones are gathered in it."""
+    needed = job.layout.shard == 1 and job.compute_bytes != FP32_BYTES
+    return job.compute_bytes * sum(a.numel for a in job.adapters) if needed else 0
 
 
-def _dense(shape: Shape, spec: JobSpec, stored: Sequence[Stored]) -> int:
-    """Bytes of the largest weight dequantised; of one expert's where there are several."""
-    quantised = [s for s in stored if s.format != "bf16"]
-    matrices = max(1, shape.experts)
-    numel = max((s.weight.numel // (matrices if s.weight.kind == "experts" else 1) for s in quantised), default=0)
-    return numel * COMPUTE_BYTES[spec.precision.compute]
+def _dequantised(job: ShardedJob) -> int:
+    """Bytes of the largest weight dequantised, or of the largest expert's."""
+    experts = max(1, job.base.dimensions.experts)
+    sizes = (s.weight.numel // (experts if s.weight.kind == "experts" else 1) for s in job.quantised)
+    return job.compute_bytes * max(sizes, default=0)
 
 
-def _beside_product(shape: Shape, spec: JobSpec, stored: Sequence[Stored], adapters: Sequence[AdapterShape]) -> int:
-    """Bytes a token that the backward of a layer's last product makes beside its result: a mask of dropout and the input
-    without what is dropped; for an FP8 product its gradient, scaled and rounded, and the last input that was rounded.
+def _product_workspace(job: ShardedJob, *, gpu: bool) -> int:
+    """Bytes per token that the backward of a layer's last product needs in addition to its result: with dropout a mask and the
+    input without what is dropped; for an FP8 product its gradient, scaled and rounded, and the last input that was rounded.
     """
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    decided = max((a.cols for a in adapters), default=0) if spec.lora.lora_dropout else 0
-    in_fp8 = spec.precision.fp8_products == "auto" and spec.precision.compute == "bf16"
-    rounded = max((s.weight.numel_of_row for s in stored if in_fp8 and s.format == "fp8"), default=0)
-    return (1 + compute) * decided + (FP8_BACKWARD_BYTES * shape.hidden + rounded if rounded else 0)
+    precision = job.spec.precision
+    dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
+    in_fp8 = gpu and precision.fp8_products == "auto" and precision.compute == "bf16"
+    rounded = max((s.weight.numel_of_row for s in job.frozen if in_fp8 and s.format == "fp8"), default=0)
+    return (1 + job.compute_bytes) * dropped + (FP8_BACKWARD_BYTES * job.base.dimensions.hidden + rounded if rounded else 0)
 
 
-def _product_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[AdapterShape]) -> int:
-    """Results of matrix products and attention in one layer, per token: the part that "selective" keeps."""
-    compute = COMPUTE_BYTES[spec.precision.compute]
+def _product_bytes(job: ShardedJob) -> int:
+    """Bytes per token of the results of matrix products and attention in a layer, which "selective" keeps."""
+    shape = job.base.dimensions
     width = (2 if shape.gated else 1) * _inner_width(shape)
-    return (
-        compute * int(2 * shape.q + 2 * shape.kv + 2 * shape.hidden + width + _ranks(shape, adapters))
-        + FP32_BYTES * shape.heads
-    )
+    products = 2 * shape.q + 2 * shape.kv + 2 * shape.hidden + width + _ranks_of_layer(job)
+    return job.compute_bytes * int(products) + FP32_BYTES * shape.heads
 
 
-def _inner_width(shape: Shape) -> int:
+def _inner_width(shape: Dimensions) -> int:
     return shape.expert_intermediate * shape.experts_per_token if shape.experts else shape.intermediate
 
 
-def _ranks(shape: Shape, adapters: Sequence[AdapterShape]) -> float:
-    """Sum of r over the adapters of one layer."""
-    chosen = shape.experts_per_token
-    return sum(a.r / a.experts * (chosen if a.experts > 1 else 1) for a in adapters if a.layer is not None) / max(
-        1, shape.layers
-    )
+def _ranks_of_layer(job: ShardedJob) -> float:
+    """Mean over the layers of the sum of r over a layer's adapters, those of experts that a token meets."""
+    shape = job.base.dimensions
+    ranks = (a.r / a.experts * (shape.experts_per_token if a.experts > 1 else 1) for a in job.adapters if a.layer is not None)
+    return sum(ranks) / max(1, shape.layers)
 
 
-def layer_activation_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[AdapterShape]) -> int:
-    """Bytes that one decoder layer keeps for its backward, per token, without activation checkpointing.
+def layer_activation_bytes(job: ShardedJob) -> int:
+    """Bytes per token that a decoder layer keeps for its backward, without activation checkpointing.
 
     The frozen weights' own inputs are not kept (no weight gradient needs them), but the adapters' are. A norm keeps its input
-    in fp32; attention its queries, keys, values, output and one log-sum a head; a gated feed-forward gate, up, the gate's
+    in fp32; attention its queries, keys, values, output and one log-sum per head; a gated feed-forward gate, up, the gate's
     activation and the product; every adapter its A(x).
     """
-    compute = COMPUTE_BYTES[spec.precision.compute]
+    shape, compute = job.base.dimensions, job.compute_bytes
     norms = FP32_BYTES * (shape.norms * (shape.hidden + 1) + (shape.q + shape.kv if shape.head_norms else 0))
     inputs = 2 * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
     inner = compute * (4 if shape.gated else 2) * _inner_width(shape)
-    return int(norms + inputs + attention + inner + compute * _ranks(shape, adapters))
+    return int(norms + inputs + attention + inner + compute * _ranks_of_layer(job))
 
 
-def _accumulation(layout: Layout, batches: MicroBatches, adapter_numel: int) -> int:
-    """Bytes of accumulated gradients. Sharded: whole gradients until the last micro-batch reduces them. Else: one buffer that
+def _accumulation(job: ShardedJob, batches: MicroBatches) -> int:
+    """Bytes of accumulated gradients. If sharded, whole gradients until the last micro-batch reduces them; else a buffer that
     averages them over copies.
     """
-    needed = batches.rounds > 1 if layout.shard > 1 else layout.world > 1
-    return adapter_numel * FP32_BYTES if needed else 0
+    needed = batches.rounds > 1 if job.layout.shard > 1 else job.layout.world > 1
+    return FP32_BYTES * sum(a.numel for a in job.adapters) if needed else 0
 
 
-def _gather(groups: Sequence[GatherGroup], layout: Layout, compute: int, spec: JobSpec) -> int:
-    """The peak over the groups: while one is copied out of the gather's flat buffer, both exist, beside held weights, weights
-    that stay sharded over fewer ranks, and those gathered further ahead.
+def _gather(job: ShardedJob) -> int:
+    """Bytes of gathered weights at the peak over the groups. While a group is copied out of the gather's flat buffer both
+    exist, in addition to held weights, to those that stay sharded over fewer ranks, and to groups gathered further ahead.
     """
-    whole = {group.name: group.gathered_bytes_on_rank(layout, compute) * layout.shard for group in groups}
-    held = sum(whole[group.name] for group in groups if group.held)
-    kept = sum(whole[group.name] // group.kept_over for group in groups if group.kept_over)
-    prefetch = spec.distributed.prefetch
+    sizes = [(g, g.gathered_bytes_on_rank(job.layout, job.compute_bytes) * job.layout.shard) for g in job.groups]
+    held = sum(size for group, size in sizes if group.held)
+    kept = sum(size // group.kept_over for group, size in sizes if group.kept_over)
+    prefetch = job.spec.distributed.prefetch
     ahead = 0 if prefetch is None else max(prefetch.forward, prefetch.backward) - 1
-    largest = max((size for group, size in zip(groups, whole.values(), strict=True) if not group.held), default=0)
-    copied = max(((1 if group.held else 2) * whole[group.name] for group in groups), default=0)
+    largest = max((size for group, size in sizes if not group.held), default=0)
+    copied = max(((1 if group.held else 2) * size for group, size in sizes), default=0)
     return held + kept + copied + ahead * largest

@@ -1,4 +1,4 @@
-"""Amounts in words."""
+"""Bytes and seconds as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(count: float) -> str:
-    """`5.31 GiB`: three digits or so."""
+    """`5.31 GiB`, `12 B`."""
     unit = 0
     while abs(count) >= 1024 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1

@@ -1,32 +1,33 @@
-"""Work per token, bytes on the wire per optimizer step, and the tokens per second that follow from a machine's figures."""
+"""FLOP per token, bytes on the wire per optimizer step, and the tokens per second that follow from a machine's figures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft_service.plan.base import BaseShape
+from ft_service.bases.description import Description
 from ft_service.plan.machines import EFFICIENCY, LINK_EFFICIENCY, Machine
 from ft_service.plan.memory import MicroBatches
-from ft_service.plan.storage import COMPUTE_BYTES, AdapterShape, GatherGroup, Layout, Stored
-from ft_service.spec import JobSpec
+from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob
 
 LAUNCH_SECONDS = 0.008
-"""A decoder layer's forward and backward take so long to be launched: 197 to 319 ms for 32 layers. A GPU computes meanwhile."""
+"""Time to launch a decoder layer's forward and backward, while the GPU computes: 197 to 319 ms were measured for 32 layers."""
 DISPATCH_SECONDS = 0.002
 """The same on a processor, which computes nothing meanwhile."""
 _LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35}
-"""By activation checkpointing, which launches again what it computes again."""
+"""Activation checkpointing → launches as a multiple of those without it: what is computed again is launched again."""
+PASSES = {"none": 2, "selective": 2, "full": 3}
+"""Activation checkpointing → how often a micro-batch dequantises every weight: forward, backward, forward again."""
 
 
 @dataclass(frozen=True)
-class Wire:
-    """What one rank's collectives carry in one optimizer step: bytes that it receives from other ranks."""
+class CollectiveBytes:
+    """Bytes that a rank receives from other ranks in an optimizer step."""
 
     gather: int
     reduce: int
     all_reduce: int
-    """Between copies of the model."""
+    """Bytes from the reduction between copies of the model."""
     gathers: int
     """Number of all-gathers."""
     reduces: int
@@ -39,46 +40,47 @@ class Wire:
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate at full length; None: the machine's figures are not known."""
+    """An estimate of a step."""
 
     tokens_per_second: float
-    """Over all ranks."""
+    """The sum over all ranks."""
     step_seconds: float
     compute_seconds: float
     dequantise_seconds: float
     wire_seconds: float
     launch_seconds: float
-    """Until all of a step's work is launched. A GPU with less work than that waits for it."""
+    """Time until all of a step's work is launched. A GPU with less work than that waits."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """A whole training, over all ranks."""
+class TrainingWork:
+    """The work of a whole training, summed over all ranks."""
 
     flops: float
     seconds: float | None
     """None: the machine's figures are not known."""
 
 
-def whole_training(tokens: int, flops_per_token: int, speed: Speed | None) -> Work:
-    return Work(float(tokens) * flops_per_token, tokens / speed.tokens_per_second if speed else None)
+def whole_training(tokens: int, flops_per_token: int, speed: Speed | None) -> TrainingWork:
+    return TrainingWork(float(tokens) * flops_per_token, tokens / speed.tokens_per_second if speed else None)
 
 
-def wire_bytes(groups: Sequence[GatherGroup], spec: JobSpec, layout: Layout, rounds: int) -> Wire:
-    """Bytes on the wire in one optimizer step.
+def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
+    """Bytes on the wire in an optimizer step of `rounds` micro-batches.
 
-    A layer is gathered for its forward and, when it was freed, again for its backward, in every micro-batch; with
-    keep_unsharded once a step. Gradients of adapters are reduced once a step, inside a copy of the model and then between
-    copies (in a ring: twice the bytes but for a rank's own part).
+    In every micro-batch a layer is gathered for its forward and, if it was freed, again for its backward; with keep_unsharded
+    once a step. Gradients of adapters are reduced once a step, inside a copy of the model and then between copies (in a ring:
+    twice the bytes except a rank's own part).
     """
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    reduced = [group.reduced_bytes_on_rank(layout) for group in groups if group.adapters]
+    layout = job.layout
+    reduced = [group.reduced_bytes_on_rank(layout) for group in job.groups if group.adapters]
     between = 2 * (layout.replicate - 1) * sum(reduced) // layout.replicate
     if layout.shard == 1:
-        return Wire(0, 0, between, 0, 0)
-    times = 1 if spec.distributed.keep_unsharded else rounds
-    received = [_received(group, group.gathered_bytes_on_rank(layout, compute), layout.shard) for group in groups]
-    return Wire(
+        return CollectiveBytes(0, 0, between, 0, 0)
+    times = 1 if job.spec.distributed.keep_unsharded else rounds
+    own = [group.gathered_bytes_on_rank(layout, job.compute_bytes) for group in job.groups]
+    received = [_received(group, size, layout.shard) for group, size in zip(job.groups, own, strict=True)]
+    return CollectiveBytes(
         gather=times * sum(map(sum, received)),
         reduce=(layout.shard - 1) * sum(reduced),
         all_reduce=between,
@@ -88,7 +90,7 @@ def wire_bytes(groups: Sequence[GatherGroup], spec: JobSpec, layout: Layout, rou
 
 
 def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
-    """Bytes that each gather of a micro-batch brings to a rank which puts `own` into one over all."""
+    """Bytes that a rank receives from each gather of a micro-batch. `own`: bytes that it puts into a gather over all ranks."""
     forward = (shard - 1) * own
     if group.held or not group.in_backward:
         return [forward]
@@ -96,15 +98,15 @@ def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
     return [forward, (ranks - 1) * (own * shard // ranks)]
 
 
-def flops_per_token(base: BaseShape, adapters: Sequence[AdapterShape], length: int, *, checkpointed: bool) -> int:
-    """FLOP of forward and backward of one token, with a frozen base: no weight gradients but the adapters'.
+def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length: int, *, checkpointed: bool) -> int:
+    """FLOP of forward and backward of a token, with a frozen base: only adapters have weight gradients.
 
-    N parameters of the layers' matrices that a token meets, H of the head, A of the adapters, L layers, q = heads × head size,
-    s tokens a sample, causal attention: 4 (N + H) + 6 A + 6 L s q; with full activation checkpointing, whose backward runs
-    the layers' forward again, 6 N + 4 H + 8 A + 8 L s q.
+    With N parameters of the layers' matrices that a token meets, H of the head, A of the adapters, L layers, q = heads × head
+    size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q. With full activation checkpointing, whose
+    backward runs the layers' forward again: 6 N + 4 H + 8 A + 8 L s q.
     """
-    shape = base.shape
-    n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable())
+    shape = base.dimensions
+    n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
     h = shape.vocabulary * shape.hidden
     a = sum(adapter.numel for adapter in adapters)
     attention = shape.layers * length * shape.q
@@ -114,36 +116,32 @@ def flops_per_token(base: BaseShape, adapters: Sequence[AdapterShape], length: i
 
 
 def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:
-    """Seconds until all of a step's work is launched. `mode`: of activation checkpointing."""
+    """Seconds until all of a step's work is launched. `mode`: activation checkpointing."""
     return rounds * layers * _LAUNCHED[mode] * (LAUNCH_SECONDS if gpu else DISPATCH_SECONDS)
 
 
-def speed_on(
-    machine: Machine,
-    flops: int,
-    stored: Sequence[Stored],
-    wire: Wire,
-    batches: MicroBatches,
-    layout: Layout,
-    *,
-    passes: int,
-    launched: float,
-) -> Speed | None:
-    """The speed on a machine. `passes`: how often a micro-batch dequantises every weight; `launched`: as `launch_seconds`.
-    Gathers and launches run beside the arithmetic, so that the slowest of the three counts.
+def dequantised_bytes(job: ShardedJob) -> int:
+    """Bytes that one pass of dequantising all weights moves: codes are read, bf16 is written."""
+    return sum(storage.bytes_whole + 2 * storage.weight.numel for storage in job.quantised)
+
+
+def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: int, wire: CollectiveBytes) -> Speed | None:
+    """The speed on a machine; None: its figures are not known. `flops`: FLOP per token; `wire`: bytes of a step.
+
+    Gathers and launches overlap with the arithmetic, so that the slowest of the three counts.
     """
     if machine.flops is None or machine.memory_bandwidth is None or machine.link_bandwidth is None:
         return None
-    quantised = [s for s in stored if s.format != "bf16"]
-    moved = sum(s.bytes_whole + 2 * s.weight.numel for s in quantised)  # codes are read, bf16 is written
+    mode = job.spec.distributed.checkpointing
     compute = batches.step_tokens * flops / (machine.flops * EFFICIENCY)
-    dequantise = batches.rounds * passes * moved / machine.memory_bandwidth
+    dequantise = batches.rounds * PASSES[mode] * dequantised_bytes(job) / machine.memory_bandwidth
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
+    launched = launch_seconds(batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory)
     step = max(compute + dequantise, wired, launched)
-    return Speed(layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched)
+    return Speed(job.layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched)
 
 
-def _met_by_token(base: BaseShape, numel: int, kind: str) -> int:
+def _met_by_token(base: Description, numel: int, kind: str) -> int:
     if kind != "experts":
         return numel
-    return numel * base.shape.experts_per_token // base.shape.experts
+    return numel * base.dimensions.experts_per_token // base.dimensions.experts

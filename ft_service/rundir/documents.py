@@ -1,4 +1,4 @@
-"""The documents of a run directory: JSON objects, each written whole by one writer. directory.py says who writes which."""
+"""Documents of a run directory: JSON objects, each written whole by one writer, which directory.py names."""
 
 from __future__ import annotations
 
@@ -11,62 +11,60 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import NamedFile
 
 
-class _Document(BaseModel):
+class _RunDocument(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Start(_Document):
-    """What the launcher decided for one attempt."""
+class Start(_RunDocument):
+    """Decisions of the launcher for one attempt."""
 
     job_id: str
     attempt: int
     world_size: Annotated[int, Field(ge=1, le=2**20)]
     generation: int
-    """Number of the wish (`desired`) that this attempt was started under."""
+    """Number of the user's request (`desired`) under which this attempt was started."""
     checkpoint: str | None
     """Folder name below `checkpoints/` to resume from; None: from the first step."""
     slots: list[int] = []
-    """Slots of the host that the ranks hold: the GPUs they see, on a host with GPUs. Empty: nobody shares the host."""
+    """Slots of the host that the ranks hold: the GPUs that they see, on a host with GPUs. Empty: all of them."""
     nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
-    """Hosts that the ranks are spread over evenly."""
+    """Number of hosts or pods, each with the same number of ranks."""
     priority: int = 0
-    """The job's, for a cluster that has an order of its own."""
-    hosts: list[str] = []
-    """Names of the hosts, node by node, where each has an agent. Empty: the host of whoever starts it, or pods."""
-    node_slots: list[list[int]] = []
-    """Of several such hosts, the slots that the ranks hold on each, in place of `slots`."""
+    """Priority of the job, for clusters with a queue of their own."""
 
 
 class Desired(StrEnum):
-    """What a user wants of a job."""
+    """State that a user asks for."""
 
     RUN = "run"
     PAUSE = "pause"
     CANCEL = "cancel"
 
 
-class Control(_Document):
-    """What the user wants of the running attempt."""
+class Control(_RunDocument):
+    """State that the user asks of the running attempt."""
 
     generation: int
     desired: Desired
 
 
-class Stop(_Document):
-    """The host is going away: checkpoint and leave, as for a pause; the job is to go on elsewhere."""
+class Stop(_RunDocument):
+    """Request to write a checkpoint and exit because the host is going away; the job continues elsewhere."""
 
     reason: str
 
 
-class Launched(_Document):
-    """The cluster's Job of the attempt was created."""
+class Launched(_RunDocument):
+    """The attempt's job in the cluster (Kubernetes or Slurm), written once it was created."""
 
     job: str
+    """Name of the job."""
     uid: str
+    """Id of the job in the cluster, which differs between jobs of one name."""
 
 
-class ErrorInfo(_Document):
-    """A failure as the user sees it (OpenAI's `error` object), plus what an operator needs."""
+class ErrorInfo(_RunDocument):
+    """Failure as the user sees it (OpenAI's `error` object), with details for operators."""
 
     code: str
     message: str
@@ -81,71 +79,71 @@ class OutcomeKind(StrEnum):
     FAILED = "failed"
 
 
-class Outcome(_Document):
-    """How the ranks say the attempt ends."""
+class Outcome(_RunDocument):
+    """End of the attempt as the ranks report it."""
 
     kind: OutcomeKind
     permanent: bool = False
-    """Trying again cannot help; with `failed`."""
+    """Whether a retry cannot help; with `failed`."""
     checkpoint: str | None = None
-    """The complete checkpoint to go on from; with `stopped`."""
+    """Complete checkpoint to resume from; with `stopped`."""
     error: ErrorInfo | None = None
 
 
 class ExitReason(StrEnum):
-    """Why an attempt ended. What that means for its job is a `Reason` (jobs/reasons.py)."""
+    """Reason why an attempt ended. `Reason` (jobs/reasons.py) says what it means for the job."""
 
     SUCCEEDED = "succeeded"
     STOPPED = "stopped"
-    """It was asked to, and left a checkpoint if it had begun."""
+    """It was asked to stop, and left a checkpoint if it had begun."""
     CANCELLED = "cancelled"
     PERMANENT_ERROR = "permanent_error"
-    """Trying again cannot help."""
+    """A retry cannot help."""
     WORKER_ERROR = "worker_error"
     """A rank raised an error."""
     WORKER_KILLED = "worker_killed"
     """A rank or torchrun was killed from outside."""
     STOP_TIMEOUT = "stop_timeout"
-    """It was asked to stop, did not, and was killed."""
+    """It was asked to stop, did not stop in time, and was killed."""
     STALLED = "stalled"
-    """It said nothing for longer than allowed, and was killed."""
+    """It wrote no event for longer than allowed, and was killed."""
     HOST_LOST = "host_lost"
-    """A host that it ran on does not answer any more."""
+    """One of its hosts no longer answers."""
     DISK_FULL = "disk_full"
-    """It found no room on the disk."""
+    """The disk was full."""
     UNREADABLE = "unreadable"
-    """A document of it cannot be read. Nobody writes this: it is how readers see such an attempt."""
+    """One of its documents cannot be read. No process writes this reason: readers report it."""
 
 
-class Exit(_Document):
-    """How the attempt ended, in the supervisor's words."""
+class Exit(_RunDocument):
+    """End of the attempt as the supervisor reports it."""
 
     code: Literal[0, 1, 64, 75]
-    """0 done; 1 failed, may be tried again; 64 failed for good; 75 stopped with a checkpoint."""
+    """0 succeeded; 1 failed, can be retried; 64 failed for good; 75 stopped with a checkpoint."""
     reason: ExitReason
     message: str
     error: ErrorInfo | None = None
 
 
-class CheckpointMarker(_Document):
-    """`COMPLETE`: the last thing written to a checkpoint; a folder without it does not exist for any reader."""
+class CheckpointMarker(_RunDocument):
+    """`COMPLETE`: the last file of a checkpoint; readers ignore a checkpoint without it."""
 
     step: int
     attempt: int
     world_size: int
     files: list[NamedFile]
     valid_loss: float | None = None
-    """Validation loss behind this step; None: it was not validated."""
+    """Validation loss after this step; None: it was not validated."""
 
 
-class Damage(_Document):
-    """`DAMAGED`: a checkpoint that was complete and is so no more; it does not exist for any reader either."""
+class Damage(_RunDocument):
+    """`DAMAGED`: mark of a complete checkpoint whose files are damaged; readers ignore it."""
 
     faults: list[str]
 
 
-class Result(_Document):
-    """`result.json`: the job is done and its adapter is in place."""
+class Result(_RunDocument):
+    """`result.json`: the job has succeeded and its adapter is in place."""
 
     attempt: int
     steps: Annotated[int, Field(ge=0, lt=2**31)]
@@ -157,47 +155,45 @@ class Result(_Document):
 
 
 class ExportFormat(StrEnum):
-    """What another program reads."""
+    """Format of an export for other programs."""
 
     PEFT = "peft"
-    """The adapter as it was trained."""
+    """Adapter as it was trained."""
     VLLM = "vllm"
-    """The adapter with one rank and one scale, which vLLM reads."""
+    """Adapter with one rank and one scale, as vLLM needs it."""
     MERGED = "merged"
     """Base and adapter as one model in bf16."""
     MERGED_FP8 = "merged-fp8"
-    """The same with linear layers in FP8 by rows (compressed-tensors)."""
+    """As `merged`, with linear layers in FP8 per row (compressed-tensors)."""
     MERGED_INT4 = "merged-int4"
-    """The same with linear layers in INT4 by groups (compressed-tensors, pack-quantized)."""
+    """As `merged`, with linear layers in INT4 per group (compressed-tensors, pack-quantized)."""
     GGUF = "gguf"
-    """The merged model for llama.cpp and Ollama, in bf16."""
+    """Merged model for llama.cpp and Ollama, in bf16."""
     GGUF_Q8 = "gguf-q8_0"
-    """The same with matrices in Q8_0."""
+    """As `gguf`, with matrices in Q8_0."""
     GGUF_ADAPTER = "gguf-adapter"
-    """The adapter alone for llama.cpp and Ollama."""
+    """Adapter alone, for llama.cpp and Ollama."""
 
 
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 
 
-class Export(BaseModel):
-    """`exports/<format>.json` in a run directory: one that was asked of the service, which made `exports/<format>/`."""
-
-    model_config = ConfigDict(frozen=True)
+class Export(_RunDocument):
+    """`exports/<format>.json` in a run directory: state of a requested export, whose files are in `exports/<format>/`."""
 
     format: ExportFormat
     status: ExportStatus
     created_at: float
     finished_at: float | None = None
     bytes: int | None = None
-    """Of all its files."""
+    """Size of all its files."""
     error: str | None = None
     report: dict[str, Any] = {}
-    """What making it cost: losses, rounding, what was read again."""
+    """Figures of the export: losses, rounding, results of reading it back."""
 
 
 def export_key(to: ExportFormat) -> str:
-    """The folder of an export in the run directory."""
+    """Return the key of an export's folder."""
     return f"exports/{to.value}"
 
 
@@ -206,5 +202,5 @@ def state_key(to: ExportFormat) -> str:
 
 
 def read_export(run: RunDir, to: ExportFormat) -> Export | None:
-    """None: it was not asked for, or what is there cannot be read."""
+    """Read the state of an export; None: it was not requested, or is unreadable."""
     return run.readable(state_key(to), Export)

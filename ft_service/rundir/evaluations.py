@@ -1,12 +1,12 @@
-"""What a job's model answers at a step to the prompts that it is asked, beside what it answered before training.
+"""Documents about a model's answers and its quality.
 
-    evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again
+    evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again: answers at a step to the job's
+                                      prompts, with those before training
+    served.json                       ServedQuality: quality of the adapter by how it is served
+    probes.json                       Probes: the trainer's log-probabilities of a few token sequences, with the adapter and
+                                      without, to verify a server of the adapter
 
-A step that was trained again counts as its newest attempt saw it. Step 0 is before training.
-
-    served.json    Served: what the adapter is worth where it is served
-    probes.json    Probes: log-probabilities of a few token sequences by the trainer, with the adapter and without; by these
-                   whoever serves it is verified
+Of a step that was trained again, the newest attempt's evaluation counts. Step 0 is before training.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ EVALUATIONS = "evaluations"
 _NAME = re.compile(EVALUATIONS + r"/step-(\d{1,9})-a(\d{1,6})\.json")
 
 
-class Answered(BaseModel):
-    """One prompt with its answers."""
-
+class _QualityDocument(BaseModel):
     model_config = ConfigDict(frozen=True)
 
+
+class EvaluatedPrompt(_QualityDocument):
+    """One prompt with its answers."""
+
     prompt: str
-    """All that the model is given, as text, without special tokens."""
+    """Whole input of the model as text, without special tokens."""
     messages: list[dict[str, Any]] | None = None
-    """The prompt as a conversation; None: it is bare text, or only its tokens are known."""
+    """Prompt as a conversation; None: it is plain text, or only its tokens are known."""
     reference: str | None
-    """The answer that is expected; None: none is known."""
+    """Expected answer; None: unknown."""
     base: str
-    """By the model that training began with: the base, or the tuned model that the job goes on from."""
+    """Answer of the model that training began with: the base, or the tuned model that the job continues."""
     tuned: str | None
-    """None at step 0."""
+    """Answer of the tuned model; None at step 0."""
     scores: dict[str, float]
-    """Of `tuned`, by the metrics' names; at step 0 of `base`. A metric that needs a reference is left out without one."""
+    """Scores of `tuned` by metric; at step 0 those of `base`. Metrics that need a reference are left out without one."""
     base_scores: dict[str, float]
 
 
-def asked(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[str, str], ...]:
-    """What the model was asked, wherever it is shown: who says what; of bare text nobody does."""
+def prompt_turns(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[str, str], ...]:
+    """Return (role, text) of each turn of a prompt, for display; the role of plain text is empty."""
     if not messages:
         return (("", prompt),)
-    said = ((str(turn.get("role", "")), turn.get("content")) for turn in messages)
-    return tuple((role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in said)
+    turns = ((str(turn.get("role", "")), turn.get("content")) for turn in messages)
+    return tuple((role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in turns)
 
 
-class Evaluation(BaseModel):
+class Evaluation(_QualityDocument):
     """All prompts at one step."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     time: float
@@ -63,65 +63,59 @@ class Evaluation(BaseModel):
     metrics: dict[str, float]
     """Means of the samples' scores."""
     base_metrics: dict[str, float]
-    samples: list[Answered]
+    samples: list[EvaluatedPrompt]
 
 
 def by_name(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of an evaluation by their names among those of a step (Metrics.more)."""
+    """Return an evaluation's metrics under their names among a step's (Metrics.more)."""
     return {f"evaluation/{name}": value for name, value in metrics.items()}
 
 
 SERVED = "served.json"
-"""In the run directory, with the outcome."""
+"""Key in the run directory, written with the outcome."""
 AS_TRAINED, ADAPTER_ON_BF16, MERGED = "as_trained", "adapter_on_bf16_base", "merged"
 
 
-class Served(BaseModel):
-    """What the adapter is worth by how it is served: `as_trained`, `adapter_on_bf16_base` (of a base that was trained on in
-    another format) and `merged` (in bf16)."""
-
-    model_config = ConfigDict(frozen=True)
+class ServedQuality(_QualityDocument):
+    """Quality of the adapter by how it is served: `as_trained`, `adapter_on_bf16_base` (for a base that was in another format
+    during training) and `merged` (in bf16)."""
 
     step: int
-    """Of the adapter."""
+    """Step of the adapter."""
     samples: int
-    """Of the validation file, the same each time."""
+    """Samples of the validation file, the same for each way."""
     loss: dict[str, float]
-    """Validation loss."""
+    """Validation loss by way."""
     bound: float
-    """Nats: one that is higher than as trained by more is told of by a warning."""
+    """Nats by which a loss may exceed that of `as_trained` without a warning."""
     answers: dict[str, list[str]]
-    """To the prompts of the job's evaluation, in their order; empty without one."""
+    """Answers to the prompts of the job's evaluation, in their order; empty without one."""
     metrics: dict[str, dict[str, float]]
-    """Their scores."""
+    """Scores of the answers."""
 
     @property
     def beyond(self) -> list[str]:
-        """Ways to serve it that are worse than as trained by more than the bound."""
+        """Ways whose loss exceeds that of `as_trained` by more than the bound."""
         return [way for way, loss in self.loss.items() if loss - self.loss[AS_TRAINED] > self.bound]
 
 
 PROBES = "probes.json"
-"""In the run directory, written with the outcome."""
+"""Key in the run directory, written with the outcome; see Probes."""
 MOST_PROBES = 4
 MOST_TOKENS = 64
 
 
-class Probe(BaseModel):
-    """One sequence. Log-probabilities are in nats, of each token but the first, by the trainer."""
-
-    model_config = ConfigDict(frozen=True)
+class Probe(_QualityDocument):
+    """One sequence, with the trainer's log-probability in nats of each token except the first."""
 
     tokens: list[int]
     tuned: list[float]
     base: list[float]
 
 
-class Probes(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class Probes(_QualityDocument):
     step: int
-    """Of the adapter."""
+    """Step that the adapter was trained to."""
     probes: list[Probe]
 
 
@@ -130,7 +124,7 @@ def evaluation_key(step: int, attempt: int) -> str:
 
 
 def evaluated_steps(run: RunDir) -> dict[int, str]:
-    """Step → key of its newest document, in order of the steps."""
+    """Return step → key of its newest document, in order of the steps."""
     newest: dict[int, int] = {}
     for key in run.list(EVALUATIONS):
         if match := _NAME.fullmatch(key):
@@ -140,10 +134,10 @@ def evaluated_steps(run: RunDir) -> dict[int, str]:
 
 
 def read_evaluation(run: RunDir, key: str) -> Evaluation | None:
-    """One of them. None: it is gone, or cannot be read."""
+    """Read an evaluation; None: it does not exist, or is unreadable."""
     return run.readable(key, Evaluation)
 
 
-def read_served(run: RunDir) -> Served | None:
-    """None: it was not compared, or not yet, or it cannot be read."""
-    return run.readable(SERVED, Served)
+def read_served(run: RunDir) -> ServedQuality | None:
+    """Read served.json; None: it does not exist (yet), or is unreadable."""
+    return run.readable(SERVED, ServedQuality)

@@ -1,8 +1,8 @@
-"""What a worker tells the world while it trains: events, written in immutable segments, read back in order.
+"""Events of training: written in immutable segments, read back in order.
 
-One attempt has one writer (rank 0). A segment is a file of JSON lines, `attempts/<n>/events/<seq>.jsonl`, put whole; a reader
-that has ingested (attempt, seq) never needs it again. Times are seconds since the epoch on the writer's clock and only for
-people: no decision compares them.
+One attempt has one writer (rank 0). A segment is a file of JSON lines, `attempts/<n>/events/<seq>.jsonl`, written whole; a
+reader that has ingested (attempt, seq) never needs it again. Times are seconds since the epoch on the writer's clock, for
+display only: no decision compares them.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from ft_service.rundir.attempt import AttemptKeys
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, parse_document
 
 MOST_SEGMENT_BYTES = 8 * 1024**2
-"""Of a segment that is read; workers write some kilobytes."""
+"""Largest size of a segment that is read; workers write a few kilobytes."""
 MOST_SEGMENT_EVENTS = 20_000
 MOST_MESSAGE_CHARACTERS = 50_000
-"""Of an event that is read; the rest of its message is cut off."""
+"""Longest message of an event that is read; the rest is cut off."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-"""As every database keeps it."""
+"""Integer that every database can store."""
 Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 
 class Metrics(BaseModel):
-    """Numbers of one optimizer step. None: not measured at this step. Accuracies are shares in [0, 1] of the target tokens."""
+    """Metrics of one optimizer step. None: not measured at this step. Accuracies are shares in [0, 1] of the target tokens."""
 
     model_config = ConfigDict(frozen=True)
 
     step: Count
-    """Optimizer steps done, from 1."""
+    """Number of the optimizer step, from 1."""
     total_steps: Count
     train_loss: float | None = None
     """Mean cross entropy in nats over the target tokens of the step's global batch."""
     train_mean_token_accuracy: float | None = None
     valid_loss: float | None = None
-    """The same over the whole validation file."""
+    """Mean cross entropy over the whole validation file."""
     valid_mean_token_accuracy: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     """Global 2-norm of the adapter gradients before clipping."""
     tokens: Count | None = None
-    """Tokens of the step's global batch, padding not counted."""
+    """Tokens of the step's global batch, without padding."""
     trained_tokens: int | None = None
     """Sum of `tokens` since the job's first step, over all attempts."""
     step_seconds: Seconds | None = None
     epoch: float | None = None
     """Passes over the training file so far."""
     more: dict[str, float] | None = None
-    """What the job's method measures besides, by the field's names; of the validation file with `valid_` in front. Direct
-    preference optimisation: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and
-    logps/rejected, means over the pairs (workers/training/preference.py). Where the model was asked the prompts of the job's
-    evaluation, `evaluation/` and a metric of it."""
+    """Further metrics of the job's method by field name; those of the validation file begin with `valid_`. Direct preference
+    optimisation: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and logps/rejected, means
+    over the pairs (workers/training/preference.py). Metrics of the job's evaluation begin with `evaluation/`."""
     checkpoint_stall_seconds: float | None = None
-    """With kind checkpoint: for how long training stood still for it, waiting for the one before it included."""
+    """Seconds for which training stood still for the checkpoint, including the wait for the previous one; with kind checkpoint.
+    """
     checkpoint_seconds: float | None = None
-    """With kind checkpoint: from when it was due to when it was complete."""
+    """Seconds from when the checkpoint was due until it was complete; with kind checkpoint."""
 
     def flat(self) -> dict[str, int | float]:
-        """All that was measured by one name each, as events and tables show it. A validation reads the whole file, so its
-        numbers are OpenAI's `full_valid_` ones as well."""
+        """Return all measured values by name, for events and tables. A validation reads the whole file, so its values are also
+        OpenAI's `full_valid_` ones."""
         own = self.model_dump(exclude_none=True, exclude={"more"})
         full = {f"full_{name}": own[name] for name in ("valid_loss", "valid_mean_token_accuracy") if name in own}
         return {**own, **full, **(self.more or {})}
 
 
 class SettledOption(BaseModel):
-    """What the ranks have chosen for an option that was "auto"."""
+    """Value that the ranks have chosen for an option that was "auto"."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -87,15 +87,15 @@ class Event(BaseModel):
     level: Literal["info", "warn", "error"] = "info"
     message: str
     metrics: Metrics | None = None
-    """With kind metrics and checkpoint."""
+    """Metrics of the step; with kinds metrics and checkpoint."""
     checkpoint: str | None = None
-    """With kind checkpoint: its folder name below `checkpoints/`; the checkpoint is complete."""
+    """Folder name of the complete checkpoint below `checkpoints/`; with kind checkpoint."""
     settled: dict[str, SettledOption] | None = None
-    """With the message that training begins: what the ranks train with, by the option's dotted name."""
+    """Values that the ranks train with, by the option's dotted name; with the message that training begins."""
 
 
 def write_segment(run: RunDir, attempt: int, seq: int, events: list[Event]) -> None:
-    """Put one segment. Raises FileExistsError if (attempt, seq) was written before: an attempt has one writer."""
+    """Write one segment. Raises FileExistsError if (attempt, seq) exists: an attempt has one writer."""
     body = "".join(event.model_dump_json(exclude_none=True) + "\n" for event in events)
     if not run.put_if_absent(AttemptKeys(attempt).segment(seq), body.encode()):
         raise FileExistsError(f"event segment {seq} of attempt {attempt} exists: two writers in one attempt")
@@ -103,26 +103,26 @@ def write_segment(run: RunDir, attempt: int, seq: int, events: list[Event]) -> N
 
 @dataclass(frozen=True)
 class Segment:
-    """What a reader gets of a segment: its events, and what else lies there."""
+    """Segment as a reader gets it: its events, and a note on lines that are not events."""
 
     seq: int
     events: list[Event]
     fault: str | None = None
-    """What of it is no event and was skipped, for the job's user; None: nothing."""
+    """Sentence for the job's user on what was skipped; None: nothing."""
 
 
 def read_segments(run: RunDir, attempt: int, after: int = -1, limit: int | None = None) -> list[Segment]:
-    """At most `limit` segments of an attempt with seq > `after`, in order, up to the first gap; later ones wait.
+    """Return at most `limit` segments of an attempt with seq > `after`, in order, up to the first gap.
 
-    Whatever lies there is read within bounds: bytes that are no UTF-8 are replaced, and what is no event is skipped, a whole
-    segment if need be. Raises OSError if the disk does not give it.
+    Anything may be in a segment's place and is read within bounds: bytes that are not UTF-8 are replaced; lines that are not
+    events, or a whole segment, are skipped. Raises OSError if the disk fails.
     """
-    found: list[Segment] = []
+    segments: list[Segment] = []
     seq = after + 1
-    while (limit is None or len(found) < limit) and (segment := _read_segment(run, attempt, seq)) is not None:
-        found.append(segment)
+    while (limit is None or len(segments) < limit) and (segment := _read_segment(run, attempt, seq)) is not None:
+        segments.append(segment)
         seq += 1
-    return found
+    return segments
 
 
 def _read_segment(run: RunDir, attempt: int, seq: int) -> Segment | None:
@@ -130,7 +130,7 @@ def _read_segment(run: RunDir, attempt: int, seq: int) -> Segment | None:
     try:
         body = run.get(key, MOST_SEGMENT_BYTES)
     except UnreadableDocumentError as error:
-        return Segment(seq, [], f"{error.message} What it tells is lost.")
+        return Segment(seq, [], f"{error.message} Its events are lost.")
     if body is None:
         return None
     events, skipped = parse_events(key, body)
@@ -139,7 +139,7 @@ def _read_segment(run: RunDir, attempt: int, seq: int) -> Segment | None:
 
 
 def parse_events(key: str, body: bytes) -> tuple[list[Event], int]:
-    """The events of a segment, and how many lines of it are none, those beyond MOST_SEGMENT_EVENTS among them."""
+    """Return the events of a segment and the number of skipped lines, including those beyond MOST_SEGMENT_EVENTS."""
     events: list[Event] = []
     skipped = 0
     for line in body.decode(errors="replace").split("\n"):

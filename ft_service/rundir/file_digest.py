@@ -1,4 +1,4 @@
-"""What a file holds, in so few words that it can be checked later: its size and its SHA-256."""
+"""Size and SHA-256 of files, to check their contents later."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class FileDigest(BaseModel):
 
     @classmethod
     def of(cls, path: Path) -> FileDigest:
-        """The digest of a file that is there. Raises OSError."""
+        """Return the digest of an existing file. Raises OSError."""
         return FileDigest(bytes=path.stat().st_size, sha256=sha256_of(path))
 
     def fault(self, size: int | None, sha256: Callable[[], str | None]) -> str | None:
-        """What is wrong with a file, in words that follow its name; None: nothing.
+        """Return the fault of a file as a clause that follows its name; None: none.
 
-        `size`: in bytes; None: there is no file. `sha256`: asked for only if the size is right; its None: not cheap to tell.
+        `size`: bytes; None: the file is missing. `sha256`: called only if the size is right; its None: the storage cannot
+        compute it.
         """
         if size is None:
             return "is missing"
@@ -43,9 +44,9 @@ class FileDigest(BaseModel):
 
 
 class NamedFile(FileDigest, _Name):
-    """The digest of one of several files, with its name. In JSON the name comes first."""
+    """Digest of one of several files, with its name, which comes first in JSON."""
 
     @classmethod
     def below(cls, folder: Path, path: Path) -> NamedFile:
-        """The digest of a file below a folder. Raises OSError."""
+        """Return the digest of a file below a folder. Raises OSError."""
         return cls(name=path.relative_to(folder).as_posix(), **FileDigest.of(path).model_dump())

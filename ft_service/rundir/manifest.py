@@ -1,9 +1,9 @@
-"""Where an adapter comes from: what is recorded when training starts, and the manifest that leaves with every adapter.
+"""Provenance of an adapter: records from the start of training, and the manifest that accompanies every adapter.
 
 origins.json             Origins, by rank 0 of the first attempt: what the job is made of
 adapter/manifest.json    Manifest; the run directory's manifest.json is a copy
 
-A manifest goes wherever its adapter goes, so it holds no path of the host that trained: spec.json and origins.json do.
+A manifest is published with its adapter, so it contains no path of the host that trained; spec.json and origins.json do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,67 +28,67 @@ from ft_service.spec import JobSpec, WeightFormat
 MANIFEST = "manifest.json"
 ORIGINS = "origins.json"
 BASE_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*", "chat_template*", "*.model", "vocab*")
-"""What of a base folder decides what is trained: weights, architecture, tokenizer."""
+"""Files of a base's folder that decide what is trained: weights, architecture, tokenizer."""
 
 
 _PATH = re.compile(r"(?<![\w./:])/(?:[^\s/:,;'\"()]+/)+([^\s/:,;'\"()]*)")
-"""An absolute path in a sentence; the group is its last part."""
+"""Pattern of an absolute path in a sentence; the group is its last part."""
 
 
-class _Document(BaseModel):
+class _ManifestDocument(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class BaseOrigin(_Document):
+class BaseOrigin(_ManifestDocument):
     name: str
     path: str
-    """Of its folder, in origins.json; empty in a manifest, but for those of earlier versions."""
+    """Path of its folder, in origins.json; empty in a manifest."""
     files: dict[str, FileDigest]
     digest: str
-    """SHA-256 over names and SHA-256 of the files: the same wherever the folder lies."""
+    """SHA-256 over names and SHA-256 of the files; it does not depend on the folder's path."""
 
 
-class DataFile(_Document):
+class DataFile(_ManifestDocument):
     role: Literal["training", "validation"]
     name: str
     sha256: str
     samples: int
-    """Lines that were trained or validated on; those without a target within max_length are left out."""
+    """Lines used for training or validation; lines without a target within max_length are left out."""
     tokens: int
     targets: int
-    token_digest: str | None = None
-    """SHA-256 over the tokens and targets of the whole file; None: written by a version that did not note it."""
+    token_digest: str
+    """SHA-256 over the tokens and targets of the whole file."""
 
 
-class FrozenModule(_Document):
-    """One module of the base that has weights of its own."""
+class FrozenModule(_ManifestDocument):
+    """Module of the base with weights of its own."""
 
     module: str
     format: WeightFormat
     shape: list[int]
     """Shape of the weight: [out, in] of a linear layer."""
     bytes: int
-    """Stored of weight and bias over the ranks of the first attempt, copies and padding included."""
+    """Stored bytes of weight and bias over the ranks of the first attempt, including copies and padding."""
     multiplied_in: str | None = None
-    """bf16, fp32 or fp8, in the first attempt; None: it is no matrix."""
+    """Type of its matrix products in the first attempt (bf16, fp32 or fp8); None: it is not a matrix."""
     relative_error: float
-    """‖stored - read‖ / ‖read‖ of the weight; 0.0: stored as the base's files hold it."""
+    """‖stored - read‖ / ‖read‖ of the weight; 0.0: stored as in the base's files."""
 
 
-class Parent(_Document):
-    """The tuned model that a job went on from."""
+class Parent(_ManifestDocument):
+    """Tuned model that a job continued."""
 
     name: str
     job: str
     step: int
     checkpoint: str | None
-    """None: that job's outcome."""
+    """Checkpoint of that job; None: its outcome."""
     digest: str
-    """Digest of its manifest, which says where it comes from in turn."""
+    """Digest of its manifest, which contains its own provenance."""
 
 
-class Origins(_Document):
-    """What a job is made of; written once, by the first attempt that has read all of it."""
+class Origins(_ManifestDocument):
+    """Inputs of a job; written once, by the first attempt that has read all of them."""
 
     base: BaseOrigin
     data: list[DataFile]
@@ -95,23 +96,23 @@ class Origins(_Document):
     quantiser: dict[str, int]
     """Storage format → version of its arithmetic: equal versions store equal values for equal weights."""
     parent: Parent | None = None
-    """None: the job began with a new adapter."""
+    """Tuned model that it continued; None: the job began with a new adapter."""
 
 
-class AttemptSummary(_Document):
-    """One entry of the world-size history, with how it was interrupted."""
+class AttemptSummary(_ManifestDocument):
+    """Entry of the world-size history, with the reason for its end."""
 
     attempt: int
     world_size: int
     resumed_from: str | None
-    """Checkpoint; None: from the first step."""
+    """Checkpoint that it resumed from; None: it began with the first step."""
     ended: str
     """Reason of exit.json; `published` for the attempt that wrote the manifest, `lost` if it left no record."""
     message: str = ""
 
 
-class Manifest(_Document):
-    """Everything needed to tell where an adapter comes from, and whether it still is what was written."""
+class Manifest(_ManifestDocument):
+    """Provenance of an adapter, with the digests of its files."""
 
     version: Literal[3] = 3
     job: str
@@ -119,7 +120,7 @@ class Manifest(_Document):
     attempt: int
     step: int
     checkpoint: str | None
-    """The checkpoint that the adapter was taken from; None: the finished job's."""
+    """Checkpoint that the adapter was taken from; None: the finished job's."""
     seed: int
     spec: JobSpec
     base: BaseOrigin
@@ -127,15 +128,15 @@ class Manifest(_Document):
     frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
     parent: Parent | None
-    """None: training began with a new adapter."""
+    """Tuned model that training continued; None: it began with a new adapter."""
     versions: dict[str, str]
     history: list[AttemptSummary]
     metrics: Metrics | None
-    """Metrics of `step`; None: nothing was reported of it."""
+    """Metrics of `step`; None: none were reported."""
     files: dict[str, FileDigest]
-    """Every other file of the adapter's folder."""
+    """Digests of every other file of the adapter's folder."""
     digest: str
-    """SHA-256 over all of the above: an edit shows. It proves no author: who can edit can compute it anew."""
+    """SHA-256 over all of the above, which detects edits. It does not prove the author: an editor can compute it again."""
 
 
 def base_of(name: str, folder: Path, files: Mapping[str, FileDigest]) -> BaseOrigin:
@@ -150,42 +151,51 @@ def parent_of(name: str, manifest: Manifest) -> Parent:
 
 
 def base_files(folder: Path) -> list[Path]:
-    """The files of a base that its identity covers, by name."""
+    """Return the files of a base that its identity covers, by name."""
     return sorted({path for pattern in BASE_FILES for path in folder.glob(pattern) if is_base_file(path)})
 
 
 def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
-    """All attempts up to `attempt`, which is the one that publishes."""
-    found = []
+    """Return the summaries of all attempts up to `attempt`, which is the one that publishes."""
+    summaries = []
     for number in range(1, attempt + 1):
-        one = Attempt(run, number)
-        start = one.readable_start()
+        files = Attempt(run, number)
+        start = files.readable_start()
         if start is None:
             continue
-        ended = one.read_exit() if number < attempt else None
+        ended = files.read_exit() if number < attempt else None
         reason = ended.reason.value if ended else "published" if number == attempt else "lost"
         message = _PATH.sub(r"…/\1", ended.message) if ended else ""
-        found.append(
+        summaries.append(
             AttemptSummary(
                 attempt=number, world_size=start.world_size, resumed_from=start.checkpoint, ended=reason, message=message
             )
         )
-    return found
+    return summaries
 
 
-def manifest_of(
-    run: RunDir, *, attempt: int, step: int, checkpoint: str | None, metrics: Metrics | None, versions: Mapping[str, str]
-) -> Manifest:
-    """The manifest of an adapter, without the adapter's files and without a digest."""
+@dataclass(frozen=True, kw_only=True)
+class AdapterSource:
+    """Where in a job an adapter was taken from; fields as those of Manifest."""
+
+    attempt: int
+    step: int
+    checkpoint: str | None = None
+    metrics: Metrics | None = None
+    versions: Mapping[str, str]
+
+
+def manifest_of(run: RunDir, source: AdapterSource) -> Manifest:
+    """Return the manifest of an adapter, without the adapter's files and without a digest."""
     spec, origins = run.read("spec.json", JobSpec), run.read(ORIGINS, Origins)
     assert spec is not None, f"{run.root} holds no spec.json"
     assert origins is not None, f"{run.root} holds no {ORIGINS}"
     return Manifest(
         job=spec.job_id,
         tuned_name=spec.tuned_name,
-        attempt=attempt,
-        step=step,
-        checkpoint=checkpoint,
+        attempt=source.attempt,
+        step=source.step,
+        checkpoint=source.checkpoint,
         seed=spec.seed,
         spec=without_paths(spec),
         base=base_without_path(origins.base),
@@ -193,16 +203,16 @@ def manifest_of(
         frozen_modules=origins.frozen_modules,
         quantiser=origins.quantiser,
         parent=origins.parent,
-        versions=dict(versions),
-        history=history(run, attempt),
-        metrics=metrics,
+        versions=dict(source.versions),
+        history=history(run, source.attempt),
+        metrics=source.metrics,
         files={},
         digest="",
     )
 
 
 def without_paths(spec: JobSpec) -> JobSpec:
-    """The spec as it is told to others: what lies on the host that trains is known by name and digest only."""
+    """Return the spec without paths of the host, for publication."""
     places = {name: getattr(spec, name) for name in ("model", "training_data", "validation_data", "parent")}
     return spec.model_copy(update={name: ref and ref.model_copy(update={"path": ""}) for name, ref in places.items()})
 
@@ -212,7 +222,7 @@ def base_without_path(base: BaseOrigin) -> BaseOrigin:
 
 
 def spec_beside(adapter: Path, manifest: Manifest) -> JobSpec:
-    """The spec of the job that made an adapter: with paths where the adapter's folder lies in its run directory."""
+    """Return the spec of the job that made an adapter, with paths if the adapter's folder is in its run directory."""
     for folder in (adapter.parent, adapter.parent.parent):
         spec = RunDir(folder).read("spec.json", JobSpec)
         if spec is not None and spec.job_id == manifest.job:
@@ -221,7 +231,7 @@ def spec_beside(adapter: Path, manifest: Manifest) -> JobSpec:
 
 
 def write_manifest(draft: Manifest, folder: Path) -> Manifest:
-    """Complete a manifest by the files of the adapter in `folder`, which is complete but for this, and write it there."""
+    """Add the files of the adapter in `folder` to a manifest, and write it there. All other files must be complete."""
     files = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
     body = draft.model_copy(update={"files": files}).model_dump(mode="json")
     manifest = Manifest.model_validate(body | {"digest": digest_of(body)})
@@ -230,6 +240,6 @@ def write_manifest(draft: Manifest, folder: Path) -> Manifest:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 over a manifest as read from JSON, its own `digest` left out."""
+    """Return the SHA-256 of a manifest as read from JSON, without its own `digest`."""
     rest = {name: value for name, value in manifest.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,15 +1,14 @@
-"""What tells of an adapter in its folder: a model card for people, and the manifest."""
+"""Files that describe an adapter in its folder: a model card for people, and the manifest."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ft_service.bases.origin import is_published, licence_of, portable_name
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.events import Metrics
-from ft_service.rundir.manifest import Manifest, manifest_of, write_manifest
+from ft_service.rundir.manifest import AdapterSource, Manifest, manifest_of, write_manifest
 from ft_service.spec import JobOptions, JobSpec
 
 CARD = "README.md"
@@ -37,18 +36,9 @@ With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-module
 """
 
 
-def describe_adapter(
-    run: RunDir,
-    folder: Path,
-    *,
-    attempt: int,
-    step: int,
-    checkpoint: str | None,
-    metrics: Metrics | None,
-    versions: Mapping[str, str],
-) -> Manifest:
-    """Write the card and the manifest of the adapter in `folder`, which is complete but for these."""
-    draft = manifest_of(run, attempt=attempt, step=step, checkpoint=checkpoint, metrics=metrics, versions=versions)
+def describe_adapter(run: RunDir, folder: Path, source: AdapterSource) -> Manifest:
+    """Write the card and the manifest of the adapter in `folder`, whose other files are complete."""
+    draft = manifest_of(run, source)
     spec = run.read("spec.json", JobSpec)
     assert spec is not None, "the manifest was made of it"
     base = portable_name(Path(spec.model.path), spec.model.name)
@@ -57,9 +47,8 @@ def describe_adapter(
 
 
 def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str:
-    """Markdown with the metadata that model hubs read. `base`: the base's portable name; where it has not the form of a
-    published model's, the metadata leave it out. `licence`: the base's; None: not known.
-    """
+    """Return Markdown with the metadata that model hubs read. `base`: the base's portable name; the metadata leave it out
+    unless it has the form of a published model's. `licence`: the base's; None: not known."""
     sections = (
         "\n".join(metadata_of(base, library="peft", licence=licence)),
         f"# {manifest.tuned_name}\n\nA LoRA adapter for `{base}`, trained with ft-service "
@@ -68,14 +57,14 @@ def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str
         "## Results\n\n" + table(("", ""), results_of(manifest)),
         data_section(manifest),
         "\n".join(["## Training", "", "| option | value |", "| --- | --- |", *options_of(manifest)]),
-        f"Licence of the base: {licence or UNKNOWN_LICENCE}. `manifest.json` beside this says what exactly it was made of; "
+        f"Licence of the base: {licence or UNKNOWN_LICENCE}. `manifest.json` in this folder records exactly how it was made; "
         "`ft verify` checks it.",
     )
     return "\n\n".join(sections) + "\n"
 
 
 def metadata_of(base: str, *, library: str, licence: str | None) -> Iterator[str]:
-    """What model hubs read: lines of YAML."""
+    """Yield the metadata that model hubs read, as lines of YAML."""
     yield "---"
     if is_published(base):
         yield f"base_model: {base}"
@@ -90,23 +79,23 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def data_section(manifest: Manifest) -> str:
-    """Which files it was trained on, by their contents."""
+    """Return the section on the training data, with digests of the files."""
     rows = [(f"{file.role}: {file.name}", f"`{file.sha256}`") for file in manifest.data]
     return "## Data\n\n" + table(("file", "SHA-256"), rows)
 
 
 def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Losses in nats a token."""
-    known = manifest.metrics
-    total = f" of {known.total_steps:,}" if known and known.total_steps != manifest.step else ""
+    """Yield (name, value) of the results; losses in nats per token."""
+    metrics = manifest.metrics
+    total = f" of {metrics.total_steps:,}" if metrics and metrics.total_steps != manifest.step else ""
     yield "step", f"{manifest.step:,}{total}"
-    if known is not None:
+    if metrics is not None:
         figures = (
-            ("training loss", known.train_loss, ".4f"),
-            ("validation loss", known.valid_loss, ".4f"),
-            ("validation accuracy, by token", known.valid_mean_token_accuracy, ".1%"),
-            ("epochs", known.epoch, ".2f"),
-            ("trained tokens", known.trained_tokens, ","),
+            ("training loss", metrics.train_loss, ".4f"),
+            ("validation loss", metrics.valid_loss, ".4f"),
+            ("validation accuracy, by token", metrics.valid_mean_token_accuracy, ".1%"),
+            ("epochs", metrics.epoch, ".2f"),
+            ("trained tokens", metrics.trained_tokens, ","),
         )
         yield from ((name, format(value, shape)) for name, value, shape in figures if value is not None)
     for file in manifest.data:
@@ -114,12 +103,12 @@ def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def options_of(manifest: Manifest) -> Iterator[str]:
-    """What defines the adapter, and every other option that is not what it is by default."""
+    """Yield table rows of the options that define the adapter, and of all others that differ from their defaults."""
     shown = {"lora": ("r", "lora_alpha"), "precision": ("default",), "training": ("learning_rate", "batch_size", "max_length")}
-    usual = JobOptions()
+    defaults = JobOptions()
     for section in ("lora", "precision", "training"):
         given = getattr(manifest.spec, section).model_dump(mode="json")
-        default = getattr(usual, section).model_dump(mode="json")
+        default = getattr(defaults, section).model_dump(mode="json")
         for name, value in given.items():
             if name in shown[section] or (value != default[name] and f"{section}.{name}" not in manifest.spec.chosen):
                 yield f"| `{section}.{name}` | {_plain(value)} |"

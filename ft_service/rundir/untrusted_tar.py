@@ -1,4 +1,4 @@
-"""Tar archives from elsewhere, unpacked without trusting them."""
+"""Safe unpacking of tar archives from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ft_service.errors import FtError
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar of plain files into a new folder. Raises FtError on a member that is a link, a device, or leads outside.
+    """Unpack a tar of regular files into a new folder. Raises FtError for a member that is a link, a device, or outside the
+    folder.
 
     Members are read, not extracted: Python 3.11.0 to 3.11.3, which distributions still ship, have no `tarfile.data_filter`.
     """
@@ -21,13 +22,13 @@ def unpack(archive: Path, target: Path) -> None:
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or not (member.isreg() or member.isdir()):
                     raise FtError(
-                        f"The archive holds {member.name!r}, which is not a plain file below it: nothing was unpacked."
+                        f"The archive contains {member.name!r}, which is not a regular file inside it: nothing was unpacked."
                     )
                 source = tar.extractfile(member)
                 if source is not None:
                     _write(source, target / path)
     except tarfile.TarError as error:
-        raise FtError(f"The download is not a whole archive ({error}): try again.") from None
+        raise FtError(f"The download is not a complete archive ({error}). Try again.") from None
 
 
 def _write(source: IO[bytes], path: Path) -> None:

@@ -1,6 +1,7 @@
-"""`ft verify`: whether an adapter, or a whole run directory, still is what was written.
+"""Verification of an adapter or a run directory against its manifest, for `ft verify`.
 
-Works on an adapter's folder, a run directory, or the tar that `GET …/adapter` answers; needs no torch and no server.
+Accepts an adapter's folder, a run directory, a merged model, or the tar that `GET …/adapter` returns; needs no torch and no
+server.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.we
 
 @dataclass
 class VerifyReport:
-    """What was looked at, and what differs."""
+    """Checks that were made, and the faults that they found."""
 
     path: str
     kind: str
@@ -53,7 +54,7 @@ class VerifyReport:
 
 
 def verify(path: Path) -> VerifyReport:
-    """Raises SpecError if there is nothing at `path` that could be verified."""
+    """Verify the file or folder at `path`. Raises SpecError if it is of another kind."""
     if path.is_file() and tarfile.is_tarfile(path):
         return _verify_archive(path)
     if (path / "adapter").is_dir():
@@ -71,14 +72,14 @@ def verify(path: Path) -> VerifyReport:
 
 
 def _verify_model(path: Path) -> VerifyReport:
-    """A model that `ft merge` wrote has no manifest: that its files are whole is what can be told."""
+    """Verify a model that `ft merge` wrote. It has no manifest, so only the completeness of its files can be checked."""
     report = VerifyReport(str(path), "model")
     faults: list[str] = []
     try:
         read_tensors(path)
     except SpecError as error:
         faults.append(error.message)
-    report.add("files of the weights are whole", faults)
+    report.add("weight files", faults)
     return report
 
 
@@ -87,15 +88,15 @@ def _verify_archive(path: Path) -> VerifyReport:
     with tempfile.TemporaryDirectory(prefix="ft-verify-") as scratch:
         folder = Path(scratch) / "files"
         unpack(path, folder)
-        found = next(iter(sorted(folder.rglob(CONFIG))), None) or next(iter(sorted(folder.rglob(MANIFEST))), None)
-        if found is None:
-            raise SpecError(f"{path}: the archive holds no adapter.")
-        check_adapter(found.parent, report)
+        adapter = next(iter([*sorted(folder.rglob(CONFIG)), *sorted(folder.rglob(MANIFEST))]), None)
+        if adapter is None:
+            raise SpecError(f"{path}: the archive contains no adapter.")
+        check_adapter(adapter.parent, report)
     return report
 
 
 def check_adapter(folder: Path, report: VerifyReport) -> None:
-    """Add what can be said of an adapter's folder: manifest, files, shapes."""
+    """Check an adapter's folder: manifest, files, shapes."""
     manifest, faults = read_manifest(folder / MANIFEST)
     report.manifest = manifest
     report.add("manifest", faults)
@@ -105,12 +106,12 @@ def check_adapter(folder: Path, report: VerifyReport) -> None:
 
 
 def read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
-    """A manifest that is complete (None: it is not, or is not there), and what is wrong with it."""
+    """Return a manifest (None: it is missing or incomplete) and its faults."""
     try:
-        found = RunDir(path.parent).get(path.name) if path.parent.is_dir() else None
-        if found is None:
+        content = RunDir(path.parent).get(path.name) if path.parent.is_dir() else None
+        if content is None:
             return None, [f"{path.name} is missing"]
-        body = json.loads(found)
+        body = json.loads(content)
         manifest = Manifest.model_validate(body)
     except UnreadableDocumentError as error:
         return None, [error.message.rstrip(".")]
@@ -119,24 +120,24 @@ def read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
         return None, [f"{path.name} is incomplete or of another version: {', '.join(places)}"]
     except (ValueError, RecursionError) as error:
         return None, [f"{path.name} is not JSON: {error}"]
-    faults = [] if digest_of(body) == manifest.digest else [f"{path.name} was edited: its digest is not that of its contents"]
+    faults = [] if digest_of(body) == manifest.digest else [f"{path.name} was edited: its digest does not match its contents"]
     return manifest, faults
 
 
 def file_faults(folder: Path, files: Mapping[str, FileDigest]) -> list[str]:
-    """Files that are missing, changed, or not in the manifest."""
+    """Return faults of files that are missing, changed, or not in the manifest."""
     faults = []
     for name, expected in files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if fault := expected.fault(size, partial(sha256_of, path)):
             faults.append(f"{name} {fault}")
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return faults + [f"{name} is not in the manifest" for name in sorted(there - files.keys() - {MANIFEST})]
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return faults + [f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})]
 
 
 def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
-    """Whether the tensors are the ones that adapter_config.json, and the base's layers in the manifest, call for."""
+    """Return faults of the tensors against adapter_config.json and the base's layers in the manifest."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         header = read_header(folder / WEIGHTS)
@@ -146,59 +147,47 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
     except FileNotFoundError as error:
         return [f"{Path(error.filename).name} is missing"]
     except (ValueError, re2.error) as error:
-        return [str(error) or f"{CONFIG} has a rank_pattern that is no pattern"]
+        return [str(error) or f"{CONFIG} has an invalid rank_pattern"]
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
-    others = []
+    faults = []
     for name, shape in shapes.items():
-        match = _LORA.fullmatch(name)
-        if match is None:
-            others.append(name)
-        else:
+        if (match := _LORA.fullmatch(name)) is not None:
             pairs.setdefault(match["module"], {})[match["which"]] = shape
+        elif not _is_expected(name, config):
+            faults.append(f"{name} is a tensor that {CONFIG} does not call for")
     layers = {layer.module: layer.shape for layer in manifest.frozen_modules} if manifest else {}
-    faults = [
-        fault
-        for module, pair in pairs.items()
-        for fault in (_stack_faults if _is_stack(module, config) else _pair_faults)(
-            module, pair, ranks[module], layers.get(module)
-        )
-    ]
-    faults += [f"{name} is no tensor that {CONFIG} calls for" for name in others if not _is_called_for(name, config)]
-    return faults if pairs else [*faults, f"{WEIGHTS} holds no LoRA matrices"]
+    for module, pair in pairs.items():
+        missing = [f"{module} has no lora_{which}" for which in "AB" if which not in pair]
+        rank = None if _is_expert_stack(module, config) else ranks[module]
+        faults += missing or _pair_faults(module, pair, rank, layers.get(module))
+    return faults if pairs else [*faults, f"{WEIGHTS} contains no LoRA matrices"]
 
 
-def _pair_faults(module: str, pair: Mapping[str, tuple[int, ...]], rank: int, layer: list[int] | None) -> list[str]:
-    """One adapted module: A [r, in] and B [out, r] around a layer [out, in]."""
-    missing = [f"{module} has no lora_{which}" for which in "AB" if which not in pair]
-    if missing:
-        return missing
+def _pair_faults(module: str, pair: Mapping[str, tuple[int, ...]], rank: int | None, layer: list[int] | None) -> list[str]:
+    """Return faults of an adapted module: A [r, in] and B [out, r] around a layer [out, in].
+
+    `rank`: None: a stack of experts, with A [experts · r, in] and B [out, r · experts].
+    """
     a, b = pair["A"], pair["B"]
+    matrices = f"{module}: lora_A {list(a)} and lora_B {list(b)}"
+    if rank is None:
+        return [] if len(a) == len(b) == 2 and a[0] == b[1] else [f"{matrices} do not fit each other"]
     if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
-        return [f"{module}: lora_A {list(a)} and lora_B {list(b)} are not of rank {rank}, which {CONFIG} says"]
+        return [f"{matrices} do not have the rank {rank} of {CONFIG}"]
     if layer is not None and [b[0], a[1]] != layer:
-        return [f"{module}: lora_A {list(a)} and lora_B {list(b)} do not fit its layer {layer}"]
+        return [f"{matrices} do not fit its layer {layer}"]
     return []
 
 
-def _is_stack(module: str, config: Mapping[str, Any]) -> bool:
-    """Whether PEFT has the adapter of a stack of experts there: in the module that holds the stack."""
+def _is_expert_stack(module: str, config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT adapts a stack of experts in this module."""
     return bool(config.get("target_parameters")) and module.removesuffix(".base_layer").endswith(".experts")
 
 
-def _stack_faults(module: str, pair: Mapping[str, tuple[int, ...]], _: int, __: list[int] | None) -> list[str]:
-    """The adapters of a stack: A [experts · r, in] and B [out, r · experts]."""
-    missing = [f"{module} has no lora_{which}" for which in "AB" if which not in pair]
-    if missing:
-        return missing
-    a, b = pair["A"], pair["B"]
-    fits = len(a) == len(b) == 2 and a[0] == b[1]
-    return [] if fits else [f"{module}: lora_A {list(a)} and lora_B {list(b)} do not fit each other"]
-
-
 def rank_of(module: str, config: Mapping[str, Any]) -> int:
-    """A module's rank, as PEFT reads its config: the first pattern that matches the end of its name, else r.
+    """Return a module's rank as PEFT does: of the first pattern in `rank_pattern` that matches the end of its name, else `r`.
 
-    Raises re2.error for a pattern that is none.
+    Raises re2.error for an invalid pattern.
     """
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if match_pattern(rf"(.*\.)?({pattern})", [module]):
@@ -206,14 +195,14 @@ def rank_of(module: str, config: Mapping[str, Any]) -> int:
     return int(config.get("r") or 0)
 
 
-def _is_called_for(name: str, config: Mapping[str, Any]) -> bool:
+def _is_expected(name: str, config: Mapping[str, Any]) -> bool:
     if config.get("use_dora") and name.endswith(".lora_magnitude_vector"):
         return True
     return any(f".{saved}." in name for saved in config.get("modules_to_save") or [])
 
 
 def _verify_run(path: Path) -> VerifyReport:
-    """The adapter inside, and that everything beside it tells of the same job."""
+    """Verify the adapter of a run directory, and that all its documents describe the same job."""
     report, run = VerifyReport(str(path), "run directory"), RunDir(path)
     check_adapter(path / "adapter", report)
     outer, faults = read_manifest(path / MANIFEST)
@@ -232,14 +221,14 @@ def _document_faults(run: RunDir, manifest: Manifest) -> list[str]:
     try:
         spec = run.read("spec.json", JobSpec)
         if spec is None or without_paths(spec) != without_paths(manifest.spec):
-            faults.append("spec.json is not the spec that the manifest was written for")
+            faults.append("spec.json differs from the spec in the manifest")
         origins, result = run.read(ORIGINS, Origins), run.read("result.json", Result)
     except UnreadableDocumentError as error:
         return [*faults, error.message.rstrip(".")]
     base = base_without_path(manifest.base)
     if origins is None or (base_without_path(origins.base), origins.data) != (base, manifest.data):
         faults.append(f"{ORIGINS} names another base or other data than the manifest")
-    whole = result is not None and manifest.checkpoint is None  # otherwise an earlier step was better than the last
-    if result is None or result.attempt != manifest.attempt or (whole and result.steps != manifest.step):
+    is_last = result is not None and manifest.checkpoint is None  # otherwise the adapter is that of an earlier, better step
+    if result is None or result.attempt != manifest.attempt or (is_last and result.steps != manifest.step):
         faults.append("result.json names another attempt or step than the manifest")
     return faults

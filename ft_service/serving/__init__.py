@@ -1,1 +1,1 @@
-"""From a tuned model to an answer: the preview on this host, and the hand-off to inference servers."""
+"""Serving of tuned models: the preview on this host, the hand-off to inference servers, and exports."""

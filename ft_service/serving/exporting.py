@@ -1,16 +1,13 @@
-"""Makes the exports that were asked for, one after the other, each by a process beside the server (`workers.tasks.export`).
+"""Exports of tuned models, made one after the other, each by a process of its own (`workers.tasks.export`).
 
-What is asked for lies below FT_HOME/exports as an empty file, until it is made or has failed: a server that starts again goes
-on with it. The process ends with the server, leaves GPUs alone and lets training have the processors first.
+A requested export is an empty file below FT_HOME/exports until it is made or has failed, so that a restarted server continues
+with it. The process ends with the server, uses no GPU, and runs at low priority.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
-from ft_service.host.environment import child_environment
+from ft_service.host.helper_process import Failure, HelperFailed, Program, run_once
+from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Export, ExportFormat, export_key, read_export, state_key
-from ft_service.rundir.intact import refuse_damaged
+from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
@@ -33,19 +31,19 @@ from ft_service.store.sql import Store
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-WORKER = (sys.executable, "-P", "-m", "workers.tasks.beside_server")
-_WRONG = 64
+WORKER = (sys.executable, "-P", "-m", "workers.tasks.export")
+NICENESS = 10
 
 Make = Callable[[Path, Path, ExportFormat, threading.Event], dict[str, Any]]
-"""(adapter, out, format, stop) → report. Raises FtError with what is to be told, and Stopped."""
+"""(adapter, out, format, stop) → report. Raises FtError with a message for the user, and Stopped."""
 
 
 class Stopped(Exception):
-    """The server ends: what was under way is begun anew by the next one."""
+    """The server ends: the next one starts the export again."""
 
 
 def ask(job: Job, to: ExportFormat, settings: Settings, places: Places) -> Export:
-    """Have an export made; one that is there, or under way, is answered as it is. Raises SpecError where none is made here."""
+    """Request an export; one that exists or is being made is returned. Raises SpecError if this server makes none."""
     refuse_elsewhere(settings)
     run = places.run(job.id)
     there = read_export(run, to)
@@ -53,12 +51,12 @@ def ask(job: Job, to: ExportFormat, settings: Settings, places: Places) -> Expor
         return there
     if there is not None and there.status == "succeeded" and run.plain(export_key(to)) is not None:
         return there
-    asked = Export(format=to, status="queued", created_at=time.time())
-    run.write(state_key(to), asked)
+    requested = Export(format=to, status="queued", created_at=time.time())
+    run.write(state_key(to), requested)
     folder = _queue(settings)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{job.project_id}@{job.id}@{to.value}").touch()
-    return asked
+    return requested
 
 
 def refuse_elsewhere(settings: Settings) -> None:
@@ -72,7 +70,7 @@ def refuse_elsewhere(settings: Settings) -> None:
 
 
 def remove(job: Job, to: ExportFormat, settings: Settings, places: Places) -> None:
-    """Remove an export, made or asked for. Repeating it does nothing."""
+    """Remove an export or its request. Repeating it does nothing."""
     run = places.run(job.id)
     (_queue(settings) / f"{job.project_id}@{job.id}@{to.value}").unlink(missing_ok=True)
     run.path(state_key(to)).unlink(missing_ok=True)
@@ -80,7 +78,7 @@ def remove(job: Job, to: ExportFormat, settings: Settings, places: Places) -> No
 
 
 def folder_of(job: Job, to: ExportFormat, places: Places) -> Path:
-    """The files of an export. Raises NotFoundError unless it is made and there."""
+    """Folder of an export. Raises NotFoundError unless it is made and exists."""
     run = places.run(job.id)
     there, folder = read_export(run, to), run.plain(export_key(to))
     if there is None or there.status != "succeeded" or not isinstance(folder, Path):
@@ -92,23 +90,17 @@ def folder_of(job: Job, to: ExportFormat, places: Places) -> Path:
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Until `stop` is set."""
-    if settings.launcher != "local":
-        return
-    while not stop.is_set():
-        try:
-            make_all(settings, store, stop)
-        except Exception:
-            log.exception("an export failed in an unexpected way; the next try is in %g seconds", POLL_SECONDS)
-        stop.wait(POLL_SECONDS)
+    """Make exports until `stop` is set."""
+    if settings.launcher == "local":
+        every(POLL_SECONDS, lambda: make_all(settings, store, stop), stop, "making exports")
 
 
 def make_all(settings: Settings, store: Store, stop: threading.Event, make: Make | None = None) -> None:
-    """Everything that waits, the oldest first. `make`: None: by a process."""
+    """Make all requested exports, oldest first. `make`: None: `by_process`."""
     places = Places.of(settings)
     for order, project_id, job_id, to in _waiting(settings):
         try:
-            job = store.get_job(project_id, job_id)
+            job = store.jobs.get_job(project_id, job_id)
         except NotFoundError:
             order.unlink(missing_ok=True)
             continue
@@ -128,32 +120,32 @@ def _make_one(job: Job, to: ExportFormat, places: Places, store: Store, make: Ma
         refuse_damaged(run_dir.path("adapter"), str(job.tuned_name))
         report = make(run_dir.path("adapter"), run_dir.path(export_key(to)), to, stop)
     except (FtError, OSError) as error:
-        _tell(run_dir, begun, store, job, {"status": "failed", "error": str(error)})
+        _report(run_dir, begun, store, job, {"status": "failed", "error": str(error)})
         return
     size = sum(path.stat().st_size for path in run_dir.path(export_key(to)).rglob("*") if path.is_file())
     log.info("job %s was exported as %s in %.0f s", job.id, to.value, time.monotonic() - started)
-    _tell(run_dir, begun, store, job, {"status": "succeeded", "report": report, "bytes": size})
+    _report(run_dir, begun, store, job, {"status": "succeeded", "report": report, "bytes": size})
 
 
-def _tell(run_dir: RunDir, begun: Export, store: Store, job: Job, changes: dict[str, Any]) -> None:
+def _report(run_dir: RunDir, begun: Export, store: Store, job: Job, changes: dict[str, Any]) -> None:
     ended = begun.model_copy(update={**changes, "finished_at": time.time()})
     run_dir.write(state_key(ended.format), ended)
     if ended.status == "failed":
         event = NewEvent(level="warn", message=f"It was not exported as {ended.format.value}: {ended.error}")
     else:
         event = NewEvent(level="info", message=f"Exported as {ended.format.value}: {ended.bytes or 0:,} bytes to download.")
-    store.tell(job, [event])
+    store.jobs.add_events(job, [event])
 
 
 def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
-    """Make an export by a process of its own, which is ended when `stop` is set. If somebody else ends it, it is made anew,
-    once. Nothing half done stays.
+    """Make an export in a process, which is ended when `stop` is set. If the process is killed otherwise, it is started once
+    more. Incomplete files are removed.
     """
     if to is ExportFormat.PEFT:
         raise SpecError("The adapter as it was trained is downloaded as it is: GET …/adapter.", param="format")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        report = _tried(adapter, out, to, stop) or _tried(adapter, out, to, stop)
+        report = _run_process(adapter, out, to, stop) or _run_process(adapter, out, to, stop)
     finally:
         shutil.rmtree(unfinished(out), ignore_errors=True)
     if report is None:
@@ -161,42 +153,22 @@ def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event
     return report
 
 
-def _tried(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any] | None:
-    """What the process reports; None: it was killed."""
-    command = [*WORKER, str(os.getpid()), str(adapter), str(out), "--format", to.value]
-    environment = child_environment(os.environ, PYTHONSAFEPATH="1", CUDA_VISIBLE_DEVICES="")
-    with subprocess.Popen(
-        command,
-        env=environment,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # a terminal's Ctrl-C is for us
-    ) as process:
-        said, last = _heard(process, stop)
-    if process.returncode < 0:
-        log.warning("an export's process was ended by signal %d", -process.returncode)
+def _run_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any] | None:
+    """Report of the process; None: it was killed. Raises FtError, and Stopped."""
+    program = Program(
+        command=(*WORKER, str(adapter), str(out), "--format", to.value),
+        niceness=NICENESS,  # training has priority
+        variables={"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    try:
+        return run_once(program, stop=stop.is_set)
+    except HelperFailed as error:
+        if stop.is_set():
+            raise Stopped from None
+        if error.failure is not Failure.KILLED:
+            raise
+        log.warning("%s", error.message)
         return None
-    lines = said.splitlines()
-    if process.returncode == 0 and lines:
-        return json.loads(lines[-1])
-    if process.returncode == _WRONG and lines:
-        raise SpecError(json.loads(lines[-1])["error"])
-    words = (last.strip().splitlines() or [f"the process ended with code {process.returncode}"])[-1]
-    raise FtError(words)
-
-
-def _heard(process: subprocess.Popen[str], stop: threading.Event) -> tuple[str, str]:
-    """What it has printed, once it has ended. Raises Stopped."""
-    while True:
-        try:
-            return process.communicate(timeout=POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            if stop.is_set():
-                process.kill()
-                process.communicate()
-                raise Stopped from None
 
 
 def _queue(settings: Settings) -> Path:
@@ -204,7 +176,7 @@ def _queue(settings: Settings) -> Path:
 
 
 def _waiting(settings: Settings) -> Iterator[tuple[Path, str, str, ExportFormat]]:
-    """Orders, the oldest first: the file, project, job and format."""
+    """Requests, oldest first: file, project, job and format."""
     orders = sorted(_queue(settings).glob("*@*@*"), key=lambda path: path.stat().st_mtime)
     for order in orders:
         project_id, job_id, to = order.name.split("@")

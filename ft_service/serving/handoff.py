@@ -1,13 +1,11 @@
-"""Hands tuned models to the inference server that the operator runs (FT_INFERENCE_URL, FT_ADAPTERS), and proves that they
-answer.
+"""Hand-off of tuned models to the operator's inference server (FT_INFERENCE_URL, FT_ADAPTERS), with proof that they answer.
 
-Of every job that has succeeded the adapter is put into FT_ADAPTERS, in a folder named as the tuned model, where vLLM's resolver
-finds it, and every replica is told to load it. Then its log-probabilities are compared with the trainer's (verdict.py): loading
-adapters fails silently in more than one way. What came of it is an event of the job, once, and `serving.json` in its run
-directory.
+The adapter of every succeeded job is copied to FT_ADAPTERS, into a folder with the tuned model's name, where vLLM's resolver
+finds it, and every replica is asked to load it. Then its log-probabilities are compared with the trainer's (served_verdict.py),
+since loading an adapter can fail silently. The result is an event of the job, once, and `serving.json` in its run directory.
 
-Desired and observed are compared again and again, so that a restart of either side, or a replica that was away, needs no
-thought. A deleted model is unloaded, and its folder goes.
+The desired and the observed state are compared repeatedly, which also covers restarts of either side and replicas that did not
+answer. A deleted model is unloaded, and its folder removed.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ import threading
 from pathlib import Path
 
 from ft_service.errors import FtError, UnavailableError
+from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.rundir.intact import refuse_damaged
-from ft_service.serving import verified
+from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.serving.inference_server import InferenceServer
-from ft_service.serving.verdict import Verdict, judge
+from ft_service.serving.served_verdict import Verdict, judge, read_probes, report
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
@@ -35,25 +33,20 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 SERVING = "serving.json"
-"""What the job's user was told (verified.py)."""
+"""Document with the verdict that the job's user was told (served_verdict.py)."""
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Until `stop` is set. Without FT_ADAPTERS nothing is handed over."""
+    """Hand over tuned models until `stop` is set. Returns at once without FT_ADAPTERS."""
     if settings.adapters is None:
         return
     handoff = Handoff(settings, store, settings.adapters)
-    while not stop.is_set():
-        try:
-            handoff.look()
-        except Exception:
-            log.exception("tuned models were not handed over; the next try is in %g seconds", POLL_SECONDS)
-        stop.wait(POLL_SECONDS)
+    every(POLL_SECONDS, handoff.look, stop, "handing over tuned models")
     handoff.close()
 
 
 class Handoff:
-    """For one thread."""
+    """The hand-off to all replicas. For one thread."""
 
     def __init__(self, settings: Settings, store: Store, adapters: Path) -> None:
         self._store, self._adapters = store, adapters
@@ -61,10 +54,10 @@ class Handoff:
         key = settings.inference_api_key
         self._servers = [InferenceServer(url, key.get_secret_value() if key else None) for url in settings.inference_urls]
         self._jobs: dict[str, Job] = {}
-        """By the names of their tuned models."""
+        """Name of the tuned model → job."""
         self._known: set[str] = set()
         self._refused: set[tuple[str, str]] = set()
-        """(replica, name) that would not load: not tried again until the replica restarts."""
+        """(replica, name) of failed loads, which are not tried again until the replica restarts."""
         self._away: set[str] = set()
 
     def close(self) -> None:
@@ -72,13 +65,13 @@ class Handoff:
             server.close()
 
     def look(self) -> None:
-        """Compare and act once. Raises UnavailableError if the database is away."""
-        for project_id, job_id in self._store.succeeded_jobs():
+        """Compare and act once. Raises UnavailableError if the database does not answer."""
+        for project_id, job_id in self._store.models.succeeded_jobs():
             if job_id not in self._known:
                 self._known.add(job_id)
-                job = self._store.get_job(project_id, job_id)
+                job = self._store.jobs.get_job(project_id, job_id)
                 self._jobs[str(job.tuned_name)] = job
-        deleted = self._store.all_deleted_models()
+        deleted = self._store.models.all_deleted_models()
         wanted = {name: job for name, job in self._jobs.items() if name not in deleted}
         for name in self._jobs.keys() - wanted.keys():
             shutil.rmtree(self._adapters / name, ignore_errors=True)
@@ -91,7 +84,7 @@ class Handoff:
             there = server.models()
         except FtError as error:
             if server.url not in self._away:
-                log.warning("an inference server is away: %s", error.message)
+                log.warning("an inference server does not answer: %s", error.message)
             self._away.add(server.url)
             self._refused = {(url, name) for url, name in self._refused if url != server.url}
             return
@@ -103,23 +96,23 @@ class Handoff:
                 self._load(server, name, job)
 
     def _publish(self, name: str, job: Job) -> bool:
-        """Whether the adapter lies in FT_ADAPTERS, where it comes to lie whole."""
+        """Copy an adapter to FT_ADAPTERS, atomically, unless it is there. False if that failed."""
         target = self._adapters / name
         if target.is_dir():
             return True
         source = self._places.run(job.id).plain("adapter")
         if not isinstance(source, Path) or not source.is_dir():
             return False
-        beside = self._adapters / f".{job.id}.tmp"
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        temporary = self._adapters / f".{job.id}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         try:
             refuse_damaged(source, name)
-            _fill(source, beside)
-            os.replace(beside, target)
+            _fill(source, temporary)
+            os.replace(temporary, target)
         except (FtError, OSError) as error:
-            shutil.rmtree(beside, ignore_errors=True)
-            self._tell(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._report(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
             return False
         return True
 
@@ -128,15 +121,15 @@ class Handoff:
             server.load(name, str(self._adapters / name))
             verdict = self._verify(server, name, job)
         except UnavailableError:
-            return  # it is tried again when the server is back
+            return  # tried again when the server answers
         except FtError as error:
             self._refused.add((server.url, name))
             verdict = Verdict(False, f"not served: {error.message}")
         log.info("%s on %s: %s", name, server.url, verdict.text)
-        self._tell(job, verdict)
+        self._report(job, verdict)
 
     def _verify(self, server: InferenceServer, name: str, job: Job) -> Verdict:
-        probes = verified.read_probes(self._places.run(job.id))
+        probes = read_probes(self._places.run(job.id))
         if not probes:
             return Verdict(None, "served, not verified: the job ran with a version that measured nothing to compare with")
         return judge(probes, [server.logprobs(name, probe.tokens) for probe in probes])
@@ -147,12 +140,12 @@ class Handoff:
         except FtError as error:
             log.warning("%s was not unloaded: %s", name, error.message)
 
-    def _tell(self, job: Job, verdict: Verdict) -> None:
-        verified.tell(self._places.run(job.id), SERVING, self._store, job, verdict)
+    def _report(self, job: Job, verdict: Verdict) -> None:
+        report(self._places.run(job.id), SERVING, self._store, job, verdict)
 
 
 def _fill(source: Path, target: Path) -> None:
-    """Copy an adapter, in a form that vLLM reads: it knows no patterns of rank and alpha."""
+    """Copy an adapter in a form that vLLM reads, which does not support rank and alpha patterns."""
     config = json.loads((source / "adapter_config.json").read_text())
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         run_worker("workers.tasks.pad_ranks", [str(source), str(target)])

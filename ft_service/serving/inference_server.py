@@ -1,9 +1,7 @@
-"""One replica of an inference server as vLLM and SGLang speak: OpenAI's API, and adapters loaded and unloaded by name."""
+"""Client for a replica of vLLM or SGLang: OpenAI's API, and loading and unloading of adapters by name."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -14,8 +12,8 @@ _TIMEOUT = httpx2.Timeout(60.0, connect=3.0)
 
 
 class InferenceServer:
-    """A replica by its base URL, which ends in `/v1`. Every method is one request and raises UnavailableError if nobody
-    answers, FtError with the server's words if it refuses.
+    """A replica by its base URL, which ends in `/v1`. Every method makes one request and raises UnavailableError without an
+    answer, FtError with the server's message if it refuses.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -27,18 +25,18 @@ class InferenceServer:
         self._http.close()
 
     def models(self) -> set[str]:
-        """Names that it answers for."""
+        """Names of the models that it serves."""
         return {str(model["id"]) for model in self._call("GET", "/models").json()["data"]}
 
     def load(self, name: str, folder: str) -> None:
-        """Let it answer for an adapter, whose folder it sees under the same path."""
+        """Load an adapter from a folder that the server sees under the same path."""
         self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     def unload(self, name: str) -> None:
         self._call("POST", "/unload_lora_adapter", {"lora_name": name})
 
     def logprobs(self, name: str, tokens: list[int]) -> list[float]:
-        """The log-probability of each token but the first, in nats."""
+        """Log-probabilities in nats of all tokens but the first."""
         body = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
         choice = self._call("POST", "/completions", body).json()["choices"][0]
         given = choice["logprobs"]["token_logprobs"][1 : len(tokens)]
@@ -47,18 +45,13 @@ class InferenceServer:
         return [float(value) for value in given]
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
-        with self._reaching():
+        try:
             answer = self._http.request(method, f"{self.url}{path}", json=body)
+        except httpx2.HTTPError as error:
+            raise UnavailableError(f"{self.url} does not answer: {error}.") from error
         if not answer.is_success:
             raise FtError(f"{self.url}{path} answers {answer.status_code}: {_words(answer)}")
         return answer
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx2.HTTPError as error:
-            raise UnavailableError(f"{self.url} does not answer: {error}.") from error
 
 
 def _words(answer: httpx2.Response) -> str:

@@ -1,7 +1,6 @@
-"""Exports to where others fetch them: `hf://ORG/NAME`, a repository of a Hugging Face Hub, `oci://HOST/NAME:TAG`, a registry.
+"""Upload of exports to a Hugging Face Hub (`hf://ORG/NAME`) or an OCI registry (`oci://HOST/NAME:TAG`).
 
-Keys are those that the libraries find: HF_TOKEN (or `hf auth login`) and HF_ENDPOINT; for registries what `docker login` has
-left.
+The libraries find the credentials: HF_TOKEN (or `hf auth login`) with HF_ENDPOINT; for registries those of `docker login`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ _INSTALL = "Install what pushing needs: pip install 'ft-service[push]'."
 
 
 def check_address(address: str) -> None:
-    """Raises SpecError for an address that is of neither kind."""
+    """Raise SpecError for an address of neither kind."""
     if _HUB.fullmatch(address) is None and _REGISTRY.fullmatch(address) is None:
         raise SpecError(f"--push = {address!r}: give hf://ORG/NAME, or oci://HOST/NAME:TAG in small letters.", param="push")
 
 
 def push(folder: Path, address: str, title: str) -> str:
-    """Upload the files of a folder; the address under which they are found. `title`: of the commit, or annotation.
+    """Upload the files of a folder. Returns their address. `title`: of the commit or annotation.
 
-    A repository of a hub that is not there is made, and is private. Raises FtError with the server's words.
+    A missing repository of a hub is created as private. Raises FtError with the server's message.
     """
     check_address(address)
     if match := _HUB.fullmatch(address):
@@ -46,7 +45,7 @@ def _to_hub(folder: Path, repository: str, title: str) -> str:
     try:
         api.create_repo(repository, private=True, exist_ok=True)
         done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=title)
-    except Exception as error:  # of several libraries below it
+    except Exception as error:  # several libraries raise errors of their own
         raise FtError(f"hf://{repository} was not pushed: {_words(error)}") from error
     return str(getattr(done, "commit_url", done))
 
@@ -56,7 +55,7 @@ def _to_registry(folder: Path, target: str, host: str, title: str) -> str:
         from oras.client import OrasClient
     except ImportError as error:
         raise FtError(f"{error}. {_INSTALL}") from None
-    if ":" in str(folder):  # which the library takes for the beginning of a media type
+    if ":" in str(folder):  # the library would read the rest as a media type
         raise SpecError(f"--out = {folder}: a folder without a colon in its path can be pushed to a registry.", param="out")
     files = [f"{path.name}:{_media_type(path)}" for path in sorted(folder.iterdir()) if path.is_file()]
     client = OrasClient(hostname=host, insecure=_is_loopback(host))

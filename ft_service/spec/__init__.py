@@ -1,24 +1,25 @@
 """A job's options: those of a create request, and the resolved `JobSpec` that a worker reads.
 
-templates     chat templates by name
-values        kinds of values that options are made of
-methods       the loss, in OpenAI's words
-options       what we add to OpenAI's create body
-integrations  where else the metrics are sent
-request       the whole create body, or a SPEC file
-tuned_name    names of tuned models
-resolved      `spec.json`: every default filled in, every reference a path and a digest
-rates         the learning rate that "auto" stands for
-stored        the same as a row of the store holds it
-faults        what is wrong with a request, in words
+templates             chat templates by name
+option_types          types of option values
+methods               the loss, as in OpenAI's API
+options               our additions to OpenAI's create body
+evaluation            prompts and graders that compare the model before and after training
+integrations          other places for the metrics
+request               the whole create body, or a SPEC file
+tuned_name            names of tuned models
+resolved              `spec.json`: every default filled in, every reference a path and a digest
+auto_hyperparameters  learning rate, batch size and epochs for "auto"
+stored_spec           the same in a row of the store
+validation_errors     messages for an invalid request
 """
 
 from __future__ import annotations
 
 from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
-from ft_service.spec.faults import spec_error
 from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
+from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, WeightFormat, compile_pattern, match_pattern
 from ft_service.spec.options import (
     DPO_LEARNING_RATE,
     LEARNING_RATE,
@@ -36,6 +37,7 @@ from ft_service.spec.resolved import (
     AdapterRef,
     BaseModelRef,
     DataFileRef,
+    JobContext,
     JobSpec,
     Resolved,
     by_samples,
@@ -43,9 +45,9 @@ from ft_service.spec.resolved import (
     inherit,
     resolve,
 )
-from ft_service.spec.stored import StoredSpec
+from ft_service.spec.stored_spec import StoredSpec
 from ft_service.spec.tuned_name import TunedName, is_tuned
-from ft_service.spec.values import Number, Pattern, Strict, TrainOn, WeightFormat, compile_pattern, match_pattern
+from ft_service.spec.validation_errors import spec_error
 
 __all__ = [
     "AUTO",
@@ -64,6 +66,7 @@ __all__ = [
     "EvaluationOptions",
     "Hyperparameters",
     "Integration",
+    "JobContext",
     "JobOptions",
     "JobRequest",
     "JobSpec",

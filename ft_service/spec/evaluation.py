@@ -1,5 +1,5 @@
-"""What is asked of a model before, while and after it is trained, so that its owner sees what it has learned, and by what its
-answers are scored: metrics by name, or graders in OpenAI's shape.
+"""The evaluation of a job: prompts that the model answers before, during and after training, and the scores of its answers:
+metrics by name, or graders as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from ft_service.spec.values import Strict
+from ft_service.spec.option_types import Strict
 
 AnswerMetric = Literal["exact_match", "contains", "json_valid", "rouge_l", "bleu"]
 MOST_PROMPTS = 256
 MOST_CHARACTERS = 262_144
-"""Of all prompts of a job together, as JSON: they are part of its spec."""
+"""Most characters of all prompts of a job, as JSON: they are part of its spec."""
 
 Template = Annotated[str, Field(max_length=16_384)]
 """Text with `{{ sample.output_text }}`, `{{ sample.output_json.key }}` and `{{ item.key }}`."""
@@ -30,7 +30,7 @@ class StringCheck(Strict):
     input: Template
     reference: Template
     operation: Literal["eq", "ne", "like", "ilike"]
-    """eq, ne: the input is, or is not, the reference; like: it contains it; ilike: in whatever case."""
+    """eq, ne: the input is, or is not, the reference; like: it contains the reference; ilike: in any case."""
 
 
 class TextSimilarity(Strict):
@@ -52,14 +52,14 @@ class TextSimilarity(Strict):
 
 
 _METRICS_REFUSED = {
-    "cosine": "it needs an embedding model, which this service has not. Use fuzzy_match or rouge_l",
-    "meteor": "it needs WordNet, which this service has not. Use rouge_l or gleu",
+    "cosine": "it needs an embedding model, which this service does not have. Use fuzzy_match or rouge_l",
+    "meteor": "it needs WordNet, which this service does not have. Use rouge_l or gleu",
 }
 _REFUSED = {
-    "python": "no code of a request is run here. Use string_check, text_similarity, or a multi grader with a formula of those",
-    "score_model": "no model here grades. Use string_check or text_similarity",
-    "label_model": "no model here grades. Use string_check or text_similarity",
-    "endpoint": "this service asks nobody else. Use string_check or text_similarity",
+    "python": "code in a request is not run. Use string_check, text_similarity, or a multi grader with a formula of those",
+    "score_model": "models do not grade here. Use string_check or text_similarity",
+    "label_model": "models do not grade here. Use string_check or text_similarity",
+    "endpoint": "this service calls no other one. Use string_check or text_similarity",
 }
 
 
@@ -90,9 +90,9 @@ class Multi(Strict):
     type: Literal["multi"]
     name: GraderName
     graders: Annotated[dict[GraderName, Single], Field(min_length=1, max_length=16)]
-    """By the names that the formula calls them by. One alone may stand here itself: it is called by its own name then."""
+    """Name in the formula → grader. A single grader may be given itself, under its own name."""
     calculate_output: Annotated[str, Field(min_length=1, max_length=1024)]
-    """+ - * / ^, min, max, abs, floor, ceil, exp, sqrt and log of numbers and graders' names."""
+    """A formula: + - * / ^, min, max, abs, floor, ceil, exp, sqrt and log of numbers and graders' names."""
 
     @model_validator(mode="before")
     @classmethod
@@ -128,14 +128,14 @@ class AskedMessage(Strict):
 
 
 class Prompt(Strict):
-    """One prompt: a conversation or bare text, with the answer that is expected of it, if one is known."""
+    """A prompt: a conversation or bare text, with the expected answer, if it is known."""
 
     messages: Annotated[list[AskedMessage], Field(min_length=1)] | None = None
     prompt: str | None = None
-    """Bare text, which no chat template sees."""
+    """Bare text, without a chat template."""
     reference: str | None = None
     item: dict[str, Any] = {}
-    """What else graders may ask for, as `{{ item.key }}`."""
+    """Other values for graders, as `{{ item.key }}`."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Prompt:
@@ -147,21 +147,21 @@ class Prompt(Strict):
 
 
 class EvaluationOptions(Strict):
-    """Greedy answers to held-out prompts before the first step and behind the last, scored and side by side. Where another
-    step's adapter is published (training.load_best_model_at_end), that one is asked too."""
+    """Greedy answers to held-out prompts before the first step and after the last, scored and compared. If another step's
+    adapter is published (training.load_best_model_at_end), that one answers too."""
 
     prompts: (
         Annotated[int, Field(ge=1, le=MOST_PROMPTS)]
         | Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
     ) = 8
-    """A number: the first so many samples of the validation file (without one: of the training file), each up to its last
-    answer. Or a file's id, in a SPEC file its path: JSON lines with `messages` (a last answer is the expected one) or `prompt`,
-    and `reference`; what else they hold is for graders. Or such lines themselves."""
+    """A number: that many samples from the start of the validation file (without one: of the training file), each up to its
+    last answer. Or a file's id, in a SPEC file its path: JSON lines with `messages` (a last answer is the expected one) or
+    `prompt`, and `reference`; other keys are for graders. Or a list of such objects."""
     max_new_tokens: Annotated[int, Field(ge=1, le=2048)] = 64
-    """Of an answer; each is a forward of the whole model, since training keeps nothing of earlier ones."""
+    """Most tokens of an answer; each token takes a forward of the whole model, since training has no key-value cache."""
     on_validation: bool = False
-    """Also at every validation. Ignored without a validation file."""
+    """Whether prompts are also answered at every validation. Ignored without a validation file."""
     metrics: Annotated[list[Metric], Field(min_length=1, max_length=32)] = Field(
         default_factory=lambda: ["exact_match", "rouge_l"]
     )
@@ -188,13 +188,13 @@ class EvaluationOptions(Strict):
 
     @property
     def given(self) -> list[Prompt]:
-        """The prompts themselves; empty: they are a data file's first samples."""
+        """The prompts; empty: they are the first samples of a data file."""
         assert not isinstance(self.prompts, str), "a file is read when the job is created"
         return self.prompts if isinstance(self.prompts, list) else []
 
     @property
     def count(self) -> int:
-        """Prompts, at most."""
+        """Largest number of prompts."""
         return self.prompts if isinstance(self.prompts, int) else len(self.given)
 
 
@@ -203,9 +203,9 @@ def metric_name(metric: Metric) -> str:
 
 
 def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
-    """The prompts of a file of JSON lines, as a create body holds them. `name`: the file's, for messages.
+    """Read the prompts of a file of JSON lines, in the form of a create body. `name`: name of the file, for messages.
 
-    Raises ValueError naming the line at fault.
+    Raises ValueError naming the invalid line.
     """
     found: list[dict[str, Any]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -232,7 +232,7 @@ def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
 
 
 def _as_prompt(row: Any) -> dict[str, Any]:
-    """A line as a Prompt: a last answer becomes the reference, and what no field is called by becomes the item."""
+    """A line in the form of a Prompt: a last answer becomes the reference, and unknown keys become the item."""
     if not isinstance(row, Mapping):
         raise ValueError("it is no object with messages or prompt")
     known = {key: row[key] for key in ("messages", "prompt", "reference") if key in row}

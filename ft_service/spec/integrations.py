@@ -1,4 +1,4 @@
-"""OpenAI's `integrations` of a job: where else its metrics go."""
+"""OpenAI's `integrations` of a job: services and files that receive its metrics."""
 
 from __future__ import annotations
 
@@ -7,54 +7,52 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
-from ft_service.spec.values import Strict
+from ft_service.spec.option_types import Strict
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 PlaceName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
-"""What W&B takes for a project and an entity."""
+"""Name that W&B accepts for a project and an entity."""
 Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class Wandb(Strict):
-    """A run of Weights & Biases, by names as W&B uses them."""
+    """A run of Weights & Biases, in W&B's terms."""
 
     project: PlaceName
-    """Made there if there is none of this name."""
+    """Project; created if it does not exist."""
     name: Name | None = None
-    """Of the run, for display; None: the job's id."""
+    """Display name of the run; None: the job's id."""
     entity: PlaceName | None = None
     """Team or user; None: the default one of the server's API key."""
     tags: Annotated[list[Tag], Field(max_length=20, default_factory=list)]
-    """Beside those that every run gets: ft-service/finetune, ft-service/<base>, ft-service/<job id>."""
+    """Tags in addition to those of every run: ft-service/finetune, ft-service/<base>, ft-service/<job id>."""
 
 
 class Mlflow(Strict):
     """A run of MLflow, on the server's FT_MLFLOW_TRACKING_URI."""
 
     experiment: Name
-    """Made there if there is none of this name."""
+    """Experiment; created if it does not exist."""
     name: Name | None = None
-    """Of the run, for display; None: the job's id."""
+    """Display name of the run; None: the job's id."""
     tags: Annotated[list[Tag], Field(max_length=20, default_factory=list)]
-    """Names of tags, without values, beside those that every run gets."""
+    """Names of tags, without values, in addition to those of every run."""
 
 
-def _no_file_of_another(name: str) -> str:
-    taken = ("_system", "_configs", "_traces")
-    if name.startswith("registry-") or name.endswith(taken):
-        raise ValueError(f"trackio keeps files of its own under names with registry- before or {', '.join(taken)} behind them")
+def _not_reserved(name: str) -> str:
+    endings = ("_system", "_configs", "_traces")
+    if name.startswith("registry-") or name.endswith(endings):
+        raise ValueError(f"trackio reserves names that begin with registry- or end with {', '.join(endings)}")
     return name
 
 
 class Trackio(Strict):
     """A run of trackio, in the server's FT_TRACKIO_URL."""
 
-    project: Annotated[
-        str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$"), AfterValidator(_no_file_of_another)
-    ]
-    """Made there if there is none of this name."""
+    project: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$"), AfterValidator(_not_reserved)]
+    """Project; created if it does not exist."""
     name: Name | None = None
-    """Of the run, for display; None: the job's id. trackio has no tags."""
+    """Display name of the run; None: the job's id. trackio has no tags."""
 
 
 def _is_none(value: object) -> bool:
@@ -62,7 +60,7 @@ def _is_none(value: object) -> bool:
 
 
 class Integration(Strict):
-    """One of them, by its type."""
+    """One integration; `type` says which settings it has."""
 
     type: Literal["wandb", "mlflow", "trackio", "tensorboard"]
     """wandb, mlflow, trackio: a run there, sent by the server. tensorboard: files for TensorBoard, which the job writes; no
@@ -83,7 +81,7 @@ class Integration(Strict):
 
     @property
     def sent(self) -> Wandb | Mlflow | Trackio | None:
-        """What the server sends its metrics by; None: it sends nothing."""
+        """Settings of the run to which the server sends metrics; None: it does not send them."""
         return self.wandb or self.mlflow or self.trackio
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job are arranged: copies of the sharded model (replicate) times ranks that share one copy (shard)."""
+"""The arrangement of a job's ranks: copies of the sharded model (replicate) times ranks that share a copy (shard)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Replicate = int | Literal["auto"]
 def mesh_shape(replicate: Replicate, ranks: int) -> tuple[int, int]:
     """(replicate, shard) with replicate × shard = ranks. "auto": one copy; -1: as many as ranks.
 
-    Raises SpecError when `ranks` cannot be divided so.
+    Raises SpecError if `ranks` is not a multiple of the copies.
     """
     copies = {"auto": 1, -1: ranks}.get(replicate, replicate)
     assert isinstance(copies, int)
@@ -27,7 +27,7 @@ def mesh_shape(replicate: Replicate, ranks: int) -> tuple[int, int]:
 
 
 def check_reshard_size(size: int, shards: int) -> None:
-    """Raises SpecError unless `shards` ranks can be cut into groups of `size`. Nothing is resharded where shards is 1."""
+    """Raise SpecError unless `shards` ranks can be divided into groups of `size`. With 1 rank nothing is resharded."""
     allowed = [n for n in range(2, shards) if shards % n == 0]
     if shards == 1 or size in allowed:
         return

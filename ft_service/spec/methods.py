@@ -1,4 +1,4 @@
-"""OpenAI's `method` of a job: what its loss is, with the hyperparameters that belong to it."""
+"""OpenAI's `method` of a job: its loss, with the hyperparameters of that loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ft_service.spec.values import Number, Strict
+from ft_service.spec.option_types import Number, Strict
 
 AUTO = "auto"
 
@@ -16,19 +16,18 @@ Beta = Annotated[Number, Field(gt=0, le=100)]
 Weight = Annotated[Number, Field(gt=0, le=100)]
 
 BETAS: Mapping[DpoLoss, float] = {"sigmoid": 0.1, "ipo": 0.1, "sigmoid_norm": 5.0}
-"""What beta "auto" stands for: 0.1 as in the papers of DPO and IPO, 5 where log-probabilities are means over tokens, as Tülu 3
-was trained."""
+"""Loss → beta "auto": 0.1 as in the papers of DPO and IPO, 5 where log-probabilities are means over tokens, as for Tülu 3."""
 
 
 class Hyperparameters(Strict):
-    """OpenAI's three. "auto" leaves the choice to the service: epochs and batch by the number of samples, a learning rate that
-    suits the base (ft_service/spec/rates.py). Where nothing is said it is the usual: 3 (of dpo 1), 8 and LEARNING_RATE; of dpo
-    the rate always."""
+    """OpenAI's three. With "auto" the service chooses: epochs and batch by the number of samples, the learning rate by the base
+    (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs (dpo: 1), a batch of 8 and LEARNING_RATE. dpo has no "auto"
+    learning rate."""
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
     learning_rate_multiplier: Annotated[Number, Field(gt=0, le=5000)] | Literal["auto"] = AUTO
-    """Times LEARNING_RATE (of dpo: DPO_LEARNING_RATE) gives training.learning_rate."""
+    """training.learning_rate as a multiple of LEARNING_RATE (dpo: DPO_LEARNING_RATE)."""
 
 
 class SupervisedMethod(Strict):
@@ -36,18 +35,18 @@ class SupervisedMethod(Strict):
 
 
 class DpoHyperparameters(Hyperparameters):
-    """OpenAI's four, and beside them what TRL's DPOConfig calls by the same names. batch_size counts pairs."""
+    """OpenAI's four, and two with the names of TRL's DPOConfig. batch_size counts pairs."""
 
     beta: Beta | Literal["auto"] = AUTO
-    """How dearly the answers may leave those of the model that training starts from: larger, and they stay nearer. "auto": 0.1,
-    with sigmoid_norm 5."""
+    """Strength of the penalty for leaving the model that training starts from: the larger, the closer the answers stay. "auto":
+    0.1, with sigmoid_norm 5."""
     loss_type: DpoLoss = "sigmoid"
-    """sigmoid: the paper's; ipo: a squared distance from 1 / (2 beta), which does not go on for ever on pairs that are told
-    apart already; sigmoid_norm: as sigmoid. With ipo and sigmoid_norm log-probabilities are means over an answer's tokens, so
-    that longer answers do not count more."""
+    """sigmoid: that of the paper; ipo: a squared distance from 1 / (2 beta), which stops pushing pairs that are already
+    separated; sigmoid_norm: as sigmoid. With ipo and sigmoid_norm log-probabilities are means over an answer's tokens, so that
+    longer answers do not count more."""
     rpo_alpha: Weight | None = None
-    """Weight of a further term, the cross entropy of the preferred answers as in supervised training (TRL's loss_type "sft"):
-    it keeps their probability from falling together with that of the others. None: there is none."""
+    """Weight of an additional term, the cross entropy of the preferred answers as in supervised training (TRL's loss_type
+    "sft"): it prevents their probability from falling with that of the others. None: off."""
 
 
 class DpoMethod(Strict):
@@ -55,7 +54,8 @@ class DpoMethod(Strict):
 
 
 class Method(Strict):
-    """The loss. supervised: cross entropy of the assistant's words. dpo: direct preference optimisation on pairs of answers."""
+    """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference optimisation on pairs of
+    answers."""
 
     type: Literal["supervised", "dpo"] = "supervised"
     supervised: SupervisedMethod = SupervisedMethod()
@@ -70,7 +70,7 @@ class Method(Strict):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """Those of the type."""
+        """Hyperparameters of the type."""
         return (self.dpo if self.type == "dpo" else self.supervised).hyperparameters
 
     def dpo_options(self) -> DpoOptions | None:
@@ -83,7 +83,7 @@ class Method(Strict):
 
 
 class DpoOptions(Strict):
-    """`DpoHyperparameters` as a worker reads them."""
+    """`DpoHyperparameters` resolved for a worker."""
 
     beta: Beta
     loss_type: DpoLoss

@@ -1,6 +1,6 @@
 """The options that our create body adds to OpenAI's: adapter, precision, training, distribution, checkpoints.
 
-Field docstrings say unit, default, sentinel, and when a field is ignored.
+Field docstrings give unit, default and sentinel, and say when a field is ignored.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
+from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, WeightFormat
 from ft_service.spec.templates import check_template
-from ft_service.spec.values import Number, Pattern, Strict, TrainOn, WeightFormat
 
 LEARNING_RATE = 2e-4
-"""The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
+"""Learning rate for `learning_rate_multiplier: 1`; the usual one for LoRA with AdamW."""
 DPO_LEARNING_RATE = 5e-6
-"""The same for direct preference optimisation: a fortieth, as usual with LoRA, since the loss is one of differences."""
+"""The same for direct preference optimisation: a fortieth, as usual with LoRA, since its loss compares differences."""
 DPO_EPOCHS = 1
-"""training.n_epochs of direct preference optimisation unless it is given: further passes learn the pairs by heart."""
+"""Default of training.n_epochs for direct preference optimisation: further passes memorise the pairs."""
 
 
 ColumnName = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of a column or a key of a data file."""
 
 NEVER = 10**12
-"""Optimizer steps, of which no job has so many: the most that may be between two of what comes again and again."""
+"""Optimizer steps: more than any job has. The upper limit of every interval."""
 
 _RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
 
@@ -40,24 +40,24 @@ class LoraOptions(Strict):
     lora_alpha: Annotated[Number, Field(gt=0, le=4096)] = 32.0
     """Numerator of the scaling: alpha / r, or alpha / sqrt(r) with use_rslora."""
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that training sets to 0 (the others are scaled up); which ones follows from seed, step and
-    sample, so that it is the same on any number of ranks."""
+    """Share of an adapter's inputs that training sets to 0 (the others are scaled up). Seed, step and sample decide which, so
+    that they are the same on any number of ranks."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
-    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
+    """Modules that get an adapter: every linear layer except the output head, or names (suffixes), or one RE2 pattern.
 
-    In a mixture of experts "all-linear" means shared experts and dense feed-forwards too, but not with lora_dropout, which PEFT
-    has not for them; routers never. By name they are called with what they lie in (shared_expert.down_proj, mlp.down_proj), and
-    stacks of experts in target_parameters. Towers of a base of several models are never adapted."""
+    In a mixture of experts "all-linear" includes shared experts and dense feed-forwards, but not with lora_dropout, which PEFT
+    does not have for them, and never routers. Such layers are named with their parent (shared_expert.down_proj, mlp.down_proj),
+    and stacks of experts in target_parameters. Vision and audio towers are never adapted."""
     target_parameters: list[str] = []
-    """Stacks of experts that get an adapter beside target_modules, by their names or the ends of these, as in PEFT:
+    """Stacks of experts that get an adapter in addition to target_modules, by their names or the ends of these, as in PEFT:
     `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with
-    lora_dropout. Routers stay as they are, and their balance loss (router_aux_loss_coef) is no part of the loss. For servers
-    that know no adapters on experts, merge."""
+    lora_dropout. Routers are not trained, and their balance loss (router_aux_loss_coef) is not part of the loss. For servers
+    without support for adapters on experts, merge the tuned model."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
-    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins.
-    vLLM reads no patterns: it gets such an adapter padded to its largest rank (`ft export --format vllm`)."""
+    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first matching pattern wins.
+    vLLM does not read patterns: `ft export --format vllm` pads such an adapter to its largest rank."""
     alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
-    """As rank_pattern, in place of lora_alpha."""
+    """The same, in place of lora_alpha."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r."""
     init_lora_weights: Literal[True] = True
@@ -67,8 +67,8 @@ class LoraOptions(Strict):
 def _one_compute_type(value: object) -> object:
     if isinstance(value, Mapping):
         raise ValueError(
-            "one type for the whole job, not one by module: a decoder layer is gathered as one group, and FSDP2 converts a "
-            "group to one type. Norms compute in fp32 inside whatever it is"
+            "one type for the whole job, not one for each module: a decoder layer is gathered as one group, and FSDP2 converts "
+            "a group to one type. Norms compute in fp32 with either type"
         )
     return value
 
@@ -77,29 +77,29 @@ class PrecisionOptions(Strict):
     """The formats in which the frozen weights are stored, sharded and gathered, and the dtype of the arithmetic."""
 
     default: WeightFormat | Literal["auto"] = "bf16"
-    """Format of every linear layer and every stack of experts inside the decoder layers that no override names; the rest,
-    routers included, stays bf16. "auto": the most exact of bf16, fp8 and nf4 that fits the machine; it is chosen once, when the
-    job is created, since results depend on it. A base that comes in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its
-    format. One that comes in FP8 by blocks keeps its blocks, bit for bit, where this is fp8; any other format is made from
-    exactly the values that its blocks stand for."""
+    """Format of every linear layer and every stack of experts inside the decoder layers that no override matches; the rest,
+    also routers, stays bf16. "auto": the most exact of bf16, fp8 and nf4 that fits the machine, chosen once, when the job is
+    created, since results depend on it. A base published in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its format. A
+    base published in FP8 by blocks keeps its blocks, bit for bit, with fp8; other formats are made from the exact values of its
+    blocks."""
     overrides: dict[Pattern, WeightFormat] = {}
-    """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
-    error, and so is one that asks for another format than bf16 outside the decoder layers (embeddings, output head)."""
+    """RE2 pattern on the module's full name → format; the last matching pattern wins. A pattern without a match is an error,
+    and so is another format than bf16 outside the decoder layers (embeddings, output head)."""
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
-    """Element type of activations and matrix products in all modules: FSDP2 has one for all that is gathered together.
-    Adapters are fp32 masters either way."""
+    """Element type of activations and matrix products in all modules: FSDP2 has one type per group. Adapters are fp32 masters
+    in either case."""
     fp8_products: Literal["auto", "off"] = "auto"
-    """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
-    by row; off: they are always dequantised first, as those with scales of blocks are. The job's events say which it is."""
+    """auto: layers stored in fp8 multiply in FP8 if the GPU supports it and compute is bf16; inputs and gradients are rounded
+    to FP8 row by row. off: they are always dequantised first, as fp8_blocks are. The job's events say which applies."""
     compare_served: Literal["auto", "off"] = "auto"
-    """auto: once training is over, the validation loss (of up to 64 samples) and the evaluation's answers are also measured
-    with the base in bf16 and with the adapter merged into it, which is how adapters are often served; a loss that is higher by
-    more than 0.02 nats is told of by a warning. Needs a validation file and, for a base that was quantised, memory for it in
-    bf16 beside the model, else it says why it was not done. off: never."""
+    """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
+    base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by
+    more than 0.02 nats. Needs a validation file and, for a quantised base, memory for the base in bf16 in addition to the
+    model; else an event says why it was not done. off: never."""
 
     @property
     def format(self) -> WeightFormat:
-        """`default` where it was chosen."""
+        """`default` after it was chosen."""
         assert self.default != "auto", "precision.default is chosen before anything is built or stored"
         return self.default
 
@@ -108,52 +108,52 @@ class TrainingOptions(Strict):
     """The optimisation, in the names of Transformers' TrainingArguments."""
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = 3
-    """Passes over the training file; ignored when max_steps is given. "auto": by the number of samples,
-    chosen once, when the job is created; OpenAI's n_epochs "auto" is the same."""
+    """Passes over the training file; ignored with max_steps. "auto": chosen by the number of samples, once, when the job is
+    created; the same as OpenAI's n_epochs "auto"."""
     max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Optimizer steps; None: as many as n_epochs take."""
+    """Optimizer steps; None: those of n_epochs."""
     batch_size: Annotated[int, Field(ge=1, le=8192)] | Literal["auto"] = 8
-    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller. Of documents
-    rows of max_length tokens, where they are packed. "auto": by the number of samples, as n_epochs."""
+    """Samples per optimizer step, summed over all ranks; the last batch of an epoch may be smaller. Packed documents count as
+    rows of max_length tokens. "auto": chosen by the number of samples, as n_epochs."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Samples per forward on one rank, at most; None: as many as tokens_per_micro_batch takes. Memory, not mathematics: a step
+    """Most samples per forward on a rank; None: limited only by tokens_per_micro_batch. It affects memory, not results: a step
     runs as many micro-batches as batch_size needs."""
     packing: bool = True
-    """Put a micro-batch's samples one behind the other in one row, without padding; no token sees another sample. Results are
-    those of padded samples. false, and architectures that cannot: samples of like length are padded to the longest."""
+    """Put the samples of a micro-batch into one row without padding; tokens never attend to other samples. Results are those of
+    padded samples. false, and architectures that cannot pack: samples of similar length are padded to the longest."""
     tokens_per_micro_batch: Annotated[int, Field(ge=8, le=1_048_576)] | Literal["auto"] = "auto"
-    """Tokens per forward on one rank, padding included; a longer sample raises it to its length. Memory and speed, not
-    mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
+    """Tokens per forward on a rank, with padding; a longer sample raises it to its length. It affects memory and speed, not
+    results. "auto": enough to keep the machine busy, if memory suffices: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
-    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. What is learned whole (documents, and
-    all with train_on "everything") is split into windows of so many instead. Bounded by the model's own limit."""
+    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Documents, and everything with train_on
+    "everything", are split into windows of this length instead. Limited by the model's own context."""
     train_on: TrainOn = "all_assistant"
-    """What is learned of a conversation: every answer of the assistant's that has not weight 0, only its last one, or
-    everything, users' words and system prompts included. "everything" learns the prompts of bare text too; documents are
-    always learned whole."""
+    """The learned part of a conversation: every answer of the assistant without weight 0, only the last one, or everything,
+    also users' messages and system prompts. "everything" also learns the prompts of bare text; documents are always learned as
+    a whole."""
     learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
-    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling,
-    chosen once, when the job is created; OpenAI's learning_rate_multiplier "auto" is the same."""
+    """AdamW's peak learning rate. "auto": chosen by the base's width and family and the adapter's scaling, once, when the job
+    is created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo it is 5e-6."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
-    """How the rate falls after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
+    """Decay of the rate after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
     warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03
     """Share of all steps in which the rate rises from 0."""
     warmup_steps: Annotated[int, Field(ge=0, le=NEVER)] | None = None
-    """The same as a number of steps, in place of warmup_ratio; None: that decides. More than the job's steps, and it only
-    rises."""
+    """Number of steps in which the rate rises from 0, in place of warmup_ratio; None: warmup_ratio decides. With more than the
+    job's steps the rate only rises."""
     decay_ratio: Annotated[Number, Field(gt=0, le=1)] | None = None
-    """Share of all steps, the last ones, in which warmup_stable_decay falls to 0, linearly; None: 0.1. Refused with others."""
+    """Share of all steps, at the end, in which warmup_stable_decay falls to 0 linearly; None: 0.1. Refused with other types."""
     weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """AdamW's decoupled weight decay on the adapters."""
     loraplus_lr_ratio: Annotated[Number, Field(gt=0, le=1000)] | None = None
-    """LoRA+: the matrices B, which start as zeros, learn at learning_rate times this, and A at learning_rate; None: alike. Its
-    paper uses 16 and more, with a lower learning_rate."""
+    """LoRA+: learning rate of the matrices B, which start as zeros, as a multiple of A's; None: 1. Its paper uses 16 and more,
+    with a lower learning_rate."""
     neftune_noise_alpha: Annotated[Number, Field(gt=0, le=1000)] | None = None
-    """NEFTune: in training, noise on the embeddings, even between -a and a, where a is this / sqrt(tokens of the sample times
-    width); its paper uses 5 to 15. It follows from seed, step and sample, whatever the ranks. None: none."""
+    """NEFTune: uniform noise on the embeddings during training, between -a and a, with a = this / sqrt(tokens of the sample
+    times width); its paper uses 5 to 15. Seed, step and sample decide it, on any number of ranks. None: off."""
     group_by_length: bool = False
-    """Batches of samples of like length, so that less is padded; their order stays drawn from the seed. Only with packing
-    false: packed rows have no padding."""
+    """Batch samples of similar length, so that there is less padding; the order of batches is still random. Only with packing
+    false, since packed rows have no padding."""
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global 2-norm; 0: never."""
     optim: Literal["adamw_torch"] = "adamw_torch"
@@ -162,98 +162,98 @@ class TrainingOptions(Strict):
     early_stopping_patience: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Validations in a row without progress after which training ends, as a success; None: never. Needs a validation file."""
     early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
-    """Progress is a validation loss (nats) lower by more than this than the one that last was progress."""
+    """Least decrease of the validation loss (nats), compared with the last progress, that counts as progress."""
     load_best_model_at_end: bool = False
-    """The job's adapter is that of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best.
-    Needs a validation file."""
+    """Publish the adapter of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best. Needs
+    a validation file."""
 
     @property
     def rate(self) -> float:
-        """`learning_rate` where it was chosen."""
+        """`learning_rate` after it was chosen."""
         assert self.learning_rate != "auto", "a learning rate is chosen before a job is stored"
         return self.learning_rate
 
     @property
     def batch(self) -> int:
-        """`batch_size` where it was chosen."""
+        """`batch_size` after it was chosen."""
         assert self.batch_size != "auto", "a batch size is chosen before a job is planned"
         return self.batch_size
 
     @property
     def epochs(self) -> int:
-        """`n_epochs` where it was chosen."""
+        """`n_epochs` after it was chosen."""
         assert self.n_epochs != "auto", "a number of epochs is chosen before a job is planned"
         return self.n_epochs
 
 
 class Prefetch(Strict):
-    """How many groups ahead weights are gathered while a group computes; each holds its gathered weights meanwhile."""
+    """Number of groups whose weights are gathered ahead while a group computes; each holds its gathered weights."""
 
     forward: Annotated[int, Field(ge=1, le=8)] = 1
     backward: Annotated[int, Field(ge=1, le=8)] = 1
 
 
 class WrapBySize(Strict):
-    """Group by size."""
+    """Grouping by size."""
 
     min_params: Annotated[int, Field(ge=1)]
-    """Parameters: the smallest modules that hold at least so many, beside what is a group inside them, become groups."""
+    """Parameters: the smallest modules with at least this number, not counting groups inside them, become groups."""
 
 
 class DistributedOptions(Strict):
-    """How many processes train, and how they keep the base. Where nothing is sharded (one rank, or replicate -1), what says
-    how to shard or gather is ignored."""
+    """The number of processes that train, and how they store the base. Options of sharding and gathering are ignored if nothing
+    is sharded (one rank, or replicate -1)."""
 
     nnodes: Annotated[int, Field(ge=1, le=512)] = 1
     """Hosts (on Kubernetes: pods) that train together, with nproc_per_node ranks each. "MIN:MAX" is short for MIN with MAX as
     max_nnodes."""
     max_nnodes: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Each attempt may start on any number of hosts from nnodes to this: on as many as are free in its turn. Further hosts
-    come with max_nproc_per_node ranks each. None: nnodes. With Kueue an attempt has the fewest."""
+    """Each attempt may start on any number of hosts from nnodes to this, as many as are free. Additional hosts run
+    max_nproc_per_node ranks each. None: nnodes. With Kueue an attempt has nnodes."""
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Ranks on each host. "auto": one per GPU of the host; 1 without a GPU. "MIN:MAX" is short for MIN with MAX as
     max_nproc_per_node."""
     max_nproc_per_node: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Each attempt may start on any number of ranks a host from nproc_per_node to this: on as many as are free in its turn. On
-    other numbers of ranks results differ by rounding. None: nproc_per_node. With Kueue an attempt has the fewest; `ft run`
-    takes as many as the host has."""
+    """Each attempt may start on any number of ranks per host from nproc_per_node to this, as many as are free. With another
+    number of ranks results differ by rounding. None: nproc_per_node. With Kueue an attempt has nproc_per_node; `ft run` takes
+    as many as the host has."""
     replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
     """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
-    number of ranks. -1: one copy a rank, so nothing is sharded and nothing gathered; "auto": that where the base fits whole on
-    every rank and it is faster, else one copy a host, so that weights are gathered within hosts only and what crosses the
-    network is the adapters' gradients; one copy over all hosts where a host cannot hold it. A job that says how to shard
-    (wrap, ignored, reshard_after_forward, keep_unsharded, prefetch or offload) is sharded."""
+    number of ranks. -1: one copy per rank, so that nothing is sharded or gathered. "auto": -1 if the base fits whole on every
+    rank and that is faster, else one copy per host, so that only the adapters' gradients cross the network, or one copy over
+    all hosts if a host cannot hold it. A job with an option of sharding (wrap, ignored, reshard_after_forward, keep_unsharded,
+    prefetch or offload) is sharded."""
     wrap: Literal["layers", "none"] | WrapBySize = "layers"
-    """What is gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at once, held
-    for the whole step; or by size."""
+    """Groups that are gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at
+    once, held for the whole step; or groups by size."""
     ignored: list[Pattern] = []
-    """RE2 patterns on names of base weights, as in the checkpoint: these are not sharded, every rank holds them whole. A
-    pattern without a match is an error."""
+    """RE2 patterns on names of base weights, as in the checkpoint, that are not sharded: every rank holds them whole. A pattern
+    without a match is an error."""
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=4096)] = True
-    """Free a layer's gathered weights after its forward and gather again for its backward: less memory, twice the traffic. A
-    number: after forward keep them sharded over groups of so many ranks; must divide the ranks that share a copy, and needs a
-    base that is all bf16. Ignored with keep_unsharded, and with wrap "none"."""
+    """Free a layer's gathered weights after its forward and gather them again for its backward: less memory, twice the traffic.
+    A number: keep them sharded over groups of this many ranks after forward; it must divide the ranks that share a copy, and
+    needs a base that is all bf16. Ignored with keep_unsharded, and with wrap "none"."""
     keep_unsharded: bool = False
-    """Gather once an optimizer step and keep all weights until the last micro-batch's backward: least traffic, most memory."""
+    """Gather once per optimizer step and keep all weights until the last micro-batch's backward: least traffic, most memory."""
     prefetch: Prefetch | None = None
-    """Gather explicitly ahead, and the first group before the batch is put together. None: FSDP2's own, one group ahead."""
+    """Gather groups ahead, and the first group before the batch is put together. None: FSDP2's default, one group ahead."""
     offload: bool = False
     """Keep shards, gradients and optimizer state in the host's memory. Needs GPUs and at least two ranks that share a copy."""
     activation_checkpointing: Literal["none", "full", "selective", "auto"] = "auto"
-    """Compute activations again in backward: "full" keeps only the input of each decoder layer, "selective" also the results of
-    matrix products and attention. "auto": the fastest that fits, which is "none" where memory suffices."""
+    """Recompute activations in backward: "full" keeps only the input of each decoder layer, "selective" also the results of
+    matrix products and attention. "auto": the fastest that fits, which is "none" if memory suffices."""
     compile: bool | Literal["auto"] = "auto"
-    """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why. "auto": on
-    GPUs, for jobs long enough to win back the minute that compiling takes."""
+    """torch.compile for each decoder layer. If it fails, the job continues uncompiled, with a warning that says why. "auto": on
+    GPUs, for jobs that save more than the minute that compiling takes."""
     collective_timeout_seconds: Annotated[int, Field(ge=10, le=1800)] = 600
-    """Seconds that a rank waits for the others before it gives up: the attempt ends then, and the next one goes on from the
-    last checkpoint. Must exceed what the slowest rank takes longer than the fastest, to read the base or to compile. Ignored
-    with one rank."""
+    """Seconds that a rank waits for the others. Then the attempt ends, and the next one continues from the last checkpoint.
+    Must exceed the difference between the slowest and the fastest rank in reading the base or compiling. Ignored with one
+    rank."""
 
     @model_validator(mode="before")
     @classmethod
     def _split_ranges(cls, given: Any) -> Any:
-        """Take "MIN:MAX" for the two options that it stands for. What is wrong with either number, their own limits say."""
+        """Split "MIN:MAX" into two options, whose own limits then check the numbers."""
         if not isinstance(given, Mapping):
             return given
         split = dict(given)
@@ -265,92 +265,91 @@ class DistributedOptions(Strict):
 
     @property
     def checkpointing(self) -> Literal["none", "full", "selective"]:
-        """`activation_checkpointing` where it was chosen."""
+        """`activation_checkpointing` after it was chosen."""
         assert self.activation_checkpointing != "auto", "activation_checkpointing is chosen before a model is built"
         return self.activation_checkpointing
 
     @property
     def asks_to_shard(self) -> bool:
-        """Whether anything that only sharding has use for is not left as it is."""
-        says_how = self.wrap != "layers" or self.reshard_after_forward is not True or self.keep_unsharded
-        return says_how or self.offload or bool(self.ignored) or self.prefetch is not None
+        """Whether an option that only affects sharding has another value than its default."""
+        grouped = self.wrap != "layers" or self.reshard_after_forward is not True or self.keep_unsharded
+        return grouped or self.offload or bool(self.ignored) or self.prefetch is not None
 
     @property
     def reshard_size(self) -> int | None:
-        """reshard_after_forward where it is a number."""
+        """reshard_after_forward if it is a number."""
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
 
 class CheckpointOptions(Strict):
-    """When checkpoints are written, and which of them stay."""
+    """The steps of checkpoints, and which checkpoints are kept."""
 
     save_steps: Annotated[int, Field(ge=1, le=NEVER)] | None = None
-    """Optimizer steps between checkpoints; None: at the end of every epoch. One is always written at the last step."""
+    """Optimizer steps between checkpoints; None: at the end of every epoch. A checkpoint is always written at the last step."""
     save_total_limit: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Complete checkpoints kept; older ones are removed once a newer one is complete, unless keep_every or keep_best keeps
-    them."""
+    """Complete checkpoints that are kept; older ones are removed when a newer one is complete, unless keep_every or keep_best
+    keeps them."""
     keep_every: Annotated[int, Field(ge=1, le=NEVER)] | None = None
-    """Optimizer steps: a checkpoint is written at every multiple, and stays. None: none stays for its step."""
+    """Optimizer steps: a checkpoint is written at every multiple, and kept. None: off."""
     keep_best: bool = False
-    """A checkpoint is written at every validation that is the best so far, and stays until there is a better one. Needs a
+    """Write a checkpoint at every validation that is the best so far, and keep it until there is a better one. Needs a
     validation file."""
     async_save: bool = True
-    """Checkpoints are written while training goes on, which stops only for a copy in the host's memory (as large as adapters
-    and optimizer state); one at a time. The last one, and that of a stop, are waited for."""
+    """Write checkpoints while training continues. It pauses only for a copy in the host's memory (the size of adapters and
+    optimizer state). Only the last checkpoint, and that of a stop, are waited for."""
 
 
 class DataOptions(Strict):
-    """What the data files call the columns of their format (docs/data.md); of JSON lines the keys. None: by its own name."""
+    """Names in the data files for the columns, or keys of JSON lines, of their format (docs/data.md). None: the format's
+    name."""
 
     messages: ColumnName | None = None
     """The conversation: a list of messages."""
     role: ColumnName | None = None
-    """A message's own key for who speaks. The speakers of ShareGPT (human, gpt) are known too."""
+    """The key of a message for its speaker. The speakers of ShareGPT (human, gpt) are known too."""
     content: ColumnName | None = None
-    """A message's own key for what is said."""
+    """The key of a message for its text."""
     tools: ColumnName | None = None
     """Definitions of the tools of a conversation."""
     system: ColumnName | None = None
     """The system message of ShareGPT's and Alpaca's records."""
     instruction: ColumnName | None = None
-    """With `output`: what the user asks of a conversation of one turn."""
+    """The user's message in a conversation of one turn; with `output`."""
     input: ColumnName | None = None
-    """What follows the instruction, or the beginning of OpenAI's preference pairs."""
+    """Text that follows the instruction, or the beginning of OpenAI's preference pairs."""
     output: ColumnName | None = None
     """The answer to an instruction, which is learned."""
     prompt: ColumnName | None = None
-    """With `completion`: bare text before what is learned, which no chat template touches; or messages."""
+    """Bare text before the learned text, which no chat template touches, or messages; with `completion`."""
     completion: ColumnName | None = None
-    """What is learned after the prompt."""
+    """The learned text after the prompt."""
     text: ColumnName | None = None
-    """A document, learned whole."""
+    """A document, learned as a whole."""
     conversations: ColumnName | None = None
     """ShareGPT's turns, which have `from` and `value`."""
     chosen: ColumnName | None = None
-    """Of preference pairs, the answer that is preferred."""
+    """The preferred answer of a preference pair."""
     rejected: ColumnName | None = None
-    """Of preference pairs, the other answer."""
+    """The other answer of a preference pair."""
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """(name of the format, name in the files) of each that is given."""
+        """(name in the format, name in the files) of each given column."""
         given = self.model_dump(exclude_none=True)
         return tuple((ours, given[ours]) for ours in sorted(given))
 
     @model_validator(mode="after")
     def _each_column_once(self) -> DataOptions:
-        for places in (("role", "content"), tuple(name for name in type(self).model_fields if name not in ("role", "content"))):
+        for of_message in (True, False):
             named: dict[str, str] = {}
             for ours, theirs in self.pairs:
-                if ours in places and theirs in named:
+                if (ours in ("role", "content")) is of_message and ours != named.setdefault(theirs, ours):
                     raise ValueError(f"data.{named[theirs]} and data.{ours} both name {theirs!r}: a column is one thing")
-                if ours in places:
-                    named[theirs] = ours
         return self
 
 
 class JobOptions(Strict):
-    """The options that our create body adds to OpenAI's: all of a SPEC file beside model and files."""
+    """The options that our create body adds to OpenAI's: a SPEC file without model and files."""
 
     lora: LoraOptions = LoraOptions()
     precision: PrecisionOptions = PrecisionOptions()
@@ -359,20 +358,20 @@ class JobOptions(Strict):
     checkpoint: CheckpointOptions = CheckpointOptions()
     data: DataOptions = DataOptions()
     chat_template: Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(check_template)] | None = None
-    """The chat template that writes the conversations, in place of the base's: its text (Jinja), or the name of a standard one
-    (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
-    none. Saved with the adapter."""
+    """The chat template for conversations, in place of the base's: its text (Jinja), or the name of a standard one (TEMPLATES);
+    in a SPEC file also the path of a .jinja file. None: the base's; without one, conversations are refused. Saved with the
+    adapter."""
     evaluation: EvaluationOptions | None = None
-    """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: none."""
+    """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: off."""
     serve: Literal["vllm"] | None = None
-    """The inference server that the adapter is meant for: what it would refuse, or ignore without a word, is refused before
-    training. None: nothing is asked of the adapter."""
+    """The inference server for the adapter: options that it would refuse or silently ignore are refused before training. None:
+    any server."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
+    """Jobs with a higher priority start first; then those of the project with less recent use; then the older job."""
     max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Seconds that the job may hold its slots, over all its attempts and their start-up: then it stops at a checkpoint and has
-    failed with reason `time_limit`; a job that names that checkpoint as its model goes on from there. None: no limit. With
-    `ft run` of each call, which stops at a checkpoint."""
+    """Seconds that the job may hold its slots, over all its attempts and their start-up. Then it stops at a checkpoint and
+    fails with reason `time_limit`; a job with that checkpoint as its model continues there. None: no limit. With `ft run` the
+    limit of each call, which stops at a checkpoint."""
 
     @model_validator(mode="after")
     def _consistent_distributed(self) -> JobOptions:

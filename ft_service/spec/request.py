@@ -1,7 +1,6 @@
 """A user's request: the body of a create request, or a SPEC file.
 
-Unknown keys are refused by name; keys that the design names but this version cannot honour are refused by name too, with
-an alternative (`NOT_YET`).
+Unknown keys are refused by name. Keys that this version does not support yet (`NOT_YET`) are refused with an alternative.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from ft_service.errors import SpecError
-from ft_service.spec.faults import OptionFault, joined, option_faults
 from ft_service.spec.integrations import Integrations
 from ft_service.spec.methods import AUTO, Hyperparameters, Method
+from ft_service.spec.option_types import Number
 from ft_service.spec.options import DPO_EPOCHS, DPO_LEARNING_RATE, LEARNING_RATE, JobOptions, TrainingOptions
-from ft_service.spec.values import Number
+from ft_service.spec.validation_errors import OptionFault, joined, option_faults
 
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
 }
-"""Options that the design names and this version refuses: dotted name → what to do instead."""
+"""Options that this version refuses: dotted name → what to do instead."""
 
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
     ("method.type", "reinforcement"): "use 'supervised' or 'dpo'",
 }
-"""Values that the design names and this version refuses."""
+"""Values that this version refuses: (dotted name, value) → what to do instead."""
 
 SWEEP = "sweep"
-"""The key of a body or a SPEC file that asks for several jobs (ft_service/sweeps/asked.py)."""
+"""The key in a body or a SPEC file that requests several jobs (ft_service/sweeps/search_space.py)."""
 
 _HYPERPARAMETERS = set(Hyperparameters.model_fields)
 
@@ -49,23 +48,23 @@ class JobRequest(JobOptions):
     """REST: a file id. SPEC file: a path, relative to the SPEC file."""
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     validation_split: Annotated[Number, Field(gt=0, lt=1)] | None = None
-    """Share of the training file's samples that is set aside for validation, where there is no validation_file. Which ones
-    follows from their tokens and the seed, whatever their order; equal samples stay together. None: none."""
+    """Share of the training file's samples that is set aside for validation if there is no validation_file. Their tokens and
+    the seed decide which, not their order; equal samples stay together. None: no samples."""
     method: Method = Method()
     hyperparameters: Hyperparameters = Hyperparameters()
     """OpenAI's older place for method.supervised.hyperparameters."""
     suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
-    """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
+    """Seed of adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
     integrations: Integrations | None = None
-    """Where else the metrics go. wandb, mlflow, trackio: for jobs of a server that has FT_WANDB_API_KEY,
-    FT_MLFLOW_TRACKING_URI or FT_TRACKIO_URL; `ft run` refuses them. tensorboard: files in the run directory's `tensorboard/`
-    while it trains, and with the adapter."""
+    """Other places for the metrics. wandb, mlflow, trackio: for jobs of a server with FT_WANDB_API_KEY, FT_MLFLOW_TRACKING_URI
+    or FT_TRACKIO_URL; `ft run` refuses them. tensorboard: files in the run directory's `tensorboard/` during training, and with
+    the adapter."""
 
     def integrated(self, kind: str) -> bool:
-        """Whether an integration of this type is asked for."""
-        return any(one.type == kind for one in self.integrations or ())
+        """Whether it has an integration of this type."""
+        return any(integration.type == kind for integration in self.integrations or ())
 
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:
@@ -93,13 +92,13 @@ class JobRequest(JobOptions):
     def _only_answers_are_preferred(self) -> JobRequest:
         if self.method.type == "dpo" and self.training.train_on == "everything":
             raise ValueError(
-                "training.train_on = 'everything' with method dpo: of a pair only the answers are compared, and what "
-                "stands before them is the same. Leave it out"
+                "training.train_on = 'everything' with method dpo: only the answers of a pair are compared, since the text "
+                "before them is the same. Leave it out"
             )
         return self
 
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:
-        """Values in OpenAI's fields: name → (where it was given, value), "auto" left out. Given twice is a ValueError."""
+        """Values in OpenAI's fields without "auto": name → (place, value). Raises ValueError for a value in two places."""
         places = {
             "hyperparameters": self.hyperparameters,
             f"method.{self.method.type}.hyperparameters": self.method.hyperparameters,
@@ -115,25 +114,25 @@ class JobRequest(JobOptions):
         return given
 
     _resolved: tuple[tuple[object, ...], TrainingOptions] | None = PrivateAttr(default=None)
-    """What `resolved_training` was made of, and what it is."""
+    """The parts that `resolved_training` was made of, and its value."""
 
     def resolved_training(self) -> TrainingOptions:
-        """`training` with OpenAI's hyperparameters folded in. Raises ValueError when one is given in both places."""
-        parts, made = (self.method, self.hyperparameters, self.training), self._resolved
-        # Asked for several times by every submit. A copy (model_copy) may have other parts.
-        if made is None or any(one is not other for one, other in zip(made[0], parts, strict=True)):
-            self._resolved = made = parts, self._resolve_training()
-        return made[1]
+        """`training` with OpenAI's hyperparameters. Raises ValueError for one that is given in both places."""
+        parts, cached = (self.method, self.hyperparameters, self.training), self._resolved
+        # Every submission calls it several times. A copy (model_copy) may have other parts.
+        if cached is None or any(before is not now for before, now in zip(cached[0], parts, strict=True)):
+            self._resolved = cached = parts, self._resolve_training()
+        return cached[1]
 
     def _resolve_training(self) -> TrainingOptions:
         dpo = self.method.type == "dpo"
-        of_one = DPO_LEARNING_RATE if dpo else LEARNING_RATE
+        unit = DPO_LEARNING_RATE if dpo else LEARNING_RATE
         updates: dict[str, Any] = {}
         for name, (place, value) in self.given_hyperparameters().items():
             ours = "learning_rate" if name == "learning_rate_multiplier" else name
             if ours in self.training.model_fields_set:
                 raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
-            updates[ours] = value * of_one if name == "learning_rate_multiplier" else value
+            updates[ours] = value * unit if name == "learning_rate_multiplier" else value
         usual: dict[str, Any] = {"learning_rate": DPO_LEARNING_RATE, "n_epochs": DPO_EPOCHS} if dpo else {}
         for name in ("n_epochs", "batch_size"):
             if self._leaves_open(name):
@@ -152,14 +151,14 @@ class JobRequest(JobOptions):
         return AUTO in (training.n_epochs, training.batch_size)
 
     def _leaves_open(self, name: str) -> bool:
-        """Whether one of OpenAI's hyperparameters is given as "auto", which leaves the choice to the service."""
+        """Whether one of OpenAI's hyperparameters is given as "auto"."""
         places = (self.hyperparameters, self.method.hyperparameters)
         given = [place for place in places if name in place.model_fields_set]
         return bool(given) and all(getattr(place, name) == AUTO for place in given)
 
 
 def parse_request(body: object) -> JobRequest:
-    """Validate a create body. Raises SpecError naming every field at fault (dotted) with its value and limit."""
+    """Validate a create body. Raises SpecError naming every invalid field (dotted) with its value and limit."""
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
     request, faults = read_request(body)
@@ -169,7 +168,7 @@ def parse_request(body: object) -> JobRequest:
 
 
 def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[OptionFault]]:
-    """A create body, or all that is wrong with it."""
+    """Validate a create body. Returns the request, or all of its faults."""
     faults = [*_not_yet(body), *_sweep(body)]
     refused = {fault.place for fault in faults}
     try:
@@ -182,7 +181,7 @@ def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[Optio
 def _sweep(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
     if SWEEP in body:
         text = (
-            "sweep: makes several jobs, and this is for one. Submit them to a server with `ft sweep submit SPEC` (POST "
+            "sweep: makes several jobs, and this is for one job. Submit them to a server with `ft sweep submit SPEC` (POST "
             "/v1/fine_tuning/sweeps), or leave it out and give each option one value."
         )
         yield OptionFault(SWEEP, text, "not_available")

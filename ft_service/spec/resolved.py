@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.errors import SpecError
+from ft_service.spec.auto_hyperparameters import batch_for, epochs_for
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
@@ -19,16 +21,13 @@ from ft_service.spec.options import (
     PrecisionOptions,
     TrainingOptions,
 )
-from ft_service.spec.rates import batch_for, epochs_for
 from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
 
 class Resolved(BaseModel):
-    """Base class of documents that the service itself writes: none has unknown keys, and unknown ones are ignored when read
-    back.
-    """
+    """Base class of documents that the service writes. Unknown keys are ignored when a document is read."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,7 +36,7 @@ class BaseModelRef(Resolved):
     """The base of a job."""
 
     name: str
-    """As listed by `GET /v1/models`."""
+    """Name in `GET /v1/models`."""
     path: str
     """Absolute folder in Hugging Face layout, as the worker sees it."""
 
@@ -46,17 +45,17 @@ class DataFileRef(Resolved):
     """A data file of a job."""
 
     name: str
-    """As the user called it; used in messages."""
+    """The user's name for it, for messages."""
     path: str
     """Absolute path, as the worker sees it."""
     sha256: str
-    """Digest of the bytes at submission: the worker refuses anything else. Of several files, of the digests of each."""
+    """Digest of the bytes at submission; the worker refuses other bytes. With several files, the digest of their digests."""
     files: tuple[str, ...] = ()
-    """Where `path` is a folder: its data files in their order, named from it. Empty: `path` is a file."""
+    """Paths of the data files in the folder `path`, in their order. Empty: `path` is a file."""
 
 
 class AdapterRef(Resolved):
-    """A tuned model that a job goes on from."""
+    """A tuned model that a job continues."""
 
     name: str
     """A TunedName."""
@@ -64,11 +63,11 @@ class AdapterRef(Resolved):
     path: str
     """Absolute folder with PEFT's two files and their manifest, as the worker sees it."""
     shared_experts: bool = False
-    """JobSpec's, of the job that trained it."""
+    """`shared_experts` in the JobSpec that trained it."""
 
 
 class JobSpec(Resolved):
-    """`spec.json`: everything a worker needs to know, resolved and immutable."""
+    """`spec.json`: everything that a worker needs, resolved and immutable."""
 
     version: Literal[1] = 1
     job_id: str
@@ -76,7 +75,7 @@ class JobSpec(Resolved):
     training_data: DataFileRef
     validation_data: DataFileRef | None
     validation_split: float | None = None
-    """Share of the training data's samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
+    """Share of the training samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
     seed: int
     tuned_name: str
     """The outcome's TunedName."""
@@ -84,32 +83,28 @@ class JobSpec(Resolved):
     precision: PrecisionOptions
     training: TrainingOptions
     distributed: DistributedOptions
-    """nproc_per_node is a number here."""
+    """Options with a number as nproc_per_node."""
     checkpoint: CheckpointOptions
     data: DataOptions = DataOptions()
     chat_template: str = ""
-    """The text of the chat template to use in place of the base's; empty: the base's."""
+    """Text of the chat template; empty: the base's."""
     date: str = ""
-    """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
-    a job of an earlier version, whose templates write the date of the day."""
-    windows: bool = False
-    """What is learned whole (documents, and everything with train_on "everything") is split into windows of
-    training.max_length tokens, which are packed into full rows; False: a job of an earlier version, which cut it."""
+    """Date (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty: today."""
     evaluation: EvaluationOptions | None = None
     shared_experts: bool = False
-    """Whether "all-linear" means shared experts and dense feed-forwards of a mixture of experts too. False: a job of an earlier
-    version, or one with lora_dropout, which PEFT has not for them."""
+    """Whether "all-linear" includes shared experts and dense feed-forwards of a mixture of experts. False with lora_dropout,
+    which PEFT does not have for them."""
     dpo: DpoOptions | None = None
-    """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
+    """Options of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
     tensorboard: bool = False
     """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
-    """Options that were "auto" and were chosen (for the machine by ft_service/plan/choose.py): dotted name → why."""
+    """Options that were "auto" and were chosen, mostly by ft_service/plan/auto_options.py: dotted name → reason."""
     rungs: tuple[float, ...] = ()
-    """Of a job of a sweep: shares of its steps, ascending, below 1, after which it is validated too, so that its sweep can
-    compare it (ft_service/sweeps/halving.py)."""
+    """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that the sweep can compare it
+    (ft_service/sweeps/halving.py)."""
 
     @property
     def validates(self) -> bool:
@@ -117,14 +112,15 @@ class JobSpec(Resolved):
         return self.validation_data is not None or self.validation_split is not None
 
     def shapes(self, most_nodes: int, most_per_node: int, gpus: int) -> list[tuple[int, int]]:
-        """(hosts, ranks of each) on which it may train, the most ranks first, as far as the machines go; the last is that of
-        nnodes and nproc_per_node. Ranks of a host become more before hosts do. `gpus`: as for `check_distributed`."""
+        """(hosts, ranks per host) on which it may train, the most ranks first; the last is nnodes and nproc_per_node. Ranks per
+        host are raised before hosts. `most_nodes`, `most_per_node`: limits of the machines; `gpus`: as for `check_distributed`.
+        """
         options, fewest = self.distributed, self.world_size // self.distributed.nnodes
-        each = range(fewest, min(options.max_nproc_per_node or fewest, most_per_node) + 1)
-        top = max(each, default=fewest)
+        per_host = range(fewest, min(options.max_nproc_per_node or fewest, most_per_node) + 1)
+        most = max(per_host, default=fewest)
         nodes = range(options.nnodes + 1, min(options.max_nnodes or options.nnodes, most_nodes) + 1)
         found = [(options.nnodes, fewest)]
-        for shape in (*((options.nnodes, ranks) for ranks in each), *((number, top) for number in nodes)):
+        for shape in (*((options.nnodes, ranks) for ranks in per_host), *((number, most) for number in nodes)):
             try:
                 check_distributed(options, shape[0] * shape[1], gpus)
             except SpecError:  # replicate or reshard_after_forward does not divide it
@@ -132,56 +128,63 @@ class JobSpec(Resolved):
             found.append(shape)
         return sorted(dict.fromkeys(found), key=lambda shape: shape[0] * shape[1], reverse=True)
 
-    def on(self, nodes: int, ranks_of_each: int) -> JobSpec:
-        """The spec for one number of hosts and ranks."""
-        fixed = {"nnodes": nodes, "nproc_per_node": ranks_of_each, "max_nnodes": None, "max_nproc_per_node": None}
+    def on(self, nodes: int, ranks_per_host: int) -> JobSpec:
+        """The spec for a number of hosts and of ranks per host."""
+        fixed = {"nnodes": nodes, "nproc_per_node": ranks_per_host, "max_nnodes": None, "max_nproc_per_node": None}
         return self.model_copy(update={"distributed": self.distributed.model_copy(update=fixed)})
 
     @property
     def world_size(self) -> int:
-        """Ranks of one attempt."""
+        """Ranks of an attempt."""
         assert isinstance(self.distributed.nproc_per_node, int), "a resolved spec names a number of ranks"
         return self.distributed.nnodes * self.distributed.nproc_per_node
 
     def rung_steps(self, total_steps: int) -> tuple[int, ...]:
-        """The steps, from 1, at which it reaches its rungs."""
+        """Steps, counted from 1, at which it reaches its rungs."""
         return tuple(max(1, math.ceil(share * total_steps)) for share in self.rungs)
 
 
-def resolve(
-    request: JobRequest,
-    *,
-    job_id: str,
-    organization: str,
-    model: BaseModelRef,
-    training_data: DataFileRef,
-    validation_data: DataFileRef | None,
-    seed: int,
-    gpus: int,
-    parent: AdapterRef | None = None,
-    date: str = "",
-    samples: int | None = None,
-) -> JobSpec:
-    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`. What depends on the base and
-    the machine's memory stays "auto", for `ft_service.plan.choose`. `date`: JobSpec's. `samples`: of the training file, for
-    batch_size and n_epochs "auto"; None: they are not known, and these are the usual ones.
+@dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """The facts that a request is resolved with."""
+
+    job_id: str
+    organization: str
+    model: BaseModelRef
+    training_data: DataFileRef
+    validation_data: DataFileRef | None
+    seed: int
+    """Seed of a job whose request has none."""
+    gpus: int
+    """GPUs of the host that will train, for `nproc_per_node: auto`."""
+    parent: AdapterRef | None = None
+    date: str = ""
+    """`JobSpec.date`."""
+    samples: int | None = None
+    """Samples of the training file, for batch_size and n_epochs "auto"; None: not known, and these get usual values."""
+
+
+def resolve(request: JobRequest, context: JobContext) -> JobSpec:
+    """Fill in every default. Options that depend on the base and the machine stay "auto", for
+    `ft_service.plan.auto_options`.
 
     Raises SpecError for options that do not fit the number of ranks.
     """
     check_served(request.serve, request.lora)
-    distributed = _resolve_distributed(request.distributed, gpus)
-    name = TunedName.of_job(job_id, base=model.name, organization=organization, suffix=request.suffix)
+    distributed = _resolve_distributed(request.distributed, context.gpus)
+    name = TunedName.of_job(context.job_id, base=context.model.name, organization=context.organization, suffix=request.suffix)
     ranks = distributed.nnodes * int(distributed.nproc_per_node)
+    samples, parent = context.samples, context.parent
     if samples is not None and request.validation_split is not None:
         samples = round(samples * (1 - request.validation_split))
     training, chosen = by_samples(request.resolved_training(), samples, ranks, dpo=request.method.type == "dpo")
     return JobSpec(
-        job_id=job_id,
-        model=model,
-        training_data=training_data,
-        validation_data=validation_data,
+        job_id=context.job_id,
+        model=context.model,
+        training_data=context.training_data,
+        validation_data=context.validation_data,
         validation_split=request.validation_split,
-        seed=request.seed if request.seed is not None else seed,
+        seed=request.seed if request.seed is not None else context.seed,
         tuned_name=str(name),
         lora=request.lora,
         precision=request.precision,
@@ -190,9 +193,8 @@ def resolve(
         checkpoint=request.checkpoint,
         data=request.data,
         chat_template=named_template(request.chat_template or ""),
-        date=date,
+        date=context.date,
         shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,
-        windows=True,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
@@ -204,7 +206,7 @@ def resolve(
 def by_samples(
     training: TrainingOptions, samples: int | None, ranks: int, *, dpo: bool
 ) -> tuple[TrainingOptions, dict[str, str]]:
-    """The options with batch_size and n_epochs in numbers, and for those that were "auto" why (dotted)."""
+    """The options with batch_size and n_epochs as numbers, and dotted name → reason for those that were "auto"."""
     found: dict[str, tuple[int, str]] = {}
     usual = TrainingOptions()
     unknown = "the usual one; the number of samples is not known"
@@ -218,17 +220,15 @@ def by_samples(
 
 
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
-    """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so are the
-    options of precision and the chat template that the request does not give.
-
-    Raises SpecError naming an option of lora that asks for another shape.
+    """A request that continues the adapter `name`, which `parent` trained. It keeps the adapter's shape, and the options of
+    precision and the chat template that it does not set. Raises SpecError naming an option of lora that changes the shape.
     """
     for field in sorted(request.lora.model_fields_set - {"lora_dropout"}):
         wanted, there = getattr(request.lora, field), getattr(parent.lora, field)
         if wanted != there:
             raise SpecError(
-                f"lora.{field} = {wanted!r}: {name} has {there!r}, and a job that goes on from an adapter keeps its shape. "
-                "Leave it out, or name a base model to begin anew.",
+                f"lora.{field} = {wanted!r}: {name} has {there!r}, and a job that continues from an adapter keeps its shape. "
+                "Leave it out, or name a base model to start from.",
                 param=f"lora.{field}",
             )
     given = request.lora.model_fields_set & {"lora_dropout"}
@@ -239,7 +239,7 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
 
 
 def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> PrecisionOptions:
-    """The parent's options but for those that are given. Formats belong together: with another default go the overrides."""
+    """The parent's options with those that are given. Formats belong together: a new default also replaces the overrides."""
     named = given.model_fields_set
     if given.default == AUTO:
         named = named - {"default"}
@@ -256,7 +256,7 @@ def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedO
 
 
 def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:
-    """Raises SpecError for options that do not fit the ranks, or the host."""
+    """Raise SpecError for options that do not fit the ranks or the host."""
     _, shards = mesh_shape(options.nnodes if options.replicate == AUTO else options.replicate, ranks)
     if options.reshard_size is not None:
         check_reshard_size(options.reshard_size, shards)
@@ -275,12 +275,12 @@ def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> Non
 
 
 RANK_STEPS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank."""
+"""Values that vLLM accepts for --max-lora-rank."""
 _MERGE = "leave serve out and merge the tuned model (ft merge)"
 
 
 def check_served(serve: str | None, lora: LoraOptions) -> None:
-    """Raises SpecError naming the option that the server would refuse, or ignore without a word."""
+    """Raise SpecError naming the option that the inference server would refuse or silently ignore."""
     if serve is None:
         return
     if lora.target_parameters:
@@ -289,7 +289,7 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
         )
     for name in ("use_dora", "modules_to_save"):
         if given := getattr(lora, name, None):
-            raise _refused(name, given, "it loads A and B of LoRA and nothing beside them. Leave it out, or")
+            raise _refused(name, given, "it loads only A and B of LoRA. Leave it out, or")
 
 
 def _refused(name: str, given: object, why: str) -> SpecError:
@@ -297,7 +297,7 @@ def _refused(name: str, given: object, why: str) -> SpecError:
 
 
 def note_served(lora: LoraOptions) -> str:
-    """What whoever runs the server needs to know."""
+    """A sentence for the operator of the inference server."""
     rank = max([lora.r, *lora.rank_pattern.values()])
     step = next(step for step in RANK_STEPS if step >= rank)
     text = f"vLLM serves it with --enable-lora --max-lora-rank {step} or more."

@@ -1,4 +1,4 @@
-"""Chat templates by name, for bases without one of their own, in our words after what each family has published."""
+"""Chat templates by name, for bases without one, written after those that each family has published."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ TEMPLATES: Mapping[str, str] = {
         "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
     ),
 }
-"""Name → text. The last three end a turn with the base's own end of text, so that they need no token of their own; the others
-need a base whose tokenizer has theirs."""
+"""Name → text. The last three end a turn with the base's end of text and need no special token; the others need a base whose
+tokenizer has their tokens."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def named_template(given: str) -> str:
-    """A template's text, by its name or as it is."""
+    """The text of a template that is given by name or as text."""
     return TEMPLATES.get(given, given)
 
 
 def check_template(given: str) -> str:
-    """Raises ValueError for what is neither the name of a template nor the text of one."""
+    """Return the name or text of a template unchanged. Raises ValueError for anything else."""
     if given in TEMPLATES or "{{" in given or "{%" in given:
         return given
     names = ", ".join(TEMPLATES)
-    what = "no standard template has this name" if _NAME.fullmatch(given) else "is no template: it has no {{ and no {%"
+    what = "no standard template has this name" if _NAME.fullmatch(given) else "is not a template: it has no {{ and no {%"
     raise ValueError(f"{what}; there are {names}, or give a template's text")

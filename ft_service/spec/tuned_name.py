@@ -18,7 +18,7 @@ class TunedName:
     """Last part of the base's name."""
     organization: str
     suffix: str
-    """Empty: the job has none."""
+    """Suffix of the job; empty: none."""
     id: str
     """Id of the job without `ftjob-`."""
     step: int | None = None
@@ -30,12 +30,12 @@ class TunedName:
 
     @classmethod
     def of_job(cls, job_id: str, *, base: str, organization: str, suffix: str | None) -> TunedName:
-        """Name of a job's outcome. `base`: the base's whole name, whose last part is taken; `suffix`: None: none."""
+        """The name of a job's outcome. `base`: the base's full name, whose last part is used."""
         return cls(base.rsplit("/", 1)[-1], organization, suffix or "", job_id.removeprefix(_JOB))
 
     @classmethod
     def parse(cls, name: str) -> TunedName:
-        """Read a name. Only a base's name may hold colons. Raises ValueError that says what is wrong with it."""
+        """Parse a name. Only a base's name may contain colons. Raises ValueError with the reason."""
         outcome, mark, step = name.partition(CHECKPOINT)
         base, *rest = outcome.removeprefix(_PREFIX).rsplit(":", 3)
         if not is_tuned(name) or len(rest) != 3:
@@ -59,5 +59,5 @@ class TunedName:
 
 
 def is_tuned(name: str) -> bool:
-    """Whether a name is meant for a tuned model; bases have others."""
+    """Whether a name has the prefix of tuned models."""
     return name.startswith(_PREFIX)

@@ -1,1 +1,1 @@
-"""Where files lie: below FT_HOME, on a shared volume, or on object storage."""
+"""Storage of files: below FT_HOME, on a shared volume, or on object storage."""

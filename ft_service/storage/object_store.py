@@ -1,7 +1,5 @@
-"""Object storage through fsspec: objects below one URL, each written whole or not at all.
-
-It gives the operations that a run directory needs: put, put-if-absent, get, list. Nothing else is used.
-"""
+"""Object storage through fsspec: objects below one URL, each written whole or not at all, with the operations that a run
+directory needs."""
 
 from __future__ import annotations
 
@@ -14,14 +12,15 @@ from typing import Any
 from ft_service.errors import FtError, SpecError, UnavailableError
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-"""Scheme of a URL → the package that speaks it."""
+"""Scheme of a URL → package that implements it."""
 
 
 class ObjectStore:
     """Objects below a URL such as `s3://bucket/prefix`. Methods raise UnavailableError if the storage does not answer."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        """`options`: the file system's own. Raises SpecError for another scheme, and if its package is not installed."""
+        """`options`: those of fsspec's file system. Raises SpecError for another scheme, and if its package is not
+        installed."""
         scheme, _, rest = url.partition("://")
         package = PACKAGES.get(scheme)
         if package is None or not rest.strip("/"):
@@ -34,12 +33,12 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self._root = rest.strip("/")
         fsspec = importlib.import_module("fsspec")
-        # Others write here too: a listing that was kept would hide it.
+        # A cached listing would hide what other processes write.
         self._fs: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
 
     def get(self, key: str, most: int | None = None) -> bytes | None:
-        """The bytes of an object, the first `most` (None: all of them). None: there is no such object."""
-        with self._spoken():
+        """Return the first `most` bytes of an object (None: all); None: it does not exist."""
+        with self._errors():
             try:
                 if most is None:
                     return self._fs.cat_file(self._path(key))
@@ -47,17 +46,17 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
             except Exception:
-                if most is None or self._fs.info(self._path(key))["size"]:  # of nothing there is no range to give
+                if most is None or self._fs.info(self._path(key))["size"]:  # an empty object has no range
                     raise
                 return b""
 
     def put(self, key: str, body: bytes) -> None:
-        with self._spoken():
+        with self._errors():
             self._fs.pipe_file(self._path(key), body)
 
     def put_if_absent(self, key: str, body: bytes) -> bool:
-        """Write, unless the key exists. True if this call wrote it."""
-        with self._spoken():
+        """Write an object unless the key exists. True if this call wrote it."""
+        with self._errors():
             try:
                 self._fs.pipe_file(self._path(key), body, mode="create")
             except FileExistsError:
@@ -65,27 +64,27 @@ class ObjectStore:
             return True
 
     def list(self, prefix: str) -> dict[str, int]:
-        """Key → size in bytes of every object below a folder."""
+        """Return key → size in bytes of every object below a folder."""
         base = self._path(prefix)
-        with self._spoken():
+        with self._errors():
             objects = self._fs.find(base, detail=True)
         return {path[len(self._root) + 1 :]: info["size"] for path, info in objects.items() if path.startswith(f"{base}/")}
 
     def size(self, key: str) -> int | None:
-        """Size in bytes. None: there is no such object."""
-        with self._spoken():
+        """Return the size of an object in bytes; None: it does not exist."""
+        with self._errors():
             try:
                 return self._fs.info(self._path(key))["size"]
             except FileNotFoundError:
                 return None
 
     def upload(self, path: Path, key: str) -> None:
-        with self._spoken():
+        with self._errors():
             self._fs.put_file(str(path), self._path(key))
 
     def upload_if_absent(self, path: Path, key: str) -> bool:
-        """Upload, unless the key exists. True if this call uploaded it."""
-        with self._spoken():
+        """Upload a file unless the key exists. True if this call uploaded it."""
+        with self._errors():
             try:
                 self._fs.put_file(str(path), self._path(key), mode="create")
             except FileExistsError:
@@ -93,23 +92,23 @@ class ObjectStore:
             return True
 
     def download(self, key: str, path: Path) -> None:
-        """Download into a file that appears whole. Raises FileNotFoundError if there is no such object."""
+        """Download an object to a file that appears complete or not at all. Raises FileNotFoundError if it does not exist."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".tmp-{path.name}")
-        with self._spoken():
+        with self._errors():
             self._fs.get_file(self._path(key), str(partial))
         partial.replace(path)
 
     def remove(self, key: str) -> None:
-        with self._spoken(), contextlib.suppress(FileNotFoundError):
+        with self._errors(), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     @contextlib.contextmanager
-    def _spoken(self) -> Iterator[None]:
-        """The many errors of the clients below as one of ours."""
+    def _errors(self) -> Iterator[None]:
+        """Convert the errors of fsspec's clients to UnavailableError."""
         try:
             yield
         except (FileNotFoundError, FileExistsError, FtError):

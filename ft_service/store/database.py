@@ -1,7 +1,7 @@
-"""Connections, transactions, the database's clock and the values that it can hold: what every part of the store stands on.
+"""Connections, transactions, the database's clock and the values that it can hold: the base of every part of the store.
 
-SQLite and PostgreSQL differ here and nowhere else: how a connection is set up, how a write begins, how the time is spelled,
-which text is refused.
+The differences between SQLite and PostgreSQL are handled here: how a connection is set up, how a write begins, how the time is
+read, which text is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,41 +25,35 @@ from sqlalchemy import (
     URL,
     ColumnElement,
     Connection,
-    Dialect,
     Double,
     Engine,
-    Insert,
-    Select,
     Table,
     Text,
     TypeDecorator,
     create_engine,
     event,
-    literal_column,
     make_url,
     or_,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine.interfaces import DBAPICursor
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.host.disk import FileReserve, state_of
 from ft_service.host.home import create_home, create_private_file
-from ft_service.store.faults import DATABASE_DISK, fault_of
+from ft_service.store.database_errors import DATABASE_DISK, fault_of
 
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 10
-"""How long a write waits for another one on SQLite, and a connection attempt for PostgreSQL."""
+"""How long a write waits for another one on SQLite, and how long a connection to PostgreSQL may take."""
 
 
 CHECK_SECONDS = 5.0
-"""How old the last write may be that says whether the database can be written."""
+"""Age up to which the last write tells whether the database can be written."""
 
 
 class database_time(FunctionElement[float]):
@@ -71,7 +65,7 @@ class database_time(FunctionElement[float]):
 
 @compiles(database_time, "sqlite")
 def _sqlite_time(element: database_time, compiler: Any, **kw: Any) -> str:
-    # unixepoch('subsec') says it shorter, from SQLite 3.42 on; Debian 12 has 3.40.
+    # unixepoch('subsec') needs SQLite 3.42; Debian 12 has 3.40.
     return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
@@ -81,34 +75,23 @@ def _postgresql_time(element: database_time, compiler: Any, **kw: Any) -> str:
 
 
 def is_over(moment: ColumnElement[float], longest: float | ColumnElement[float]) -> ColumnElement[bool]:
-    """Whether a moment until which something waits has come. `longest`: seconds that it may be off at most: what is further off
-    was written before the clock went back, and is over too, or it would wait for as long as the clock went back."""
-    # In the statement's text: a statement that goes to the driver as it is (`Direct`) has no values but those that it names.
-    ahead = literal_column(f"{longest:.1f}", Double) if isinstance(longest, float) else longest
-    return or_(moment <= database_time(), moment > database_time() + ahead)
+    """Condition: a moment has come. A moment more than `longest` seconds ahead was stored before the clock was set back and
+    counts as past; otherwise it would be waited for as long as the clock was set back."""
+    return or_(moment <= database_time(), moment > database_time() + longest)
 
 
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-"""Characters that PostgreSQL keeps in no text: NUL and half surrogate pairs."""
+"""Characters that PostgreSQL cannot store in text: NUL and half surrogate pairs."""
 _SUSPECT = re.compile(r"\\u0000|\\u[dD][89a-fA-F]|NaN|Infinity")
 
 
 def storable(value: Any) -> Any:
-    """A JSON value as both databases can hold it: no NUL, no lone surrogate, no NaN or infinity.
+    """A JSON value that both databases can store: without NUL, lone surrogates, NaN and infinity.
 
-    What a worker prints or a client sends may hold any of them, and a job must not become unwritable over it.
+    Output of workers and input of clients may contain them, and must not make a job impossible to store.
     """
-    return storable_json(value)[0]
-
-
-def storable_json(value: Any) -> tuple[Any, str]:
-    """`storable` and what it is in JSON."""
-    # One look at the whole as JSON, which escapes what must not be in it, is faster than one at each of its strings.
-    text = json.dumps(value)
-    if _SUSPECT.search(text):
-        value = _without_unstorable(value)
-        text = json.dumps(value)
-    return value, text
+    # One search of the whole as JSON, which escapes these characters, is faster than a search of each string.
+    return _without_unstorable(value) if _SUSPECT.search(json.dumps(value)) else value
 
 
 def storable_text(value: str) -> str:
@@ -153,7 +136,7 @@ class StorableJson(TypeDecorator[Any]):
 
 
 class Database:
-    """An engine and the two ways to use it. Errors of the driver leave it as this service's own."""
+    """An engine with transactions for reading and writing. Errors of the driver are raised as this service's own."""
 
     def __init__(self, url: str) -> None:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
@@ -163,9 +146,9 @@ class Database:
         self._reserve = None if self._file is None else FileReserve(self._file.with_name(f"{self._file.name}-reserve"))
         self._last_write: _Write | None = None
         self._checking = threading.Lock()
-        self.stirred = threading.Event()
-        """Set when this process has written something that whoever moves jobs should look at now; they clear it."""
-        # SQLite's own wait for another writer is a sleep that grows, and of many who sleep so one may wait for seconds.
+        self.changed = threading.Event()
+        """Set when this process has written something that the reconciler should look at now; the reconciler clears it."""
+        # SQLite waits for another writer by sleeping ever longer, so that one of many waiting writers may wait for seconds.
         self._turn: AbstractContextManager[Any] = (
             threading.Lock() if self._engine.dialect.name == "sqlite" else contextlib.nullcontext()
         )
@@ -184,31 +167,31 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """One consistent look at the database on SQLite; on PostgreSQL every statement sees what is committed by then."""
+        """A consistent snapshot on SQLite; on PostgreSQL every statement sees all that is committed by then."""
         with self._our_errors(), self._begun("BEGIN") as connection:
             yield connection
 
     @contextlib.contextmanager
     def writing(self, *, makes_room: bool = False) -> Iterator[Connection]:
-        """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick.
+        """A transaction, committed at the end and rolled back by any exception. On SQLite it excludes other writers: be quick.
 
-        `makes_room`: somebody deletes, or ends what fills the disk: on a full one it gets the room of the reserve.
+        `makes_room`: it deletes data, or ends what fills the disk; on a full disk it may use the reserve.
         """
         if makes_room and self._reserve is not None:
             self._reserve.give_up_if_full()
-        # A transaction that reads first and writes later can fail half-way; one that takes the write lock at once waits.
+        # A transaction that writes only after reading can fail half-way; one that takes the write lock at once waits.
         with self._turn, self._our_errors(write=True), self._begun("BEGIN IMMEDIATE") as connection:
             yield connection
 
     def keep_reserve(self) -> None:
-        """Keep a little room on the disk of an SQLite database, so that things can be deleted once it is full."""
+        """Reserve a little space on the disk of an SQLite database, so that data can be deleted once it is full."""
         if self._reserve is not None:
             self._reserve.keep()
 
     def check_writable(self) -> None:
-        """Raise UnavailableError, which says why, while nothing can be written. Another write of the last CHECK_SECONDS is
-        taken for granted; without one a row is written as it is. A full disk is seen by its room: where SQLite's log has room
-        of its own, a small write still succeeds."""
+        """Raise UnavailableError with the reason while nothing can be written. The result of a write in the last CHECK_SECONDS
+        is reused; otherwise a row is written unchanged. A full disk is recognised by its free space, since a small write may
+        still fit into SQLite's log."""
         with self._checking:
             if self._file is not None and (fault := state_of(self._file.parent, DATABASE_DISK)) is not None:
                 raise fault
@@ -219,36 +202,21 @@ class Database:
                 raise self._last_write.fault
 
     @contextlib.contextmanager
-    def driving(self, *, write: bool) -> Iterator[Driver]:
-        """The same without SQLAlchemy between statements (`Direct`) and driver: it takes longer than the database, and some
-        requests wait for nothing else."""
-        with self._turn if write else contextlib.nullcontext(), self._our_errors(write=write):
-            connection = self._engine.raw_connection()
-            try:
-                cursor = connection.cursor()
-                if write and self._engine.dialect.name == "sqlite":
-                    cursor.execute("BEGIN IMMEDIATE")
-                yield Driver(cursor, self._engine.dialect)
-                cursor.close()
-                connection.commit()
-            finally:
-                connection.close()  # back to the pool, which undoes what was not committed
-
-    @contextlib.contextmanager
     def _begun(self, sqlite_begin: str) -> Iterator[Connection]:
         with self._engine.begin() as connection:
-            if connection.dialect.name == "sqlite":  # whose driver is told to begin none of its own
+            if connection.dialect.name == "sqlite":  # whose driver begins no transaction by itself
                 connection.exec_driver_sql(sqlite_begin)
             yield connection
 
     @contextlib.contextmanager
     def _our_errors(self, *, write: bool = False) -> Iterator[None]:
-        """Errors of the driver, which may come unwrapped, as ours. `write`: remember whether it could be done."""
+        """Raise errors of the driver as ours; those of a connection's set-up are not wrapped by SQLAlchemy. `write`: remember
+        the result."""
         dbapi = self._engine.dialect.loaded_dbapi
         try:
             yield
-        except (IntegrityError, dbapi.IntegrityError) as error:
-            log.info("database refused a write: %s", error.orig if isinstance(error, DBAPIError) else error)
+        except IntegrityError as error:
+            log.info("database refused a write: %s", error.orig)
             raise ConflictError("Somebody else has stored this already, or removed what it refers to.") from error
         except (SQLAlchemyError, dbapi.Error) as error:
             log.warning("database: %s", error.orig if isinstance(error, DBAPIError) else error)
@@ -260,53 +228,19 @@ class Database:
             self._last_write = _Write(time.monotonic())
 
 
+class StorePart:
+    """A part of the store, for one kind of record. All parts share a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+
 @dataclass(frozen=True)
 class _Write:
-    """What has become of a write."""
+    """Time and result of a write."""
 
     at: float
     fault: UnavailableError | None = None
-
-
-class Direct:
-    """A statement whose text is made once, and whose values go to the driver as they are (`Database.driving`).
-
-    Values must be what both drivers take: JSON as text, text that PostgreSQL keeps (`storable_text`). Rows are as the
-    driver gives them.
-    """
-
-    def __init__(self, statement: Insert | Select[*tuple[Any, ...]], names: Collection[str] | None = None) -> None:
-        """`names`: an INSERT's columns whose values are given; None: a SELECT, whose values are named in it."""
-        self._statement = statement
-        self._names = names and list(names)
-        self._made: dict[str, tuple[str, Sequence[str] | None]] = {}
-
-    def run(self, driver: Driver, values: Mapping[str, Any]) -> Sequence[Any]:
-        """The statement with one set of values. Returns its rows."""
-        text, order = self._text(driver.dialect)
-        driver.cursor.execute(text, values if order is None else [values[name] for name in order])
-        return driver.cursor.fetchall()
-
-    def run_all(self, driver: Driver, many: Sequence[Mapping[str, Any]]) -> None:
-        """The statement with one set of values after the other; it must return nothing."""
-        text, order = self._text(driver.dialect)
-        driver.cursor.executemany(text, many if order is None else [[values[name] for name in order] for values in many])
-
-    def _text(self, dialect: Dialect) -> tuple[str, Sequence[str] | None]:
-        """The statement in the driver's words, and the order of the values if they are given by place."""
-        if (made := self._made.get(dialect.name)) is None:
-            compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
-            assert isinstance(compiled, SQLCompiler)
-            made = self._made[dialect.name] = (compiled.string, compiled.positiontup)
-        return made
-
-
-@dataclass(frozen=True)
-class Driver:
-    """A transaction as the database's driver sees it."""
-
-    cursor: DBAPICursor
-    dialect: Dialect
 
 
 def upsert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
@@ -338,13 +272,13 @@ def _parse(url: str) -> URL:
 
 
 def _create_engine(url: URL) -> Engine:
-    # More connections than threads that may ask (web server and reconciler), so that none waits for a connection.
+    # More connections than threads of web server and reconciler, so that no thread waits for one.
     pool = {"pool_size": 8, "max_overflow": 56, "pool_timeout": BUSY_SECONDS}
     if url.get_backend_name() == "postgresql":
         return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}, **pool)
     assert url.database, "checked by _parse"
     create_home(Path(url.database).parent)
-    with contextlib.suppress(OSError):  # SQLite says what is wrong
+    with contextlib.suppress(OSError):  # SQLite then reports the cause
         create_private_file(Path(url.database))
     engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **pool)
     event.listen(engine, "connect", _set_up_sqlite)
@@ -352,14 +286,15 @@ def _create_engine(url: URL) -> Engine:
 
 
 def _set_up_sqlite(connection: sqlite3.Connection, record: object) -> None:
-    connection.isolation_level = None  # the driver begins no transactions of its own; `_begun` does
+    connection.isolation_level = None  # the driver begins no transactions by itself; `_begun` does
     _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """SQLite does not wait, whatever its timeout, where two that open a new file would wait for each other: one is refused."""
+    """Turn on the write-ahead log. SQLite ignores its timeout if two processes that open a new file would wait for each other,
+    and refuses one of them: try again."""
     ends = time.monotonic() + BUSY_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Records of uploaded and produced files. Their bytes are kept elsewhere."""
+"""Records of uploaded and produced files. Their bytes are stored elsewhere (storage/)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, Exists, and_, bindparam, exists, insert, or_, select, update
 
-from ft_service.store.database import Database, Direct, database_time, storable_text
+from ft_service.store.database import StorePart, database_time
 from ft_service.store.records import File, Order, Page
-from ft_service.store.rows import FILE, cursor, file_row, not_found, page, to_file
+from ft_service.store.rows import FILE, Listing, file_row, not_found, page
 from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs
 from ft_service.store.tenants.audit import acting_key, record
 from ft_service.store.tenants.projects import refuse_bytes_beyond
@@ -17,39 +17,37 @@ from ft_service.store.tenants.usage import add_use
 LIVE = and_(VISIBLE, or_(files.c.expires_at.is_(None), files.c.expires_at > database_time()))
 
 _SELECT_FILE = select(*FILE).where(files.c.id == bindparam("file_id"), files.c.project_id == bindparam("of_project"), LIVE)
-_LOOK_UP = Direct(select(*FILE).where(files.c.id == bindparam("file_id"), LIVE))
-_FIELDS = [column.name for column in FILE]
 
 
-class FileStore(Database):
+class FileStore(StorePart):
     """Records of files."""
 
     def add_file(self, file: File, *, seconds: int | None = None) -> File:
-        """Store the record; `created_at` is set by the database. `seconds`: until it expires; None: never.
+        """Store a record; the database sets `created_at`. `seconds`: until it expires; None: never.
 
         Raises ConflictError if the id is taken.
         """
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             return insert_file(connection, file, seconds)
 
     def refuse_bytes(self, project_id: str, more: int) -> None:
-        """Raise LimitError if the project may not keep so many bytes more."""
-        with self.reading() as connection:
+        """Raise LimitError if the project may not store `more` additional bytes."""
+        with self._database.reading() as connection:
             refuse_bytes_beyond(connection, project_id, more)
 
     def get_file(self, project_id: str, file_id: str) -> File:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             row = connection.execute(_SELECT_FILE, {"file_id": file_id, "of_project": project_id}).mappings().one_or_none()
         if row is None:
             raise not_found("file", file_id)
-        return to_file(row)
+        return File(**row)
 
     def find_files(self, file_ids: Collection[str]) -> dict[str, File]:
-        """Visible files of all projects by id; ids that nobody has are left out."""
-        with self.driving(write=False) as driver:
-            rows = [row for file_id in file_ids for row in _LOOK_UP.run(driver, {"file_id": storable_text(file_id)})]
-        found = [File(**dict(zip(_FIELDS, row, strict=True))) for row in rows]
-        return {file.id: file for file in found}
+        """Visible files of all projects by id; unknown ids are left out."""
+        query = select(*FILE).where(files.c.id.in_(list(file_ids)), LIVE)
+        with self._database.reading() as connection:
+            records = [File(**row) for row in connection.execute(query).mappings()]
+        return {file.id: file for file in records}
 
     def list_files(
         self,
@@ -61,71 +59,68 @@ class FileStore(Database):
         purpose: str | None = None,
         sha256: str | None = None,
     ) -> Page[File]:
-        """By creation. `after` may name a file deleted since, so that a reader may delete what it lists. `sha256`: only files
-        with these contents."""
-        place = files.c.position
-        query = select(*FILE).where(files.c.project_id == project_id, LIVE)
-        query = query.order_by(place.desc() if order == "desc" else place.asc())
+        """A project's files in order of creation. `after` may name a deleted file, so that a client may delete what it lists.
+        `sha256`: only files with these contents."""
+        mine = files.c.project_id == project_id
+        query = select(*FILE).where(mine, LIVE)
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
         if sha256 is not None:
             query = query.where(files.c.sha256 == sha256)
-        with self.reading() as connection:
-            if after is not None:
-                last = cursor(connection, place, files.c.id == after, files.c.project_id == project_id, after=after)
-                query = query.where(place < last if order == "desc" else place > last)
-            return page(connection, query, limit, to_file)
+        with self._database.reading() as connection:
+            query = Listing(files.c.position, files.c.id, [mine], order == "desc").apply(connection, query, after)
+            return page(connection, query, limit, lambda row: File(**row))
 
     def delete_file(self, project_id: str, file_id: str) -> bool:
-        """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
+        """Hide a file. True if no unfinished job refers to it, so that its bytes may be removed."""
         mine = (files.c.id == file_id, files.c.project_id == project_id)
-        with self.writing(makes_room=True) as connection:
+        with self._database.writing(makes_room=True) as connection:
             if connection.execute(update(files).where(*mine, LIVE).values(deleted_at=database_time())).rowcount == 0:
                 raise not_found("file", file_id)
             record(connection, project_id, "file.deleted", file_id)
             return connection.scalars(select(~_referring()).where(*mine)).one()
 
     def freeable_files(self, limit: int = 100) -> list[str]:
-        """Ids of deleted and expired files, of all projects, to which no unfinished job refers and whose bytes are there."""
+        """Ids of deleted and expired files of all projects to which no unfinished job refers, and whose bytes still exist."""
         over = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= database_time())
         query = select(files.c.id).where(TO_FREE, over, ~_referring()).order_by(files.c.position).limit(limit)
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return list(connection.scalars(query))
 
     def digests_of_files(self, file_ids: Sequence[str]) -> set[str]:
-        """SHA-256 of the contents that these files have, or had."""
-        with self.reading() as connection:
+        """SHA-256 digests of these files, freed ones included."""
+        with self._database.reading() as connection:
             return set(connection.scalars(select(files.c.sha256).where(files.c.id.in_(file_ids))))
 
     def old_files(self, seconds: float) -> list[File]:
-        """Visible files of all projects that were created longer ago, and to which no unfinished job refers."""
+        """Visible files of all projects older than `seconds` to which no unfinished job refers."""
         old = files.c.created_at <= database_time() - seconds
         query = select(*FILE).where(old, LIVE, ~_referring()).order_by(files.c.position)
-        with self.reading() as connection:
-            return [to_file(row) for row in connection.execute(query).mappings()]
+        with self._database.reading() as connection:
+            return [File(**row) for row in connection.execute(query).mappings()]
 
     def kept_files(self) -> set[str]:
-        """Ids of all projects' files whose bytes are, or may be, on the disk."""
-        with self.reading() as connection:
+        """Ids of all projects' files whose bytes may be on the disk."""
+        with self._database.reading() as connection:
             return set(connection.scalars(select(files.c.id).where(files.c.freed_at.is_(None))))
 
     def mark_freed(self, file_ids: Sequence[str]) -> None:
-        """The bytes of these files are gone."""
-        with self.writing(makes_room=True) as connection:
+        """Note that the bytes of these files are removed."""
+        with self._database.writing(makes_room=True) as connection:
             connection.execute(update(files).where(files.c.id.in_(file_ids)).values(freed_at=database_time()))
 
 
 def insert_file(connection: Connection, file: File, seconds: int | None) -> File:
-    """What `add_file` does, within a transaction. Raises LimitError if the project may not keep so much."""
+    """`add_file` within a transaction. Raises LimitError if the project may not store so much."""
     refuse_bytes_beyond(connection, file.project_id, file.bytes)
     now = connection.scalars(select(database_time())).one()
     row = file_row(file) | {"created_at": now, "expires_at": None if seconds is None else now + seconds}
     add_use(connection, file.project_id, acting_key(), now, bytes=file.bytes)
-    return to_file(connection.execute(insert(files).values(row).returning(*FILE)).mappings().one())
+    return File(**connection.execute(insert(files).values(row).returning(*FILE)).mappings().one())
 
 
 def _referring() -> Exists:
-    """Whether an unfinished job of its project refers to a file."""
+    """Condition: an unfinished job of the file's project refers to the file."""
     names = (jobs.c.request[name].as_string() for name in ("training_file", "validation_file"))
     refers = or_(*(name == files.c.id for name in names))
     return exists().where(jobs.c.project_id == files.c.project_id, UNFINISHED, refers).correlate(files)

@@ -1,56 +1,50 @@
-"""What the store knows of tuned models beyond their jobs: which were deleted, and who else may use one."""
+"""Deleted tuned models, and permissions of other projects to use one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import delete, exists, insert, select
+from sqlalchemy import delete, exists, select
 
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
-from ft_service.jobs.states import Job, State
-from ft_service.store.database import Database, database_time, upsert
-from ft_service.store.records import NewEvent, Order, Page, Permission
-from ft_service.store.rows import columns_of, cursor, event_row, not_found, page
-from ft_service.store.tables import deleted_models, events, jobs, permissions, projects
+from ft_service.jobs.states import State
+from ft_service.store.database import StorePart, database_time, upsert
+from ft_service.store.records import Order, Page, Permission
+from ft_service.store.rows import Listing, columns_of, not_found, page
+from ft_service.store.tables import deleted_models, jobs, permissions, projects
 from ft_service.store.tenants.audit import record
 
 PERMISSION = columns_of(Permission, permissions)
 
 
-class ModelStore(Database):
+class ModelStore(StorePart):
     """Deleted models and permissions."""
 
     def delete_model(self, project_id: str, model: str) -> None:
         """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
         row = {"model": model, "project_id": project_id, "deleted_at": database_time()}
-        with self.writing(makes_room=True) as connection:
+        with self._database.writing(makes_room=True) as connection:
             connection.execute(upsert(connection, deleted_models).values(row).on_conflict_do_nothing())
             record(connection, project_id, "model.deleted", model)
 
     def is_deleted(self, model: str) -> bool:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return connection.scalars(select(exists().where(deleted_models.c.model == model))).one()
 
     def deleted_models(self, project_id: str) -> set[str]:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return set(connection.scalars(select(deleted_models.c.model).where(deleted_models.c.project_id == project_id)))
 
     def succeeded_jobs(self) -> list[tuple[str, str]]:
         """Project and id of every job that has succeeded, oldest first."""
         query = select(jobs.c.project_id, jobs.c.id).where(jobs.c.state == State.SUCCEEDED.value)
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return [(project, job) for project, job in connection.execute(query.order_by(jobs.c.position))]
 
     def all_deleted_models(self) -> set[str]:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return set(connection.scalars(select(deleted_models.c.model)))
-
-    def tell(self, job: Job, told: Sequence[NewEvent]) -> None:
-        """Add events of the service's own to a job, whatever its state."""
-        with self.writing() as connection:
-            now = connection.scalars(select(database_time())).one()
-            connection.execute(insert(events), [event_row(event, job, now) for event in told])
 
     def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
         """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
@@ -59,7 +53,7 @@ class ModelStore(Database):
         """
         organization = select(projects.c.organization).where(projects.c.id == project_id).scalar_subquery()
         near = select(projects.c.id).where(projects.c.id.in_(grantees), projects.c.organization == organization)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             known = set(connection.scalars(near))
             for number, grantee in enumerate(grantees):
                 if grantee not in known:
@@ -83,33 +77,30 @@ class ModelStore(Database):
         order: Order = "desc",
         grantee: str | None = None,
     ) -> Page[Permission]:
-        """By creation. `grantee`: only this project's."""
-        place = permissions.c.position
+        """Permissions of a model in order of creation. `grantee`: only this project's."""
         mine = (permissions.c.project_id == project_id, permissions.c.model == model)
-        query = select(*PERMISSION).where(*mine).order_by(place.desc() if order == "desc" else place.asc())
+        query = select(*PERMISSION).where(*mine)
         if grantee is not None:
             query = query.where(permissions.c.grantee == grantee)
-        with self.reading() as connection:
-            if after is not None:
-                last = cursor(connection, place, permissions.c.id == after, *mine, after=after)
-                query = query.where(place < last if order == "desc" else place > last)
+        with self._database.reading() as connection:
+            query = Listing(permissions.c.position, permissions.c.id, mine, order == "desc").apply(connection, query, after)
             return page(connection, query, limit, lambda row: Permission(**row))
 
     def revoke(self, project_id: str, model: str, permission_id: str) -> None:
-        """The project may use the model no longer."""
+        """Delete a permission."""
         mine = (permissions.c.project_id == project_id, permissions.c.model == model, permissions.c.id == permission_id)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             if connection.execute(delete(permissions).where(*mine)).rowcount == 0:
                 raise not_found("permission", permission_id)
             record(connection, project_id, "permission.deleted", permission_id)
 
     def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
-        """What other projects of its organization let this one use, newest first. `model`: only this one's."""
+        """Permissions that other projects of its organization give to this one, newest first. `model`: only for this model."""
         owner, own = projects.alias(), projects.alias()
         query = select(*PERMISSION).where(permissions.c.grantee == grantee).order_by(permissions.c.position.desc())
         query = query.join(owner, owner.c.id == permissions.c.project_id).join(own, own.c.id == permissions.c.grantee)
         query = query.where(owner.c.organization == own.c.organization)
         if model is not None:
             query = query.where(permissions.c.model == model)
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return [Permission(**row) for row in connection.execute(query).mappings()]

@@ -1,60 +1,52 @@
-"""The queue as the rows say it: what waits, what holds slots, what projects have used, and which hosts there are.
+"""Snapshots of the queue: waiting jobs, running jobs, the use of each project, and the known hosts.
 
-A reconciler's turn reads the first jobs of each project only, however many wait; the whole queue is read for those who ask
-about their places in it.
+A reconciler's turn reads only the first jobs of each project, however many wait; forecasts read the whole queue.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from sqlalchemy import Connection, Integer, RowMapping, Select, bindparam, func, literal_column, select
+from sqlalchemy import Connection, RowMapping, Select, bindparam, func, literal_column, select
 
-from ft_service.jobs.estimates import ENOUGH, Effort, Measured, Paces
-from ft_service.jobs.line import Holding, Host, Line, Share, Waiting, accrued, remembered
+from ft_service.jobs.estimates import ENOUGH, Effort, MeasuredJob, Paces
+from ft_service.jobs.queue_snapshot import Host, QueuedJob, QueueSnapshot, RunningJob, Share, accrued, remembered
 from ft_service.jobs.states import Phase
-from ft_service.store.database import Database, Direct, database_time, upsert
-from ft_service.store.fleet.hosts import to_host
-from ft_service.store.fleet.tables import hosts
+from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.leases import DUE
 from ft_service.store.rows import shapes_of
-from ft_service.store.tables import MEASURED, QUEUED, jobs, projects, slots
+from ft_service.store.tables import MEASURED, QUEUED, hosts, jobs, projects, slots
 
 OF_EACH_PROJECT = 16
-"""Waiting jobs of a project that a reconciler's turn looks at: one to start, the others to fill a gap."""
+"""Waiting jobs of a project that a reconciler's turn reads: one to start, and others for slots that it cannot use."""
 HOST_SECONDS = 60.0
-"""How long a host counts after it was last told of."""
+"""Time after its last announcement for which a host counts."""
 _MEASURED_JOBS = 200
-"""Newest jobs by which others are estimated."""
+"""Number of newest jobs from which durations of others are estimated."""
 
 _EFFORT = [jobs.c[name] for name in ("base", "slots", "work", "planned_seconds", "left_seconds")]
 _WAITING = [
-    jobs.c[name]
-    for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes", "memory")
+    jobs.c[name] for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
 ]
 
 
 def _projects_in_queue() -> Select[tuple[str | None]]:
-    """Each project that has queued jobs, by one step of the index: their number does not count."""
+    """Return a query of the projects with queued jobs. Each takes one step in the index, whatever the number of its jobs."""
     first = select(func.min(jobs.c.project_id).label("project")).where(QUEUED).cte("waiting", recursive=True)
     following = select(func.min(jobs.c.project_id)).where(QUEUED, jobs.c.project_id > first.c.project).scalar_subquery()
-    found = first.union_all(select(following).where(first.c.project.is_not(None)))
-    return select(found.c.project).where(found.c.project.is_not(None))
+    in_queue = first.union_all(select(following).where(first.c.project.is_not(None)))
+    return select(in_queue.c.project).where(in_queue.c.project.is_not(None))
 
 
-# Built once: to put such statements together takes longer than to run them.
 _PROJECTS = _projects_in_queue()
-_FIRST_OF_PROJECT = Direct(
+_FIRST_OF_PROJECT = (
     select(*_WAITING, *_EFFORT)
     .where(DUE, jobs.c.project_id == bindparam("of_project"))
     .order_by(jobs.c.priority.desc(), jobs.c.position)
-    .limit(bindparam("most", type_=Integer))
-    .offset(bindparam("none", type_=Integer))
+    .limit(OF_EACH_PROJECT)
 )
-_FIRST_COLUMNS = [column.name for column in (*_WAITING, *_EFFORT)]
-_HOLDINGS = (
+_RUNNING = (
     select(
         slots.c.host,
         func.count().label("held"),
@@ -87,97 +79,86 @@ _UNDER_WAY = (
 _SHARES = select(projects.c.id, projects.c.used, projects.c.used_at, projects.c.max_slots)
 
 
-class QueueStore(Database):
-    """What the queue's decisions go by."""
+class QueueStore(StorePart):
+    """Snapshots of the queue, and hosts."""
 
-    def tell_host(self, host: str, total: int) -> None:
-        """A host is there, and has so many slots. To be repeated well within HOST_SECONDS."""
+    def announce_host(self, host: str, total: int) -> None:
+        """Note that a host is alive and has so many slots. Repeat it well within HOST_SECONDS."""
         row = {"host": host, "slots": total, "seen_at": database_time()}
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             statement = upsert(connection, hosts).values(row)
             connection.execute(statement.on_conflict_do_update(index_elements=["host"], set_=row))
 
-    def line_for(self, place: str, there: Mapping[str, Host], paces: Paces) -> Line:
-        """What may start in a place, on the hosts that are there: of each project the first jobs that are due and that nobody
-        is about to move."""
-        with self.reading() as connection:
-            waiting_projects = connection.scalars(_PROJECTS).all()
-            now, holdings, shares = _present(connection)
-        waiting: list[Waiting] = []
-        total = sum(host.slots for host in there.values())
-        values = {"for_host": place, "host_slots": total, "most": OF_EACH_PROJECT, "none": 0}
-        with self.driving(write=False) as driver:
-            for project in waiting_projects:
-                rows = _FIRST_OF_PROJECT.run(driver, {**values, "of_project": project})
-                waiting += [_waiting(dict(zip(_FIRST_COLUMNS, row, strict=True)), paces) for row in rows]
-        return Line(now=now, hosts=there, waiting=waiting, holdings=holdings, shares=shares)
+    def snapshot_for(self, name: str, host: Host, paces: Paces) -> QueueSnapshot:
+        """Return the first due jobs of each project that may start on a host and are not claimed."""
+        values = {"for_host": name, "host_slots": host.slots}
+        waiting: list[QueuedJob] = []
+        with self._database.reading() as connection:
+            now, running, shares = _read_running(connection)
+            for project in connection.scalars(_PROJECTS).all():
+                rows = connection.execute(_FIRST_OF_PROJECT, {**values, "of_project": project}).mappings()
+                waiting += [_waiting(row, paces) for row in rows]
+        return QueueSnapshot(now=now, hosts={name: host}, waiting=waiting, running=running, shares=shares)
 
-    def whole_line(self, paces: Paces) -> Line:
-        """Everything that waits, and every host that was told of lately."""
+    def snapshot(self, paces: Paces) -> QueueSnapshot:
+        """Return all waiting jobs and all hosts that were announced recently."""
         query = select(*_WAITING, *_EFFORT).where(QUEUED).order_by(jobs.c.position)
-        with self.reading() as connection:
-            now, holdings, shares = _present(connection)
-            lately = (hosts.c.seen_at.between(now - HOST_SECONDS, now + HOST_SECONDS), hosts.c.drained_at.is_(None))
-            silent = (now - hosts.c.seen_at).label("silent")
-            rows = connection.execute(select(hosts, silent).where(*lately)).mappings().all()
+        with self._database.reading() as connection:
+            now, running, shares = _read_running(connection)
+            lately = hosts.c.seen_at.between(now - HOST_SECONDS, now + HOST_SECONDS)
+            known = {row.host: Host(slots=row.slots) for row in connection.execute(select(hosts).where(lately))}
             waiting = [_waiting(row, paces) for row in connection.execute(query).mappings()]
-        there = {row["host"]: _host(row) for row in rows}
-        return Line(now=now, hosts=there, waiting=waiting, holdings=holdings, shares=shares)
+        return QueueSnapshot(now=now, hosts=known, waiting=waiting, running=running, shares=shares)
 
-    def measured_jobs(self) -> list[Measured]:
-        """The jobs that have succeeded last, with what they were planned to take and took; while there are few, also those that
-        train, with what they will have taken, as their steps tell."""
-        with self.reading() as connection:
+    def measured_jobs(self) -> list[MeasuredJob]:
+        """Return the newest succeeded jobs with their planned and real durations; if there are few, also running jobs with
+        their expected durations."""
+        with self._database.reading() as connection:
             rows = list(connection.execute(_MEASURED).mappings())
-            if len(rows) < ENOUGH:  # those that train do not know yet how long their end takes
+            if len(rows) < ENOUGH:  # less exact: the time after the last step is unknown
                 rows += connection.execute(_UNDER_WAY).mappings()
-        return [Measured(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
+        return [MeasuredJob(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
 
 
-def _host(row: RowMapping) -> Host:
-    return Host(slots=row["slots"]) if row["place"] is None else to_host(row).in_queue()
-
-
-def _present(connection: Connection) -> tuple[float, list[Holding], dict[str, Share]]:
-    """Database time, what holds slots, and every project's part in the queue."""
+def _read_running(connection: Connection) -> tuple[float, list[RunningJob], dict[str, Share]]:
+    """Return database time, the running jobs, and every project's share."""
     now = connection.scalars(select(database_time())).one()
-    rows = connection.execute(_HOLDINGS).mappings().all()
-    return now, [_holding(row, now) for row in rows], _shares(connection, rows, now)
+    rows = connection.execute(_RUNNING).mappings().all()
+    return now, [_running_job(row) for row in rows], _shares(connection, rows, now)
 
 
-def _shares(connection: Connection, holding: Sequence[RowMapping], now: float) -> dict[str, Share]:
-    running: dict[str, float] = defaultdict(float)
-    for row in holding:
-        running[row["project_id"]] += accrued(row["held"], now - (row["since"] or now))
+def _shares(connection: Connection, holders: Sequence[RowMapping], now: float) -> dict[str, Share]:
+    used_now: dict[str, float] = defaultdict(float)
+    for row in holders:
+        used_now[row["project_id"]] += accrued(row["held"], now - row["since"])
     return {
-        row.id: Share(used=remembered(row.used, now - row.used_at) + running[row.id], max_slots=row.max_slots)
+        row.id: Share(used=remembered(row.used, now - row.used_at) + used_now[row.id], max_slots=row.max_slots)
         for row in connection.execute(_SHARES)
     }
 
 
-def _holding(row: RowMapping, now: float) -> Holding:
-    return Holding(
+def _running_job(row: RowMapping) -> RunningJob:
+    return RunningJob(
         id=row["id"],
         project=row["project_id"],
         host=row["host"],
         slots=row["held"],
         priority=row["priority"],
         ends_at=row["ends_at"],
-        taken_at=row["since"] or now,
-        movable=row["phase"] == Phase.TRAINING.value,
-        halting=row["phase"] == Phase.STOPPING.value,
+        taken_at=row["since"],
+        preemptible=row["phase"] == Phase.TRAINING.value,
+        stopping=row["phase"] == Phase.STOPPING.value,
     )
 
 
-def _waiting(row: RowMapping | dict[str, Any], paces: Paces) -> Waiting:
-    return Waiting(
+def _waiting(row: RowMapping, paces: Paces) -> QueuedJob:
+    return QueuedJob(
         id=row["id"],
         project=row["project_id"],
         number=row["position"],
         slots=row["slots"],
-        nodes=row["nodes"] or 1,
+        nodes=row["nodes"],
         shapes=shapes_of(row["shapes"]),
-        memory=row["memory"],
         priority=row["priority"],
         seconds=paces.expected_seconds(_effort(row)),
         not_before=row["not_before"],
@@ -186,5 +167,5 @@ def _waiting(row: RowMapping | dict[str, Any], paces: Paces) -> Waiting:
     )
 
 
-def _effort(row: RowMapping | dict[str, Any]) -> Effort:
-    return Effort(row["base"] or "", row["slots"], row["work"], row["planned_seconds"], row["left_seconds"])
+def _effort(row: RowMapping) -> Effort:
+    return Effort(row["base"], row["slots"], row["work"], row["planned_seconds"], row["left_seconds"])

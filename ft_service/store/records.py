@@ -1,8 +1,8 @@
-"""Records of the store. Every row belongs to a project; times are seconds since the epoch, always the database's own."""
+"""Records of the store. Every row belongs to a project; times are seconds since the epoch on the database's clock."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -33,23 +33,23 @@ class ApiKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a project may use; None: no limit."""
+class TenantLimits:
+    """Limits of a project; None: no limit."""
 
     max_slots: int | None = None
-    """Ranks that it runs at once."""
+    """Number of ranks that run at once."""
     max_queued: int | None = None
-    """Jobs that wait."""
+    """Number of waiting jobs."""
     max_bytes: int | None = None
-    """Bytes of its files."""
+    """Bytes of all files."""
     max_requests_per_minute: int | None = None
-    """Of all its keys together, to all API processes that share a PostgreSQL."""
+    """Requests with any of its keys, to all API processes that share a PostgreSQL."""
     max_priority: int | None = None
-    """Highest priority of its jobs; a higher one is lowered to it."""
+    """Highest priority of a job; a higher one is lowered to it."""
     bases: tuple[str, ...] | None = None
     """Names of bases that it may train on."""
     wandb_entities: tuple[str, ...] | None = None
-    """Weights & Biases entities to which its jobs may send metrics."""
+    """Weights & Biases entities that its jobs may send metrics to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +59,30 @@ class Project:
     name: str
     created_at: float
     archived_at: float | None = None
-    """From then on its keys open nothing."""
-    limits: Limits = Limits()
+    """When its keys became invalid."""
+    limits: TenantLimits = TenantLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditEntry:
-    """A change that somebody has made."""
+    """A recorded change."""
 
     id: str
     project_id: str
     created_at: float
     type: str
-    """What was done: `key.created`."""
+    """Kind of change, such as `key.created`."""
     target: str
-    """Id of what was changed."""
+    """Id of the changed object."""
     key_id: str | None
-    """By which key; None: on the service's own machine."""
+    """The key that made the change; None: made on the service's own machine."""
     address: str | None
     detail: dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What was used on a day, by a project or a key, or all."""
+    """Usage on a day, of a project, a key, or all."""
 
     day: int
     """Days since 1970-01-01 (UTC)."""
@@ -91,21 +91,21 @@ class Usage:
     slot_seconds: float
     tokens: int
     bytes: int
-    """Uploaded."""
+    """Bytes uploaded."""
     jobs: int
-    """Created."""
+    """Jobs created."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Principal:
-    """Who is asking."""
+    """The authenticated client."""
 
     key_id: str
     project_id: str
     organization: str
     scope: Scope
-    limits: Limits = Limits()
-    """The project's."""
+    limits: TenantLimits = TenantLimits()
+    """Limits of the project."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +118,12 @@ class File:
     sha256: str
     created_at: float
     expires_at: float | None = None
-    """From then on it is hidden, as if it had been deleted; None: it never expires."""
+    """When it becomes hidden as if deleted; None: it never expires."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewEvent:
-    """An event about to be stored. `source`: (segment, line) it came from; None for the service's own."""
+    """An event to store. `source`: (segment, line) that it was read from; None for the service's own events."""
 
     level: Literal["info", "warn", "error"]
     message: str
@@ -135,12 +135,12 @@ class NewEvent:
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job about to be stored, and the events that tell its user how it will be run."""
+    """A job to store, with events for its user about how it will run."""
 
     job: Job
     told: Sequence[NewEvent] = ()
     max_queued: int | None = None
-    """Jobs of its project that may wait, this one included; None: any number."""
+    """Limit of its project's waiting jobs, this one included; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +155,12 @@ class StoredEvent:
 
 @dataclass(frozen=True)
 class Reported:
-    """An event as curves need it."""
+    """An event in the form that curves need."""
 
     position: int
-    """Its place among all events."""
+    """Position among all events."""
     attempt: int | None
-    """None: an event of the service's own."""
+    """None for the service's own events."""
     created_at: float
     message: str
     metrics: dict[str, Any] | None
@@ -182,7 +182,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Page(Generic[Item]):
-    """A slice of a list. `has_more`: there are items after the last of `data`."""
+    """A page of a list. `has_more`: whether items follow the last of `data`."""
 
     data: list[Item]
     has_more: bool
@@ -190,7 +190,7 @@ class Page(Generic[Item]):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The right to act for a job until the lease ends. `token` is checked by every write under it."""
+    """The right to act for a job until the lease ends. Every write under it checks `token`."""
 
     job: Job
     token: str
@@ -200,17 +200,17 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
-    """What the reconciler writes after acting, in one transaction or not at all."""
+    """The change that a reconciler's turn stores, in one transaction."""
 
     job: Job
     events: Sequence[NewEvent] = ()
     checkpoints: Sequence[Checkpoint] = ()
     files: Sequence[File] = ()
-    take_slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Host → its slot numbers to allocate to `job.attempt`; one that is taken undoes the whole change."""
+    take_slots: Sequence[int] = ()
+    """Slot numbers of `job.host` to allocate to `job.attempt`; if one is taken, nothing is stored."""
     release_slots: bool = False
     rest_seconds: float = 0.0
-    """For how long nobody need look at the job, beyond the usual, unless it changes or `look_again` is called."""
+    """How long the job need not be looked at, unless it changes or `look_again` is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,16 +222,16 @@ class Upload:
     filename: str
     purpose: str
     bytes: int
-    """Size of the whole file, as announced."""
+    """Announced size of the whole file."""
     file_seconds: int | None
-    """Lifetime of the file that it becomes; None: until it is deleted."""
+    """Lifetime of the resulting file; None: until it is deleted."""
     status: Literal["pending", "completed", "cancelled", "expired"] = "pending"
     created_at: float = 0.0
     expires_at: float = 0.0
     part_ids: list[str] | None = None
-    """The parts it was completed with, in order."""
+    """Ids of the completed upload's parts, in order."""
     file_id: str | None = None
-    """The file it has become."""
+    """Id of the resulting file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class Permission:
 
 @dataclass(frozen=True, kw_only=True)
 class WebhookEndpoint:
-    """An address that is told when a job has ended."""
+    """An address that gets a message when a job has ended."""
 
     id: str
     project_id: str
@@ -268,9 +268,9 @@ class WebhookEndpoint:
     url: str
     event_types: list[str]
     secret: str = field(default="", repr=False)
-    """`whsec_…`: what deliveries are signed with."""
+    """`whsec_…`, which signs deliveries."""
     old_secret: str | None = field(default=None, repr=False)
-    """Signs deliveries too, until `old_secret_expires_at`; None: there is none that is still valid."""
+    """Previous secret, which signs deliveries too until `old_secret_expires_at`; None: not valid any more."""
     old_secret_expires_at: float | None = None
     created_at: float = 0.0
     updated_at: float = 0.0
@@ -286,40 +286,71 @@ class Delivery:
     body: str
     age_seconds: float
     tries: int
-    """Tries so far, with this one."""
+    """Number of tries, this one included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobIntegration:
-    """Where else a job's metrics are sent."""
+    """A tracker that a job's metrics are sent to."""
 
     job_id: str
     number: int
-    """Its place in the create body's list, from 0."""
+    """Index in the create body's list, from 0."""
     project_id: str
     settings: dict[str, Any]
     """`{"type": "wandb", "wandb": {…}}`, as in the create body."""
     url: str | None = None
-    """URL of the run there; None: none was begun yet."""
+    """URL of the run; None: not begun yet."""
     error: str | None = None
-    """The last thing that went wrong."""
+    """The last error."""
     tries: int = 0
-    """Tries that went wrong since sending last ended well."""
+    """Number of failed tries since the last success."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class ServiceStatistics:
     """Numbers over all projects."""
 
     jobs: dict[tuple[str, str], int]
     """(state, reason; empty if it has none) → jobs."""
     oldest_queued_seconds: float
-    """Since the job that waits longest entered the queue; 0: none waits."""
+    """Waiting time of the job that waits longest; 0: no job waits."""
     overdue_seconds: float
-    """Since the job that was looked at longest ago, of those that need attention, was looked at; 0: there is none."""
+    """Time since the last look at the job that was looked at longest ago, of those that need attention; 0: there is none."""
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""
     file_bytes: int
-    """Sum over files whose bytes are kept."""
+    """Bytes of all files that are not freed."""
     webhooks_waiting: int
-    """Deliveries that are neither made nor given up."""
+    """Number of deliveries that are neither made nor given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewSweep:
+    """A sweep to store with its jobs."""
+
+    id: str
+    project_id: str
+    request: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Jobs that differ in a few options, under one id."""
+
+    id: str
+    project_id: str
+    created_at: float
+    request: dict[str, Any]
+    """The create body as received."""
+    settings: dict[str, Any]
+    """How values are chosen and jobs are stopped: a SweepSettings."""
+    cancelled_at: float | None = None
+    """When its user cancelled it."""
+    finished_at: float | None = None
+    """When all its jobs were over."""
+    best_job: str | None = None
+    """Its best job, once finished; None: no job has succeeded with a validation loss."""
+    deleted_at: float | None = None
+    """When it became hidden."""

@@ -1,29 +1,28 @@
-"""Between rows and records, and lists as pages."""
+"""Conversion between rows and records, and lists as pages."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, select
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.jobs.line import Shape
+from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
-from ft_service.store.database import database_time, storable_json
+from ft_service.store.database import database_time
 from ft_service.store.records import ApiKey, Checkpoint, File, Item, NewEvent, Page, StoredEvent
 from ft_service.store.tables import checkpoints, events, files, jobs, keys
 
 
 def columns_of(record: type, table: Table) -> list[ColumnElement[Any]]:
-    """The columns that a record's fields are named after."""
+    """The columns with the names of a record's fields."""
     return [table.c[field.name] for field in fields(record)]
 
 
@@ -33,34 +32,12 @@ JOB = [jobs.c.spec if field.name == "stored_spec" else jobs.c[field.name] for fi
 EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
-# What a job is asked to do never changes after its creation, but for what "auto" stands for in its spec; leases, the time of
-# queueing and use have writers of their own.
-_ASKED = frozenset(
-    {
-        *(
-            "id",
-            "project_id",
-            "created_at",
-            "request",
-            "stored_spec",
-            "max_seconds",
-            "key_id",
-            "memory",
-        ),
-        *("sweep_id", "sweep_values"),
-    }
-)
+# A job's request never changes after its creation; its spec changes only where "auto" is replaced. Leases, the time of queueing
+# and use are written elsewhere.
+_REQUEST = {"id", "project_id", "created_at", "request", "stored_spec", "max_seconds", "key_id", "sweep_id", "sweep_values"}
 _FIELDS = [field.name for field in fields(Job)]
 _ENUMERATED = ("state", "phase", "desired", "halt", "reason")
-_FIXED = _ASKED | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
-
-
-def to_key(row: RowMapping) -> ApiKey:
-    return ApiKey(**row)
-
-
-def to_file(row: RowMapping) -> File:
-    return File(**row)
+_FIXED = _REQUEST | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 
 
 def to_job(row: RowMapping | dict[str, Any]) -> Job:
@@ -75,10 +52,9 @@ def to_job(row: RowMapping | dict[str, Any]) -> Job:
     return Job(**values)
 
 
-def shapes_of(value: Any) -> tuple[Shape, ...]:
-    """Shapes as their column holds them; as the driver gives it, or as JSON."""
-    pairs = json.loads(value) if isinstance(value, str) else value
-    return tuple(Shape(*pair) for pair in pairs or ())
+def shapes_of(pairs: list[list[int]] | None) -> tuple[JobSize, ...]:
+    """Shapes from their column."""
+    return tuple(JobSize(*pair) for pair in pairs or ())
 
 
 def to_event(row: RowMapping | dict[str, Any]) -> StoredEvent:
@@ -94,20 +70,20 @@ def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
 
 
 def new_job_row(job: Job) -> dict[str, Any]:
-    """Every column but the time of creation, which is the database's. Shapes are JSON, as drivers take it."""
+    """Row of a new job, without the time of creation, which the database sets."""
     row = _plain_row(job)
     del row["created_at"]
-    spec = row.pop("stored_spec").document
-    row["shapes"] = json.dumps(row["shapes"]) if row["shapes"] else None
-    return row | {"spec": spec, "base": spec.get("model", {}).get("name")}
+    del row["stored_spec"]
+    row["shapes"] = [list(shape) for shape in job.shapes] or None
+    return row | {"spec": job.stored_spec.document, "base": job.base}
 
 
 def changed_job_row(old: Job, new: Job) -> dict[str, Any]:
-    """Every column that may change, `version` raised by one."""
+    """Columns of a job that may change, with `version` raised by one."""
     row = {name: value for name, value in _plain_row(new).items() if name not in _FIXED}
     row["shapes"] = [list(shape) for shape in new.shapes] or None
     if new.stored_spec is not old.stored_spec:
-        row["spec"], _ = storable_json(new.stored_spec.document)
+        row["spec"] = new.stored_spec.document
     if new.state is State.QUEUED and old.state is not State.QUEUED:
         row["queued_at"] = database_time()
     return row | {"version": old.version + 1}
@@ -124,7 +100,7 @@ def checkpoint_row(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def event_row(event: NewEvent, job: Job, now: float) -> dict[str, Any]:
-    """`job`: as it was when the event was read, so that its attempt is the one that wrote it."""
+    """Row of an event. `job`: as it was when the event was read, so that its attempt is the one that wrote the event."""
     segment, line = event.source or (None, None)
     return {
         "id": new_id("ftevent-"),
@@ -145,7 +121,7 @@ def not_found(noun: str, row_id: str) -> NotFoundError:
 
 
 def cursor(connection: Connection, column: ColumnElement[int], *where: ColumnElement[bool], after: str) -> int:
-    """The place in a list of the row that `after` names. Raises SpecError if the list has no such row."""
+    """Value of `column` in the row that `after` names. Raises SpecError if the list has no such row."""
     found = connection.scalars(select(column).where(*where)).one_or_none()
     if found is None:
         raise SpecError(
@@ -154,8 +130,29 @@ def cursor(connection: Connection, column: ColumnElement[int], *where: ColumnEle
     return found
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Order of a list, and what its cursor names."""
+
+    place: ColumnElement[int]
+    """The column that orders the list."""
+    id: ColumnElement[str]
+    """The column that a cursor names."""
+    scope: Sequence[ColumnElement[bool]]
+    """Conditions that a cursor's row must fulfil."""
+    newest_first: bool = True
+
+    def apply(self, connection: Connection, query: Select[Any], after: str | None) -> Select[Any]:
+        """The query in this order, behind the row `after`. Raises SpecError if the list has no such row."""
+        query = query.order_by(self.place.desc() if self.newest_first else self.place.asc())
+        if after is None:
+            return query
+        last = cursor(connection, self.place, self.id == after, *self.scope, after=after)
+        return query.where(self.place < last if self.newest_first else self.place > last)
+
+
 def page(connection: Connection, query: Select[Any], limit: int, record: Callable[[RowMapping], Item]) -> Page[Item]:
-    """The first `limit` rows of a query. One more is read, to know whether there is one."""
+    """The first `limit` rows of a query. One more is read, to know whether there are more."""
     rows = connection.execute(query.limit(limit + 1)).mappings().all()
     return Page(data=[record(row) for row in rows[:limit]], has_more=len(rows) > limit)
 
@@ -165,6 +162,6 @@ def _metrics(metrics: Metrics | None) -> dict[str, Any] | None:
 
 
 def _plain_row(job: Job) -> dict[str, Any]:
-    """Every field, words in place of what is one of a few."""
+    """Every field of a job, with enums as their values."""
     row = {name: getattr(job, name) for name in _FIELDS}
     return row | {name: row[name] and row[name].value for name in _ENUMERATED}

@@ -1,4 +1,4 @@
-"""The store on SQLite or PostgreSQL: one set of statements for both."""
+"""The store on SQLite or PostgreSQL, its schema and its migrations."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
+from sqlalchemy import func, select, text
 
 from ft_service.errors import UnavailableError
-from ft_service.store.database import Database
+from ft_service.store.database import Database, database_time
 from ft_service.store.files import FileStore
-from ft_service.store.fleet.hosts import HostStore
-from ft_service.store.fleet.statistics import StatisticsStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
 from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
-from ft_service.store.sweeps.store import SweepStore
+from ft_service.store.records import ServiceStatistics
+from ft_service.store.sweeps import SweepStore
+from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, UNSENT, files, jobs, slots, webhook_deliveries
 from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.projects import ProjectStore
-from ft_service.store.tenants.rates import RateStore
+from ft_service.store.tenants.request_buckets import BucketStore
 from ft_service.store.tenants.usage import UsageStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
@@ -37,53 +37,75 @@ MIGRATION_LOCK = 7_316_004_150
 """Any number that no other application uses as an advisory lock in the same PostgreSQL database."""
 
 
-class Store(
-    ProjectStore,
-    KeyStore,
-    SessionStore,
-    AuditStore,
-    UsageStore,
-    RateStore,
-    FileStore,
-    UploadStore,
-    ModelStore,
-    WebhookStore,
-    IntegrationStore,
-    JobStore,
-    SweepStore,
-    LeaseStore,
-    QueueStore,
-    HostStore,
-    StatisticsStore,
-):
-    """Everything that the service keeps. Safe to share between threads. Forking with open connections is not: make one after
-    the fork.
+class Store(Database):
+    """All records of the service. Safe to share between threads, but not across a fork.
 
-    Methods raise NotFoundError for a row that is not there, or is another project's, and UnavailableError if the database is
-    away. Every read by a user names the project: another project's row does not exist for them.
+    Methods raise NotFoundError for a row that does not exist or belongs to another project, and UnavailableError if the
+    database does not answer. Every read by a user names the project.
     """
 
-    def check(self) -> None:
-        """Raise UnavailableError unless the database answers and its schema is this version's, or a newer one's: that only adds
-        to it what this version can live with."""
+    def __init__(self, url: str) -> None:
+        """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
+        super().__init__(url)
+        self.projects = ProjectStore(self)
+        self.keys = KeyStore(self)
+        self.sessions = SessionStore(self)
+        self.audit = AuditStore(self)
+        self.usage = UsageStore(self)
+        self.request_buckets = BucketStore(self)
+        self.files = FileStore(self)
+        self.uploads = UploadStore(self)
+        self.models = ModelStore(self)
+        self.webhooks = WebhookStore(self)
+        self.integrations = IntegrationStore(self)
+        self.jobs = JobStore(self)
+        self.sweeps = SweepStore(self)
+        self.leases = LeaseStore(self)
+        self.queue = QueueStore(self)
+
+    def close(self) -> None:
+        self.keys.close()
+        super().close()
+
+    def statistics(self) -> ServiceStatistics:
+        """Numbers over all projects, each from one statement that an index answers."""
+        by_state = select(jobs.c.state, func.coalesce(jobs.c.reason, ""), func.count()).group_by(jobs.c.reason, jobs.c.state)
+        by_host = select(slots.c.host, func.count()).group_by(slots.c.host)
+        waiting = select(database_time() - func.min(jobs.c.queued_at)).where(QUEUED)
+        overdue = select(database_time() - func.min(jobs.c.looked_at)).where(NEEDS_ATTENTION, jobs.c.looked_at > 0)
+        kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.freed_at.is_(None))
+        unsent = select(func.count()).select_from(webhook_deliveries).where(UNSENT)
         with self.reading() as connection:
-            found = MigrationContext.configure(connection).get_current_heads()
+            return ServiceStatistics(
+                jobs={(state, reason): count for state, reason, count in connection.execute(by_state)},
+                oldest_queued_seconds=max(0.0, connection.scalars(waiting).one() or 0.0),
+                overdue_seconds=max(0.0, connection.scalars(overdue).one() or 0.0),
+                slots_in_use={row[0]: row[1] for row in connection.execute(by_host)},
+                file_bytes=int(connection.scalars(kept).one()),
+                webhooks_waiting=connection.scalars(unsent).one(),
+            )
+
+    def check(self) -> None:
+        """Raise UnavailableError unless the database answers and has the schema of this version or a newer one, which only adds
+        to it."""
+        with self.reading() as connection:
+            heads = MigrationContext.configure(connection).get_current_heads()
         wanted = _newest_revisions()
-        if found != wanted and not _is_newer(found):
+        if heads != wanted and not _is_newer(heads):
             raise UnavailableError(
-                f"The database has schema {_named(found)}, and this version of the service needs {_named(wanted)}. Bring it up "
+                f"The database has schema {_named(heads)}, and this version of the service needs {_named(wanted)}. Bring it up "
                 "to date: ft migrate"
             )
 
 
 def open_store(url: str) -> Store:
-    """A store on a database URL (see Settings.database_url). Nothing is connected or created yet; `check()` does the former."""
+    """A store on a database URL (see Settings.database_url). It connects on first use."""
     return Store(url)
 
 
 def migrate(url: str) -> None:
-    """Bring a database to this version's schema; without effect if it has that or a newer one. Several may try at once: one
-    does it, and the others wait for that. Whoever is killed in the middle leaves the schema as it was."""
+    """Bring a database to this version's schema; without effect if it has that or a newer one. Of several processes one does it
+    while the others wait. A process killed half-way leaves the schema unchanged."""
     database = Database(url)
     try:
         with database.writing() as connection:
@@ -92,14 +114,15 @@ def migrate(url: str) -> None:
             if _is_newer(MigrationContext.configure(connection).get_current_heads()):
                 log.warning("the database has the schema of a newer version of the service; it stays as it is")
                 return
-            config = _config()
+            config = alembic_config()
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
     finally:
         database.close()
 
 
-def _config() -> Config:
+def alembic_config() -> Config:
+    """Alembic's configuration, with the folder of the revisions."""
     config = Config()
     folder = Path(__file__).parent / "migrations"
     config.set_main_option("script_location", str(folder).replace("%", "%%"))
@@ -108,16 +131,16 @@ def _config() -> Config:
 
 @cache
 def _newest_revisions() -> tuple[str, ...]:
-    return tuple(ScriptDirectory.from_config(_config()).get_heads())
+    return tuple(ScriptDirectory.from_config(alembic_config()).get_heads())
 
 
 @cache
 def _known_revisions() -> frozenset[str]:
-    return frozenset(script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
+    return frozenset(script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions())
 
 
 def _is_newer(found: tuple[str, ...]) -> bool:
-    """Whether a later release has made the schema. While one is rolled out, or taken back, older processes start on it too."""
+    """Whether a later release made the schema. During a roll-out or a roll-back, older processes start on it too."""
     return bool(set(found) - _known_revisions())
 
 

@@ -60,7 +60,7 @@ projects = Table(
     Column("name", StorableText),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
-    # Beside max_slots (ft_service/store/records.py: Limits).
+    # Besides max_slots (ft_service/store/records.py: Limits).
     Column("limits", StorableJson),
     # Ranks that it may run at once; NULL: no limit.
     Column("max_slots", Integer),
@@ -124,12 +124,10 @@ jobs = Table(
     Column("priority", Integer, nullable=False),
     # Of all nodes together; of a job that may have more or fewer, as its newest attempt has or its next one must.
     Column("slots", Integer, nullable=False),
-    # NULL: as its spec says; an earlier version stored the job.
-    Column("nodes", Integer),
+    Column("nodes", Integer, nullable=False),
     # [[nodes, ranks of each], …] that it may have, the largest first; NULL: only the one that its spec says.
     Column("shapes", StorableJson),
     # Bytes that a rank needs; NULL: not known.
-    Column("memory", BigInteger),
     Column("host", StorableText),
     Column("attempt", Integer, nullable=False),
     Column("failures", Integer, nullable=False),
@@ -147,8 +145,8 @@ jobs = Table(
     Column("max_seconds", Integer),
     Column("halt", StorableText),
     Column("key_id", StorableText),
-    # Name of the base, which the spec holds too; NULL: an earlier version stored the job.
-    Column("base", StorableText),
+    # Name of the base, which the spec holds too.
+    Column("base", StorableText, nullable=False),
     Column("work", Double),
     Column("planned_seconds", Double),
     Column("left_seconds", Double),
@@ -159,7 +157,7 @@ jobs = Table(
     Column("held_seconds", Double, nullable=False, server_default="0"),
     Column("slot_seconds", Double, nullable=False, server_default="0"),
     Column("seen_tokens", BigInteger, nullable=False, server_default="0"),
-    # The sweep that it is one of (ft_service/store/sweeps/), and what it has of its own there; NULL: it is alone.
+    # The sweep that it is one of (ft_service/store/sweeps.py), and what it has of its own there; NULL: it is alone.
     Column("sweep_id", StorableText),
     Column("sweep_values", StorableJson),
     Column("sweep_course", StorableJson),
@@ -257,7 +255,7 @@ integrations = Table(
     # That went wrong since sending last ended well.
     Column("tries", Integer, nullable=False),
     Column("next_try_at", Double, nullable=False),
-    # Whose process sends; NULL: nobody's.
+    # The process that sends; NULL: none.
     Column("owner", StorableText),
     Column("lease_expires_at", Double, nullable=False),
     # Once all is there, or given up.
@@ -281,6 +279,15 @@ checkpoints = Table(
 )
 Index(None, checkpoints.c.job_id, checkpoints.c.step, checkpoints.c.attempt)
 
+# Hosts, and clusters, where attempts run, each told of by its own reconciler. They are no project's.
+hosts = Table(
+    "hosts",
+    metadata,
+    Column("host", StorableText, primary_key=True),
+    Column("slots", Integer, nullable=False),
+    Column("seen_at", Double, nullable=False),
+)
+
 slots = Table(
     "slots",
     metadata,
@@ -289,8 +296,7 @@ slots = Table(
     _project(),
     _job(),
     Column("attempt", Integer, nullable=False),
-    # NULL: an earlier version took it.
-    Column("taken_at", Double),
+    Column("taken_at", Double, nullable=False),
 )
 Index(None, slots.c.job_id)
 Index(None, slots.c.project_id)
@@ -384,7 +390,7 @@ webhook_deliveries = Table(
     Column("body", StorableText, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("tries", Integer, nullable=False),
-    # Also the end of the lease of whoever is sending it.
+    # Also the end of the lease of the process that sends it.
     Column("next_try_at", Double, nullable=False),
     # Once delivered, or given up.
     Column("finished_at", Double),
@@ -395,3 +401,87 @@ webhook_deliveries = Table(
 UNSENT = webhook_deliveries.c.finished_at.is_(None)
 Index(None, webhook_deliveries.c.endpoint_id)
 Index("ix_webhook_deliveries_due", webhook_deliveries.c.next_try_at, sqlite_where=UNSENT, postgresql_where=UNSENT)
+
+# Changes, by whom; rows are only ever added.
+audit = Table(
+    "audit",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("created_at", Double, nullable=False),
+    # What happened, as "key.created", and to what.
+    Column("type", StorableText, nullable=False),
+    Column("target", StorableText, nullable=False),
+    # By which key, and from which address; NULL: on the service's own machine, by `ft`.
+    Column("key_id", StorableText),
+    Column("address", StorableText),
+    Column("detail", StorableJson),
+    sqlite_autoincrement=True,
+)
+Index(None, audit.c.project_id, audit.c.position)
+
+# What was used on a day (UTC), counted from 1970-01-01.
+usage = Table(
+    "usage",
+    metadata,
+    Column("project_id", ForeignKey("projects.id"), primary_key=True),
+    # Empty: not known.
+    Column("key_id", StorableText, primary_key=True),
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    # In steps of 1/1024 s, so that sums are exact.
+    Column("slot_seconds", Double, nullable=False, server_default="0"),
+    Column("tokens", BigInteger, nullable=False, server_default="0"),
+    Column("bytes", BigInteger, nullable=False, server_default="0"),
+    Column("jobs", Integer, nullable=False, server_default="0"),
+)
+
+# How many requests projects send, where several servers share that: when the bucket is full again, and what the last one who
+# drew from it got.
+request_rates = Table(
+    "request_rates",
+    metadata,
+    Column("project_id", ForeignKey("projects.id"), primary_key=True),
+    Column("full_at", Double, nullable=False),
+    Column("taken", BigInteger, nullable=False),
+)
+
+# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("digest", StorableText, primary_key=True),
+    # "session" or "link".
+    Column("kind", StorableText, nullable=False),
+    _project(),
+    Column("key_id", ForeignKey("keys.id"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+Index(None, sessions.c.expires_at)
+
+# Sweeps, and the index by which their jobs are found.
+sweeps = Table(
+    "sweeps",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("created_at", Double, nullable=False),
+    # The create body.
+    Column("request", StorableJson, nullable=False),
+    # How its values were chosen, and when it stops a job.
+    Column("settings", StorableJson, nullable=False),
+    Column("cancelled_at", Double),
+    # Once all its jobs are over.
+    Column("finished_at", Double),
+    # The best job, once finished; NULL: none has succeeded.
+    Column("best_job", StorableText),
+    Column("deleted_at", Double),
+    sqlite_autoincrement=True,
+)
+UNFINISHED_SWEEP = sweeps.c.finished_at.is_(None)
+OF_SWEEPS = jobs.c.sweep_id.is_not(None)
+Index(None, sweeps.c.project_id, sweeps.c.position)
+Index("ix_sweeps_unfinished", sweeps.c.position, sqlite_where=UNFINISHED_SWEEP, postgresql_where=UNFINISHED_SWEEP)
+Index("ix_jobs_sweep", jobs.c.sweep_id, jobs.c.position, sqlite_where=OF_SWEEPS, postgresql_where=OF_SWEEPS)

@@ -1,4 +1,4 @@
-"""Uploads in parts: what was announced, what has arrived, and the file that it becomes."""
+"""Uploads in parts, which become files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
 
 from ft_service.errors import SpecError
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import StorePart, database_time
 from ft_service.store.files import insert_file
 from ft_service.store.records import File, Upload, UploadPart
 from ft_service.store.rows import columns_of, not_found
@@ -20,13 +20,13 @@ PART = columns_of(UploadPart, upload_parts)
 _OPEN = and_(PENDING, uploads.c.expires_at > database_time())
 
 
-class UploadStore(Database):
+class UploadStore(StorePart):
     """Uploads and their parts."""
 
     def add_upload(self, upload: Upload, *, seconds: int, at_most: int) -> Upload:
         """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already."""
         count = select(func.count()).select_from(uploads).where(uploads.c.project_id == upload.project_id, _OPEN)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             if connection.scalars(count).one() >= at_most:
                 message = f"This project has {at_most} uploads that are neither completed nor cancelled. Cancel one first."
                 raise SpecError(message, code="too_many_uploads")
@@ -36,16 +36,16 @@ class UploadStore(Database):
         return Upload(**stored)
 
     def get_upload(self, project_id: str, upload_id: str) -> Upload:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return _get(connection, project_id, upload_id)
 
     def add_part(self, part: UploadPart, *, slack: int, at_most: int) -> UploadPart:
-        """Store a part of a pending upload; all parts together may hold `slack` bytes more than the upload announced.
+        """Store a part of a pending upload; all parts together may have `slack` bytes more than the upload announced.
 
-        Raises SpecError if they would hold more, if there are `at_most` parts already, or if the upload is not pending.
+        Raises SpecError if they would have more, if there are `at_most` parts already, or if the upload is not pending.
         """
         sums = select(func.count(), func.coalesce(func.sum(upload_parts.c.bytes), 0))
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             upload = _get(connection, part.project_id, part.upload_id, lock=True)
             _check_pending(upload)
             count, held = connection.execute(sums.where(upload_parts.c.upload_id == upload.id)).one()
@@ -59,18 +59,18 @@ class UploadStore(Database):
         return UploadPart(**stored)
 
     def list_parts(self, project_id: str, upload_id: str) -> list[UploadPart]:
-        """Parts of a pending upload, oldest first."""
+        """Return the parts of a pending upload, the oldest first."""
         query = select(*PART).where(upload_parts.c.upload_id == upload_id, upload_parts.c.project_id == project_id)
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             rows = connection.execute(query.order_by(upload_parts.c.position)).mappings()
             return [UploadPart(**row) for row in rows]
 
     def complete_upload(self, project_id: str, upload_id: str, part_ids: Sequence[str], file: File) -> Upload:
-        """Turn a pending upload into a file. One that was completed with the same parts before is answered as it is.
+        """Turn a pending upload into a file. An upload already completed with the same parts is returned unchanged.
 
-        Raises SpecError if it is neither.
+        Raises SpecError for any other upload.
         """
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             upload = _get(connection, project_id, upload_id, lock=True)
             if upload.status == "completed" and upload.part_ids == list(part_ids):
                 return upload
@@ -79,8 +79,8 @@ class UploadStore(Database):
             return _end(connection, upload_id, status="completed", part_ids=list(part_ids), file_id=file.id)
 
     def cancel_upload(self, project_id: str, upload_id: str) -> Upload:
-        """Repeating it changes nothing. Raises SpecError if the upload is completed or has expired."""
-        with self.writing(makes_room=True) as connection:
+        """Cancel a pending upload; a cancelled one stays as it is. Raises SpecError if it is completed or has expired."""
+        with self._database.writing(makes_room=True) as connection:
             upload = _get(connection, project_id, upload_id, lock=True)
             if upload.status == "cancelled":
                 return upload
@@ -88,8 +88,8 @@ class UploadStore(Database):
             return _end(connection, upload_id, status="cancelled")
 
     def pending_uploads(self) -> set[str]:
-        """Ids of all projects' pending uploads."""
-        with self.reading() as connection:
+        """Return the ids of all projects' pending uploads."""
+        with self._database.reading() as connection:
             return set(connection.scalars(select(uploads.c.id).where(_OPEN)))
 
 
@@ -98,7 +98,7 @@ def _row(record: Upload | UploadPart) -> dict[str, Any]:
 
 
 def _get(connection: Connection, project_id: str, upload_id: str, *, lock: bool = False) -> Upload:
-    """`lock`: keep others from changing it until the transaction ends; SQLite's writers exclude each other anyway."""
+    """Read an upload. `lock`: until the end of the transaction; SQLite's writers exclude each other anyway."""
     query = select(*UPLOAD, database_time().label("now")).where(uploads.c.id == upload_id, uploads.c.project_id == project_id)
     row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
     if row is None:

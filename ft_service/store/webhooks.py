@@ -1,4 +1,5 @@
-"""Webhook endpoints, and the deliveries that a job's end writes in its own transaction: none is lost, none is made up."""
+"""Webhook endpoints and deliveries. A job's end stores its deliveries in the same transaction, so that none is lost or
+invented."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from sqlalchemy import (
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.states import TERMINAL, Job
-from ft_service.store.database import Database, database_time, is_over
+from ft_service.store.database import StorePart, database_time, is_over
 from ft_service.store.records import Delivery, Page, WebhookEndpoint
-from ft_service.store.rows import columns_of, cursor, not_found, page
+from ft_service.store.rows import Listing, columns_of, not_found, page
 from ft_service.store.tables import UNSENT, webhook_deliveries, webhook_endpoints
 from ft_service.store.tenants.audit import record
 
@@ -39,8 +40,8 @@ SECRET_BYTES = 32
 
 
 def longest_wait(tries: int) -> float:
-    """Seconds that `next_try_at` lies ahead at most, after so many tries: a lease, or what
-    ft_service/control/webhook_delivery.py waits."""
+    """Upper bound of how far `next_try_at` lies ahead after so many tries: a lease, or the pause of
+    ft_service/control/webhook_delivery.py."""
     return max(120.0, min(5.0 * 2 ** min(tries, 20), 6 * 3600.0))
 
 
@@ -48,13 +49,13 @@ ENDPOINT = columns_of(WebhookEndpoint, webhook_endpoints)
 _DELIVERY = [webhook_deliveries.c[name] for name in ("id", "project_id", "body", "created_at", "tries")]
 
 
-class WebhookStore(Database):
+class WebhookStore(StorePart):
     """Webhook endpoints and deliveries."""
 
     def add_webhook(self, endpoint: WebhookEndpoint) -> WebhookEndpoint:
         """Store an endpoint with a new secret. Raises SpecError if the project has MAX_ENDPOINTS already."""
         mine = webhook_endpoints.c.project_id == endpoint.project_id
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             if connection.scalars(select(func.count()).select_from(webhook_endpoints).where(mine)).one() >= MAX_ENDPOINTS:
                 raise SpecError(f"This project has {MAX_ENDPOINTS} webhook endpoints. Delete one first.")
             now = connection.scalars(select(database_time())).one()
@@ -69,27 +70,25 @@ class WebhookStore(Database):
                 "updated_at": now,
             }
             record(connection, endpoint.project_id, "webhook.created", endpoint.id, url=endpoint.url)
-            return _endpoint(
-                connection.execute(insert(webhook_endpoints).values(row).returning(*ENDPOINT)).mappings().one(), now
-            )
+            stored = connection.execute(insert(webhook_endpoints).values(row).returning(*ENDPOINT)).mappings().one()
+            return _endpoint(stored, now)
 
     def get_webhook(self, project_id: str, endpoint_id: str) -> WebhookEndpoint:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return _get(connection, project_id, endpoint_id)
 
     def list_webhooks(self, project_id: str, *, after: str | None = None, limit: int = 20) -> Page[WebhookEndpoint]:
-        """Newest first."""
-        place, mine = webhook_endpoints.c.position, webhook_endpoints.c.project_id == project_id
-        query = select(*ENDPOINT).where(mine).order_by(place.desc())
-        with self.reading() as connection:
-            if after is not None:
-                query = query.where(place < cursor(connection, place, webhook_endpoints.c.id == after, mine, after=after))
+        """A project's endpoints, newest first."""
+        mine = webhook_endpoints.c.project_id == project_id
+        listing = Listing(webhook_endpoints.c.position, webhook_endpoints.c.id, [mine])
+        with self._database.reading() as connection:
+            query = listing.apply(connection, select(*ENDPOINT).where(mine), after)
             now = connection.scalars(select(database_time())).one()
             return page(connection, query, limit, lambda row: _endpoint(row, now))
 
     def update_webhook(self, project_id: str, endpoint_id: str, **changes: Any) -> WebhookEndpoint:
-        """Change name, url or event_types. What changes nothing leaves `updated_at` as it is."""
-        with self.writing() as connection:
+        """Change name, url or event_types. Equal values leave `updated_at` unchanged."""
+        with self._database.writing() as connection:
             old = _get(connection, project_id, endpoint_id, lock=True)
             if replace(old, **changes) != old:
                 _update(connection, endpoint_id, **changes)
@@ -98,7 +97,7 @@ class WebhookStore(Database):
 
     def rotate_webhook_secret(self, project_id: str, endpoint_id: str, *, keep_seconds: float) -> WebhookEndpoint:
         """Give an endpoint a new secret. Deliveries are signed with the old one too for `keep_seconds`."""
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             old = _get(connection, project_id, endpoint_id, lock=True)
             kept = {"old_secret": None, "old_secret_expires_at": None}
             if keep_seconds:
@@ -108,8 +107,8 @@ class WebhookStore(Database):
             return _get(connection, project_id, endpoint_id)
 
     def delete_webhook(self, project_id: str, endpoint_id: str) -> None:
-        """The endpoint goes, and what was not delivered to it."""
-        with self.writing() as connection:
+        """Delete an endpoint with its undelivered messages."""
+        with self._database.writing() as connection:
             _get(connection, project_id, endpoint_id, lock=True)
             connection.execute(delete(webhook_deliveries).where(webhook_deliveries.c.endpoint_id == endpoint_id))
             connection.execute(delete(webhook_endpoints).where(webhook_endpoints.c.id == endpoint_id))
@@ -123,26 +122,27 @@ class WebhookStore(Database):
         of_project: int | None = None,
         under_way: Mapping[str, int] | None = None,
     ) -> list[Delivery]:
-        """Deliveries that are due. Nobody else gets them for `lease_seconds`; each claim counts as a try.
+        """Claim due deliveries for `lease_seconds`; each claim counts as a try.
 
-        Projects take turns, and in each of them its endpoints, whose oldest goes first. `of_project`: how many of one project
-        may be under way together; None: `limit`. `under_way`: how many of each are already.
+        Projects take turns, and within a project its endpoints, each with its oldest delivery first. `of_project`: limit of
+        deliveries of one project at once; None: `limit`. `under_way`: project → its current deliveries.
         """
-        with self.reading() as connection:  # most looks find nothing, and need not wait for writers
+        with self._database.reading() as connection:  # most searches find nothing, and need not wait for writers
             ids = list(connection.scalars(_in_turn(of_project or limit, under_way or {}).limit(limit)))
         if not ids:
             return []
         columns = webhook_deliveries.c
         claim = update(webhook_deliveries).where(columns.id.in_(ids), _due())
         claim = claim.values(tries=columns.tries + 1, next_try_at=database_time() + lease_seconds)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             rows = connection.execute(claim.returning(*_DELIVERY, columns.endpoint_id)).mappings().all()
             return [_delivery(connection, dict(row)) for row in rows]
 
     def settle_delivery(self, delivery: Delivery, *, error: str | None, retry_seconds: float | None) -> None:
-        """What became of a try. `error`: None if it was delivered. `retry_seconds`: until the next try; None: none follows.
+        """Store the result of a try. `error`: None if it was delivered. `retry_seconds`: until the next try; None: no further
+        try.
 
-        Without effect if somebody else has claimed the delivery since.
+        Without effect if another process has claimed the delivery since.
         """
         columns = webhook_deliveries.c
         over = error is None or retry_seconds is None
@@ -150,17 +150,18 @@ class WebhookStore(Database):
         if not over:
             values["next_try_at"] = database_time() + retry_seconds
         mine = (columns.id == delivery.id, columns.tries == delivery.tries, UNSENT)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             connection.execute(update(webhook_deliveries).where(*mine).values(values))
 
     def forget_deliveries(self, older_than_seconds: float, give_up_seconds: float) -> None:
-        """Remove the records of deliveries that are over, and give up those that have waited for so long, tried or not."""
+        """Remove records of finished deliveries, and give up those that wait for longer than `give_up_seconds`, tried or
+        not."""
         columns = webhook_deliveries.c
         now = database_time()
         late = update(webhook_deliveries).where(
             UNSENT, columns.created_at <= now - give_up_seconds, is_over(columns.next_try_at, _longest(webhook_deliveries))
         )
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             connection.execute(late.values(finished_at=now, error=func.coalesce(columns.error, "it waited for too long")))
             connection.execute(delete(webhook_deliveries).where(columns.finished_at <= now - older_than_seconds))
 
@@ -170,15 +171,15 @@ def _due() -> ColumnElement[bool]:
 
 
 def _longest(deliveries: FromClause) -> ColumnElement[float]:
-    """Seconds until the next try, at most, of a delivery that was tried so often."""
+    """`longest_wait` as an expression."""
     tries = deliveries.c.tries
     return case(*((tries <= number, longest_wait(number)) for number in range(13)), else_=longest_wait(13))
 
 
 def _in_turn(of_project: int, under_way: Mapping[str, int]) -> Select[tuple[str]]:
-    """Ids of the deliveries that are due, in the order in which they are to be made.
+    """Ids of due deliveries, in the order in which to make them.
 
-    Of an endpoint no more are looked at than may be under way, so that a long line of one is never read as a whole.
+    No more of an endpoint are read than may be under way, so that a long queue of one is never read as a whole.
     """
     columns, its = webhook_deliveries.c, webhook_deliveries.alias()
     first = select(its.c.id).where(its.c.endpoint_id == webhook_endpoints.c.id, its.c.finished_at.is_(None))
@@ -193,22 +194,22 @@ def _in_turn(of_project: int, under_way: Mapping[str, int]) -> Select[tuple[str]
 
 
 def announce(connection: Connection, job: Job) -> None:
-    """Write the deliveries that a job's end asks for, if it has ended, within the transaction that changed its state."""
+    """Store the deliveries for an ended job within the transaction that changed its state; other jobs need none."""
     if job.state not in TERMINAL:
         return
     kind = f"fine_tuning.job.{job.state}"
     query = select(webhook_endpoints.c.id, webhook_endpoints.c.event_types)
     endpoints = connection.execute(query.where(webhook_endpoints.c.project_id == job.project_id)).all()
-    asked = [endpoint.id for endpoint in endpoints if kind in endpoint.event_types]
-    if not asked:
+    subscribed = [endpoint.id for endpoint in endpoints if kind in endpoint.event_types]
+    if not subscribed:
         return
     body = event_body(kind, job.id, job.finished_at or 0.0)
-    rows = [_new_delivery(job.project_id, endpoint_id, body) for endpoint_id in asked]
+    rows = [_new_delivery(job.project_id, endpoint_id, body) for endpoint_id in subscribed]
     connection.execute(insert(webhook_deliveries).values(created_at=database_time()), rows)
 
 
 def event_body(kind: str, job_id: str, created_at: float) -> str:
-    """OpenAI's webhook event, as it is signed and sent."""
+    """Body of OpenAI's webhook event, as it is signed and sent."""
     event = {"id": new_id("evt_"), "object": "event", "created_at": int(created_at), "type": kind, "data": {"id": job_id}}
     return json.dumps(event)
 

@@ -1,4 +1,4 @@
-"""`python -m ft_service.supervisor RUN_DIR ATTEMPT`: the parent of torchrun, as its own process or as PID 1 of a pod."""
+"""Run the supervisor: `python -m ft_service.supervisor RUN_DIR ATTEMPT`, as a process of a host or as PID 1 of a pod."""
 
 import sys
 

@@ -1,63 +1,62 @@
-"""The supervisor's side of a run directory on object storage: a process of its own (`object_sync.py`) moves the files.
+"""Supervisor's side of a run directory on object storage: a separate process (`object_sync.py`) moves the files.
 
-Of its own, because the supervisor has one thread, imports nothing large, and must not hang when the storage does.
+It is separate because the supervisor has one thread, imports nothing large, and must not hang when the storage does.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 
 from ft_service.errors import UnavailableError
-from ft_service.host.environment import STORAGE, child_environment
-from ft_service.host.lifetime import die_with_parent
+from ft_service.host.environment import STORAGE
+from ft_service.host.helper_process import HelperFailed, HelperProcess, Program, run_once
 from ft_service.rundir.directory import RunDir
 
 log = logging.getLogger(__name__)
 
 
 class MirrorError(UnavailableError):
-    """The run directory could not be brought here from object storage."""
+    """Failure to fetch the run directory from object storage."""
 
 
 class Mirror:
-    """Keeps one node's copy of a run directory and the one on object storage the same, as far as an attempt needs it."""
+    """One node's copy of a run directory, kept in sync with object storage as far as an attempt needs it."""
 
     def __init__(self, url: str, run: RunDir, attempt: int, node: int) -> None:
         self._words = [url, str(run.root), str(attempt), str(node)]
-        self._follower: subprocess.Popen[bytes] | None = None
+        self._follower: HelperProcess | None = None
 
     def fetch(self) -> None:
-        """Bring here what the attempt starts from. Raises MirrorError."""
-        if self._run("fetch").wait():
-            raise MirrorError("The run directory could not be fetched from object storage; the reason is in the log above.")
+        """Download what the attempt starts from. Raises MirrorError."""
+        try:
+            run_once(self._program("fetch"))
+        except HelperFailed:
+            raise MirrorError(
+                "The run directory could not be fetched from object storage; the reason is in the log above."
+            ) from None
 
     def follow(self) -> None:
-        """From now on, as long as this process lives, pass on what changes on either side."""
-        self._follower = self._run("follow")
+        """Start the process that copies changes in both directions until this process ends."""
+        self._follower = HelperProcess(self._program("follow"))
 
     def tend(self) -> None:
-        """Start the follower again if it has died."""
-        if self._follower is not None and self._follower.poll() is not None:
-            log.warning("the process that keeps object storage up to date ended with code %d", self._follower.returncode)
+        """Restart that process if it has died."""
+        if self._follower is not None and (code := self._follower.exit_code) is not None:
+            log.warning("the process that keeps object storage up to date ended with code %d", code)
+            self._follower.close()
             self.follow()
 
     def finish(self) -> None:
-        """Bring the rest there, the exit record last. What cannot be brought there is told in the log."""
+        """Upload the rest, the exit record last. The log names what could not be uploaded."""
         if self._follower is not None:
-            self._follower.kill()  # whatever it was at, the flush does again
-            self._follower.wait()
+            self._follower.close()  # the flush repeats what it was doing
             self._follower = None
-        if self._run("flush").wait():
-            log.error("not everything could be brought to object storage")
+        try:
+            run_once(self._program("flush"))
+        except HelperFailed as error:
+            log.error("not everything could be uploaded to object storage: %s", error.message)
 
-    def _run(self, verb: str) -> subprocess.Popen[bytes]:
-        supervisor = os.getpid()
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "ft_service.supervisor.object_sync", verb, *self._words],
-            env=child_environment(os.environ, *STORAGE),
-            stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: die_with_parent(supervisor),  # one thread here too
-        )
+    def _program(self, verb: str) -> Program:
+        command = (sys.executable, "-P", "-m", "ft_service.supervisor.object_sync", verb, *self._words)
+        return Program(command=command, needs=STORAGE, own_errors=False)

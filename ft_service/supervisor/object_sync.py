@@ -1,11 +1,11 @@
-"""Brings a run directory from object storage to a node, and what an attempt writes there back.
+"""Copies a run directory from object storage to a node, and what an attempt writes back to object storage.
 
     python -m ft_service.supervisor.object_sync fetch|follow|flush URL RUN_DIR ATTEMPT NODE
 
-RUN_DIR is `<home>/runs/<job>`; an object's key is its path below that home. The order of writes is that of the run directory: a
-checkpoint's COMPLETE goes when all its files are there, whichever node they came from; an event that names a checkpoint goes
-behind it; `result.json` behind the adapter, exit records last of all. Once the attempt is sealed there (fence.py) only its own
-logs and records still go. Nothing here needs torch.
+RUN_DIR is `<home>/runs/<job>`; an object's key is its path below that home. Uploads follow the order of writes in the run
+directory: a checkpoint's COMPLETE comes after all its files, from whichever node; an event that names a checkpoint comes after
+it; `result.json` after the adapter, exit records last. Once the attempt is sealed on object storage (attempt_seal.py), only its
+own logs and records are uploaded. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from ft_service.data.token_folder import IN_HOME
 from ft_service.errors import FtError, UnavailableError
 from ft_service.rundir.attempt import ATTEMPTS, Attempt, AttemptKeys
+from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -38,7 +39,6 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Result
 from ft_service.rundir.evaluations import EVALUATIONS, PROBES, SERVED
 from ft_service.rundir.events import MOST_SEGMENT_BYTES, parse_events
-from ft_service.rundir.fence import Fence, SealedError
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import ObjectRunDir
 from ft_service.storage.object_store import ObjectStore
@@ -47,20 +47,20 @@ log = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 0.5
 LOOK_SECONDS = 2.0
-"""How often the seal is looked for where nothing is at stake: a request is paid for."""
+"""Pause between looks for the seal where nothing is at risk: each request costs money."""
 LOGS_SECONDS = 10.0
-"""How often logs, which grow, are brought there anew."""
+"""Pause between uploads of the growing logs."""
 FLUSH_SECONDS = 60.0
-"""How long the flush waits for the other nodes' shards of the last checkpoint."""
+"""Time for which the flush waits for other nodes' shards of the last checkpoint."""
 TRIES = 4
-"""How often storage that does not answer is tried, after 2, 4 and 8 seconds."""
+"""Number of tries if storage does not answer, after 2, 4 and 8 seconds."""
 _MOST_BYTES = 2**40
-"""Of what one node brings there by itself: values of pairs grow with the data."""
+"""Largest size of a file that one node uploads whole: values of pairs grow with the data."""
 _OUTCOME = ("adapter", "metrics.csv", "manifest.json", PROBES, SERVED)
 
 
 class Sync:
-    """One node's copy of a run directory, and the objects that it stands for."""
+    """One node's copy of a run directory, and its objects."""
 
     def __init__(self, objects: ObjectStore, run: RunDir, attempt: int, node: int) -> None:
         self.objects = objects
@@ -68,11 +68,11 @@ class Sync:
         self.attempt = attempt
         self._keys = AttemptKeys(attempt)
         self._own = (self._keys.node(), self._keys.node(node, 2))
-        """This node's keys if the attempt has no other, and if it has: start.json, which would tell, may not be here yet."""
+        """This node's keys if it is the only one, and if there are several: start.json, which says so, may not be here yet."""
         self._home = run.root.parent.parent
         self._prefix = run.root.relative_to(self._home).as_posix()
-        self._there = {key[len(self._prefix) + 1 :]: size for key, size in objects.list(self._prefix).items()}
-        """Objects of the run directory, by key, as far as this process knows: what others write comes in by `_look`."""
+        self._remote_sizes = {key[len(self._prefix) + 1 :]: size for key, size in objects.list(self._prefix).items()}
+        """Known sizes of the run directory's objects, by key; `_refresh` reads what other processes have written."""
         self._remote = ObjectRunDir(objects, self._prefix, run.root)
         self._fence = Fence(self._remote, attempt)
         self._published = False
@@ -81,8 +81,8 @@ class Sync:
     # From storage to here ----------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """All documents, the data files, and the checkpoint to resume from. Raises FtError if it is damaged."""
-        for key in self._there:
+        """Download all documents, the data files, and the checkpoint to resume from. Raises FtError if it is damaged."""
+        for key in self._remote_sizes:
             if self._is_document(key):
                 self._download(key)
         spec = self.run.read("spec.json", JobSpec)
@@ -100,12 +100,12 @@ class Sync:
             self._fetch_checkpoint(start.checkpoint)
 
     def _fetch_folder(self, folder: Path) -> None:
-        """Fetch a folder of another job's run directory: the adapter that this one goes on from."""
+        """Download a folder of another job's run directory: the adapter that this job continues."""
         for key in self.objects.list(folder.relative_to(self._home).as_posix()):
             self.objects.download(key, self._home / key)
 
     def _fetch_tokens(self, sha256: str) -> None:
-        """Fetch what a data file was made into; the ranks tokenise it themselves where that is not there, or not whole."""
+        """Download the tokens of a data file; the ranks tokenise it themselves if they are missing or incomplete."""
         try:
             for key in self.objects.list(IN_HOME):
                 if key.startswith(f"{IN_HOME}/{sha256}.") and ".." not in key.split("/"):
@@ -127,17 +127,17 @@ class Sync:
         faults = checkpoint_faults(self.run, name)
         if faults:
             self._fence.check()
-            # It does not exist any more: the next attempt goes on from an older one.
+            # The next attempt resumes from an older one.
             mark_damaged(self._remote, name, faults)
             raise FtError(f"Checkpoint {name} is damaged on object storage: {faults[0]}.")
 
     def _download(self, key: str) -> None:
         path = self.run.root / key
-        if not path.is_file() or path.stat().st_size != self._there[key]:
+        if not path.is_file() or path.stat().st_size != self._remote_sizes[key]:
             self.objects.download(f"{self._prefix}/{key}", path)
 
     def listen(self) -> None:
-        """Take over what the service, or another node, says to the attempt, its seal above all."""
+        """Download what the service, or another node, has written for the attempt, above all its seal."""
         for key in (self._keys.control, self._keys.stop):
             body = self._remote.readable_bytes(key)
             if body is not None and body != self.run.readable_bytes(key):
@@ -149,7 +149,7 @@ class Sync:
     # From here to storage ----------------------------------------------------------------------------------------------
 
     def push(self, *, logs: bool = False) -> bool:
-        """Bring what is new here there. False: a checkpoint waits for other nodes' shards, and what names it with it."""
+        """Upload what is new. False: a checkpoint, and events that name it, wait for other nodes' shards."""
         for key in (self._keys.stop, *(own.supervisor for own in self._own), self._keys.outcome):
             self._put_once(key)
         try:
@@ -164,13 +164,13 @@ class Sync:
         return done
 
     def _push_training(self) -> bool:
-        """What the ranks have made. False: as `push`. Raises SealedError."""
+        """Upload the ranks' files. False: as `push`. Raises SealedError."""
         for key in ("origins.json", "reference.bin", "reference.json", *self.run.list(EVALUATIONS)):
             self._put_once(key)
         self._push_shards()
         mine = [name for name in complete_checkpoints(self.run) if name.endswith(f"-a{self.attempt}")]
-        done = sum(self._push_checkpoint(name) for name in mine) == len(mine)  # each is tried, whatever became of the others
-        if done:  # an older checkpoint goes when the newer one is complete there, not when it is here
+        done = sum(self._push_checkpoint(name) for name in mine) == len(mine)  # each is tried, even after a failure
+        if done:  # older checkpoints are removed once the newer one is complete on storage
             self._remove_old()
         done = self._push_events() and done
         if done:
@@ -178,7 +178,7 @@ class Sync:
         return done
 
     def flush(self) -> None:
-        """Everything, then this node's exit record, then the attempt's where it is written here."""
+        """Upload everything, then this node's exit record, then the attempt's if it is written here."""
         deadline = time.monotonic() + FLUSH_SECONDS
         while not self.push(logs=True) and time.monotonic() < deadline:
             time.sleep(FOLLOW_SECONDS)
@@ -186,19 +186,19 @@ class Sync:
             self._put_once(own.exit)
 
     def _put_once(self, key: str) -> None:
-        if key not in self._there and (body := self.run.readable_bytes(key, _MOST_BYTES)) is not None:
+        if key not in self._remote_sizes and (body := self.run.readable_bytes(key, _MOST_BYTES)) is not None:
             self.objects.put_if_absent(f"{self._prefix}/{key}", body)
-            self._there[key] = len(body)
+            self._remote_sizes[key] = len(body)
 
     def _push_changed(self, keys: Sequence[str]) -> None:
         for key in keys:
             size = self.run.size(key)
-            if size is not None and self._there.get(key) != size:
+            if size is not None and self._remote_sizes.get(key) != size:
                 self.objects.upload(self.run.root / key, f"{self._prefix}/{key}")
-                self._there[key] = size
+                self._remote_sizes[key] = size
 
     def _push_shards(self) -> None:
-        """Files of this attempt's checkpoints but the markers, as they grow: other nodes' markers wait for them."""
+        """Upload the files of this attempt's checkpoints without the markers, since other nodes' markers wait for them."""
         keys = self.run.list(CHECKPOINTS)
         self._push_changed([key for key in keys if f"-a{self.attempt}/" in key and not is_marker(key)])
         for key in keys:
@@ -206,56 +206,56 @@ class Sync:
                 self._put_once(key)
 
     def _push_checkpoint(self, name: str) -> bool:
-        """The marker, if the files that it names are there. True if it is."""
+        """Upload the marker if the files that it names are on storage. Returns whether the marker is there."""
         key = marker_key(name)
-        if key in self._there:
+        if key in self._remote_sizes:
             return True
         marker = self.run.readable(key, CheckpointMarker)
-        if marker is None:  # removed meanwhile: a newer one is complete; or damaged: no reader goes by it
+        if marker is None:  # removed since a newer one is complete; or unreadable, so that readers ignore it
             return True
-        if any(self._there.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
-            self._look(checkpoint_key(name))
-            if any(self._there.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
+        if any(self._remote_sizes.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
+            self._refresh(checkpoint_key(name))
+            if any(self._remote_sizes.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
                 return False
         self._fence.check()
         self._put_once(key)
         return True
 
     def _remove_old(self) -> None:
-        """What rank 0 has removed here goes there too, marker first. On other nodes only shards are here: they go once their
-        checkpoint has no marker there and a newer one has. Nothing of a later attempt is ever touched."""
+        """Remove from storage what rank 0 has removed here, marker first. Other nodes have only shards and remove theirs
+        once the checkpoint has no marker on storage and a newer one has. Files of later attempts are never touched."""
         if self.run.list(self._keys.events):  # rank 0's node
             for name in {key.split("/")[1] for key in self._below(CHECKPOINTS)}:
                 if _attempt(name) <= self.attempt and not (self.run.root / CHECKPOINTS / name).is_dir():
                     self._fence.check()
-                    self._remove_there(name)
+                    self._remove_remote(name)
             return
         mine = self._shards_only()
         if len(mine) > 1:
-            self._look(CHECKPOINTS)
+            self._refresh(CHECKPOINTS)
             for name in mine:
-                if marker_key(name) not in self._there and self._newer_complete(name):
+                if marker_key(name) not in self._remote_sizes and self._newer_complete(name):
                     shutil.rmtree(self.run.root / CHECKPOINTS / name)
 
-    def _remove_there(self, name: str) -> None:
-        self._look(checkpoint_key(name))
+    def _remove_remote(self, name: str) -> None:
+        self._refresh(checkpoint_key(name))
         for key in sorted(self._below(checkpoint_key(name)), key=lambda key: not is_marker(key)):
             self.objects.remove(f"{self._prefix}/{key}")
-            del self._there[key]
+            del self._remote_sizes[key]
 
     def _shards_only(self) -> list[str]:
         folder = self.run.root / CHECKPOINTS
-        found = [path for path in folder.glob(f"step-*-a{self.attempt}") if path.is_dir()]
-        return [path.name for path in found if not has_marker(path)]
+        paths = folder.glob(f"step-*-a{self.attempt}")
+        return [path.name for path in paths if path.is_dir() and not has_marker(path)]
 
     def _newer_complete(self, name: str) -> bool:
         complete = (key.split("/")[1] for key in self._below(CHECKPOINTS) if is_marker(key))
         return any(step_of(other) > step_of(name) for other in complete)
 
     def _push_events(self) -> bool:
-        """Segments in their order, up to one that names a checkpoint which is not there yet."""
+        """Upload segments in order, up to one that names a checkpoint which is not on storage yet."""
         for key in self.run.list(self._keys.events):
-            if key in self._there:
+            if key in self._remote_sizes:
                 continue
             body = self.run.readable_bytes(key, MOST_SEGMENT_BYTES)
             if body is None:
@@ -267,7 +267,7 @@ class Sync:
         return True
 
     def _push_outcome(self) -> None:
-        """Once, if it is this attempt's; an earlier one that did not know its end may have brought another there."""
+        """Upload the outcome once, if it is this attempt's, over one of an earlier attempt."""
         if self._published or Attempt(self.run, self.attempt).read_result() is None:
             return
         there = self._remote.readable("result.json", Result)
@@ -278,7 +278,8 @@ class Sync:
         self._published = True
 
     def _put_outcome(self, key: str) -> None:
-        """Put a file under its final name: over what is there only after another look at the fence (fence.py)."""
+        """Upload a file under its final name; an existing object is replaced only after another look at the seal
+        (attempt_seal.py)."""
         size = self.run.size(key)
         if size is None:
             return
@@ -286,17 +287,17 @@ class Sync:
         if not self.objects.upload_if_absent(self.run.root / key, f"{self._prefix}/{key}"):
             self._fence.check()
             self.objects.upload(self.run.root / key, f"{self._prefix}/{key}")
-        self._there[key] = size
+        self._remote_sizes[key] = size
 
     def _below(self, prefix: str) -> list[str]:
-        return [key for key in self._there if key.startswith(f"{prefix}/")]
+        return [key for key in self._remote_sizes if key.startswith(f"{prefix}/")]
 
-    def _look(self, prefix: str) -> None:
-        """What is there below a folder now: other nodes write too."""
+    def _refresh(self, prefix: str) -> None:
+        """Read the sizes of the objects below a folder, since other nodes write too."""
         for key in self._below(prefix):
-            del self._there[key]
-        found = self.objects.list(f"{self._prefix}/{prefix}")
-        self._there.update({key[len(self._prefix) + 1 :]: size for key, size in found.items()})
+            del self._remote_sizes[key]
+        objects = self.objects.list(f"{self._prefix}/{prefix}")
+        self._remote_sizes.update({key[len(self._prefix) + 1 :]: size for key, size in objects.items()})
 
 
 def _attempt(name: str) -> int:
@@ -313,6 +314,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             sync = Sync(ObjectStore(url), RunDir(run_dir), int(attempt), int(node))
             sync.fetch() if verb == "fetch" else sync.flush()
+            print("{}")  # the reply that it is done
             return 0
         except UnavailableError as error:
             log.error("%s: %s", verb, error.message)
@@ -330,7 +332,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _follow(url: str, run_dir: str, attempt: int, node: int) -> None:
-    """Pass on changes until this process is ended. Storage that is away for a while costs time, nothing else."""
+    """Copy changes until this process is ended. An outage of the storage only delays them."""
     sync: Sync | None = None
     while True:
         try:

@@ -1,22 +1,21 @@
-"""The parent of torchrun: runs one attempt, once, and writes down how it ended.
+"""Parent process of torchrun: runs one attempt, once, and writes its exit record.
 
     python -m ft_service.supervisor RUN_DIR ATTEMPT
 
-It holds `supervisor.lock` as long as it lives and names itself in `supervisor.json`; whoever finds either taken leaves the
-attempt alone. It starts torchrun when no rank of an earlier attempt lives, ends it when the user cancels (`control.json`) or a
-stop takes longer than the grace, or when the attempt is over without it (fence.py), and writes `exit.json` last, when the last
-rank is gone. SIGTERM and SIGINT ask the ranks to checkpoint and leave (`stop.json`). Its exit code is that of the exit record.
-Nothing here imports torch.
+It holds `supervisor.lock` while it is alive and writes its identity to `supervisor.json`; a second supervisor that finds either
+taken does nothing. It starts torchrun once no rank of an earlier attempt is alive. It kills torchrun when the user cancels
+(`control.json`), when a stop takes longer than the grace, or when the attempt is sealed (attempt_seal.py). It writes
+`exit.json` last, when the last rank is gone. SIGTERM and SIGINT ask the ranks to write a checkpoint and exit (`stop.json`). Its
+exit code is that of the exit record. Nothing here imports torch.
 
 An attempt on several nodes has a supervisor on each (`--node-rank`), as PID 1 of a pod or below `ft run`. Each writes the exit
-record of its node; the attempt's own is made of them (`verdict.conclude`).
+record of its node; `attempt_outcome.conclude` makes the attempt's own from them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,26 +26,35 @@ from pathlib import Path
 from ft_service.host import disk, processes
 from ft_service.host.lifetime import die_with_parent, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.rundir.attempt import RESULT, Attempt, AttemptNode, unreadable_exit
-from ft_service.rundir.causes import nccl_gave_up
+from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Desired, Exit, ExitReason, OutcomeKind, Result, Start, Stop
-from ft_service.rundir.fence import SEAL_SECONDS, Fence
-from ft_service.supervisor import command_line, torchrun, warm_start
-from ft_service.supervisor.node import Node
+from ft_service.rundir.failure_origin import nccl_gave_up
+from ft_service.supervisor import command_line, torchrun
+from ft_service.supervisor.attempt_outcome import (
+    AttemptRecords,
+    Evidence,
+    Forced,
+    conclude,
+    decide_exit,
+    exit_of,
+    find_failed_rank,
+    without_room,
+)
 from ft_service.supervisor.object_mirror import Mirror
-from ft_service.supervisor.verdict import Evidence, Forced, conclude, decide_exit, exit_of, find_failed_rank, without_room
+from ft_service.supervisor.torchrun import Node
 
 log = logging.getLogger(__name__)
 
 CONTROL_POLL_SECONDS = 0.2
 EARLIER_RANKS_SECONDS = 60.0
-"""How long ranks of an earlier attempt may take to die before this one gives up."""
+"""Time that ranks of an earlier attempt have to die; then this attempt fails."""
 LEFTOVER_LOG_SECONDS = 60.0
 LINGER_SECONDS = 10.0
-"""How long torchrun may stay when its ranks have said how the attempt ended and are gone. Without a network to the other nodes
-it would wait minutes for them."""
+"""Time for which torchrun may stay after its ranks have written the outcome and ended. Without a network to the other nodes it
+would wait for them for minutes."""
 ROOM_POLL_SECONDS = 1.0
-"""How often a record is tried again that finds no room on the disk."""
+"""Pause between attempts to write a record on a full disk."""
 _NO_ROOM = ("No space left on device", "Disk quota exceeded")
 LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 
@@ -60,44 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.detach:
         os.setsid()
-    if options.standby is not None:
-        return _stand_by(options.standby)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     run = RunDir(options.run_dir)
     node = Node(options.node_rank, options.rdzv_endpoint, options.address, options.scratch, options.conclude)
     mirror = Mirror(options.mirror, run, options.attempt, options.node_rank) if options.mirror else None
     supervisor = Supervisor(run, options.attempt, options.grace, options.command, node=node, mirror=mirror)
-    return _supervise(supervisor, options.lock_fd)
-
-
-def _supervise(supervisor: Supervisor, lock: int | None) -> int:
     signal.signal(signal.SIGTERM, supervisor.ask_to_stop)
     signal.signal(signal.SIGINT, supervisor.ask_to_stop)
-    return supervisor.run(lock)
-
-
-def _stand_by(descriptor: int) -> int:
-    """Wait with preloaded workers for an attempt, and be its supervisor. 0 if none came."""
-    given = warm_start.wait_for_assignment(descriptor)
-    if given is None:
-        return 0
-    output = Attempt(given.run, given.attempt).node().supervisor_log
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
-    os.chdir(given.run.root)
-    supervisor = Supervisor(given.run, given.attempt, given.grace_seconds, agent=given.agent)
-    try:
-        return _supervise(supervisor, given.lock)
-    finally:  # unless it ran the attempt it still waits
-        given.agent.kill()
-        given.agent.wait()
+    return supervisor.run(options.lock_fd)
 
 
 class Supervisor:
-    """One attempt of one run directory, whose `start.json` is there; on several nodes: this node's share of it."""
+    """One attempt of a run directory that holds its `start.json`; on several nodes, this node's share of it."""
 
     def __init__(
         self,
@@ -108,12 +90,9 @@ class Supervisor:
         *,
         node: Node | None = None,
         mirror: Mirror | None = None,
-        agent: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        """`command`: what to run instead of torchrun with our workers; it gets RUN_DIR and ATTEMPT appended. `mirror`: keeps
-        the run directory the same as one on object storage; None: the run directory is where everybody looks. `agent`:
-        a preloaded process that runs the ranks in place of torchrun (warm_start.py)."""
-        self.agent = agent
+        """`command`: what to run instead of torchrun with our workers; RUN_DIR and ATTEMPT are appended. `mirror`: keeps the
+        run directory in sync with object storage; None: the run directory itself is shared."""
         self.run_dir = run
         self.attempt = attempt
         self.documents = Attempt(run, attempt)
@@ -125,17 +104,18 @@ class Supervisor:
         self.stop_signal: int | None = None
         self.forced: Forced | None = None
         self.unreadable: UnreadableDocumentError | None = None
-        """Without which the attempt cannot go on."""
+        """Error of a document that the attempt needs."""
         self._reserve: disk.UnnamedReserve | None = None
         self._deadline: float | None = None
-        self._over_since: float | None = None
+        self._ranks_gone_since: float | None = None
 
     def ask_to_stop(self, number: int, frame: object) -> None:
-        """Signal handler: the main loop sees it at its next turn."""
+        """Handle a signal: the main loop sees it at its next turn."""
         self.stop_signal = number
 
     def run(self, lock: int | None = None) -> int:
-        """Run the attempt if nobody did before, and return its exit code. `lock`: descriptor by which it is held already.
+        """Run the attempt unless it was run before, and return its exit code. `lock`: descriptor of the lock if it is already
+        held.
 
         Raises MirrorError if object storage cannot be read.
         """
@@ -153,10 +133,10 @@ class Supervisor:
         own = self.node.files(self.run_dir, begun)
         recorded = own.read_exit()
         if recorded is not None:
-            log.info("attempt %d has ended before; nothing to do", self.attempt)
+            log.info("attempt %d has already ended; nothing to do", self.attempt)
             return recorded.code
         if not own.write_supervisor(processes.of(os.getpid())):
-            log.info("attempt %d was run before, and its supervisor left no exit record; nothing to do", self.attempt)
+            log.info("attempt %d was already run, and its supervisor left no exit record; nothing to do", self.attempt)
             return 1
         self._reserve = disk.UnnamedReserve(self.run_dir.path(own.keys.folder))
         return self._end(begun, unreadable_exit(unreadable) if unreadable is not None else self._ended(start))
@@ -179,9 +159,9 @@ class Supervisor:
         return ended.code
 
     def _write_exit(self, place: Attempt | AttemptNode, ended: Exit) -> Exit:
-        """Write an exit record, after waiting for room on the disk if need be, and return what was written.
+        """Write an exit record, waiting for room on a full disk, and return what was written.
 
-        Given up once the user cancels, or the host has asked for the end and the grace is over: then nobody waits for it.
+        The wait ends once the user cancels, or once the host has asked for a stop and the grace is over.
         """
         deadline: float | None = None
         if self._reserve is not None:
@@ -206,17 +186,16 @@ class Supervisor:
 
     def _is_cancelled(self) -> bool:
         try:
-            return self._wish() is Desired.CANCEL
+            return self._desired() is Desired.CANCEL
         except UnreadableDocumentError:
             return False
 
     def _conclude(self, start: Start) -> Exit:
-        """The attempt's exit record, once the other nodes have left theirs or have had time to."""
+        """Return the attempt's exit record, once the other nodes have written theirs or the grace is over."""
         deadline = time.monotonic() + self.grace_seconds
         while len(exits := self.documents.read_node_exits(start.nodes)) < start.nodes and time.monotonic() < deadline:
             time.sleep(CONTROL_POLL_SECONDS)
-        outcome = self.documents.read_outcome()
-        return conclude(start.nodes, exits, outcome, self._result())
+        return conclude(AttemptRecords(start.nodes, exits, self.documents.read_outcome(), self.documents.read_result()))
 
     def _attempt(self, start: Start) -> Exit:
         if start.nodes > 1 and not self.node.endpoint:
@@ -226,10 +205,10 @@ class Supervisor:
         if not wait_unlocked(self.node.ranks_lock(self.run_dir, start), EARLIER_RANKS_SECONDS):
             waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
             return exit_of(ExitReason.WORKER_ERROR, f"Processes of an earlier attempt are still alive after {waited}.")
-        result = self.run_dir.readable(RESULT, Result)  # one that cannot be read is replaced by what this attempt trains
+        result = self.run_dir.readable(RESULT, Result)  # one that cannot be read is replaced by this attempt's
         if result is not None:
             return exit_of(ExitReason.SUCCEEDED, f"Training had finished in attempt {result.attempt} already.")
-        if self._wish() is Desired.CANCEL:
+        if self._desired() is Desired.CANCEL:
             return exit_of(ExitReason.CANCELLED, "The attempt was cancelled before it started.")
         if (seal := self.fence.seal()) is not None:
             return exit_of(ExitReason.WORKER_KILLED, f"The attempt was over ({seal} is there) before it started here.")
@@ -249,8 +228,6 @@ class Supervisor:
     def _spawn(self, start: Start) -> subprocess.Popen[bytes]:
         logs = self.node.files(self.run_dir, start).logs
         logs.mkdir(parents=True, exist_ok=True)
-        if self.agent is not None:
-            return self._go(self.agent, start, logs)
         command = list(self.command) if self.command else torchrun.command(start, self.run_dir, self.node)
         supervisor = os.getpid()
         with (logs / torchrun.LOG).open("wb") as output:
@@ -263,31 +240,16 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # This process has one thread, so that running Python between fork and exec is safe.
-                preexec_fn=lambda: die_with_parent(supervisor),
+                preexec_fn=lambda: _become_child(supervisor),
             )
         log.info("attempt %d: %s below process %d", self.attempt, _ranks(start.world_size // start.nodes), process.pid)
         return process
 
-    def _go(self, agent: subprocess.Popen[bytes], start: Start, logs: Path) -> subprocess.Popen[bytes]:
-        warm_start.go(
-            agent,
-            {
-                "run_dir": str(self.run_dir.root),
-                "attempt": self.attempt,
-                "world_size": start.world_size,
-                "logs": str(logs),
-                "environment": torchrun.environment(os.environ, start, self.run_dir, self.node),
-            },
-        )
-        ranks = _ranks(start.world_size)
-        log.info("attempt %d: %s below process %d, which was preloaded", self.attempt, ranks, agent.pid)
-        return agent
-
     def _watch(self, process: subprocess.Popen[bytes], start: Start) -> None:
-        """Pass on what the user and the host want, until torchrun is gone."""
+        """Apply what the user and the host ask for, until torchrun has ended."""
         handle = os.pidfd_open(process.pid)
         try:
-            while not select.select([handle], [], [], CONTROL_POLL_SECONDS)[0]:
+            while not processes.has_ended(handle, CONTROL_POLL_SECONDS):
                 self._enforce(process)
                 self._release(process, start)
                 if self.mirror is not None:
@@ -298,12 +260,12 @@ class Supervisor:
 
     def _enforce(self, process: subprocess.Popen[bytes]) -> None:
         try:
-            wish = self._wish()
+            desired = self._desired()
         except UnreadableDocumentError as error:
             self.unreadable = error
             self._kill(process, "unreadable")
             return
-        if wish is Desired.CANCEL:
+        if desired is Desired.CANCEL:
             self._kill(process, "cancelled")
             return
         if self.fence.seal(SEAL_SECONDS) is not None:
@@ -316,7 +278,7 @@ class Supervisor:
             except OSError as error:  # tried again at the next turn
                 if not disk.is_no_room(error):
                     raise
-        if wish is Desired.RUN and self.stop_signal is None:
+        if desired is Desired.RUN and self.stop_signal is None:
             self._deadline = None
         elif self._deadline is None:
             self._deadline = time.monotonic() + self.grace_seconds
@@ -324,27 +286,27 @@ class Supervisor:
             self._kill(process, "stop_timeout")
 
     def _release(self, process: subprocess.Popen[bytes], start: Start) -> None:
-        """End a torchrun that has nothing left to do: what counts is what its ranks have said."""
-        spoken = self.documents.has_outcome() or self._result() is not None
-        if not spoken or is_locked(self.node.ranks_lock(self.run_dir, start)):
-            self._over_since = None
-        elif self._over_since is None:
-            self._over_since = time.monotonic()
-        elif time.monotonic() >= self._over_since + LINGER_SECONDS:
-            log.info("attempt %d: its ranks are gone, and torchrun still waits: ending it", self.attempt)
+        """End a torchrun whose ranks have written the outcome and ended."""
+        reported = self.documents.has_outcome() or self.documents.read_result() is not None
+        if not reported or is_locked(self.node.ranks_lock(self.run_dir, start)):
+            self._ranks_gone_since = None
+        elif self._ranks_gone_since is None:
+            self._ranks_gone_since = time.monotonic()
+        elif time.monotonic() >= self._ranks_gone_since + LINGER_SECONDS:
+            log.info("attempt %d: its ranks have ended and torchrun still waits; killing it", self.attempt)
             os.killpg(process.pid, signal.SIGKILL)
 
     def _kill(self, process: subprocess.Popen[bytes], why: Forced) -> None:
-        """End torchrun and its session; the ranks, which have sessions of their own, follow by their parent-death signal."""
+        """Kill torchrun and its session; the ranks have sessions of their own and follow by their parent-death signal."""
         if self.forced is None:
             log.info("attempt %d: killing process group %d (%s)", self.attempt, process.pid, why)
             self.forced = why
         os.killpg(process.pid, signal.SIGKILL)
 
     def _wait_for_ranks(self, lock: Path) -> None:
-        """However long it takes: while one lives, the attempt has not ended and no other may start."""
+        """Wait for the last rank, however long it takes: the attempt has not ended before, and no other may start."""
         while not wait_unlocked(lock, LEFTOVER_LOG_SECONDS):
-            log.warning("attempt %d: torchrun is gone and a rank still lives", self.attempt)
+            log.warning("attempt %d: torchrun is gone and a rank is still alive", self.attempt)
 
     def _judge(self, start: Start, returncode: int) -> Exit:
         if self.forced is None and self.fence.seal() is not None:  # the ranks have seen it themselves
@@ -356,7 +318,7 @@ class Supervisor:
         return decide_exit(
             Evidence(
                 outcome=self.documents.read_outcome(),
-                result=self._result(),
+                result=self.documents.read_result(),
                 returncode=returncode,
                 unreadable=self.unreadable or self._unreadable_result(),
                 room=self._room(torchrun.guilty_tail(logs, guilty)),
@@ -370,18 +332,15 @@ class Supervisor:
         )
 
     def _room(self, log_tail: str) -> str | None:
-        """That the disk has no room, if a rank says so or hardly anything is free; None: it has."""
-        said = any(words in log_tail for words in _NO_ROOM)
-        if not said and disk.free_bytes(self.run_dir.root) >= disk.LEAST_BYTES:
+        """Return the sentence for the user if a rank reports a full disk or hardly anything is free; None: the disk has
+        room."""
+        reported = any(words in log_tail for words in _NO_ROOM)
+        if not reported and disk.free_bytes(self.run_dir.root) >= disk.LEAST_BYTES:
             return None
         return disk.no_room(self.run_dir.root)
 
-    def _result(self) -> Result | None:
-        """This attempt's; an earlier one that did not know its end may have left another."""
-        return self.documents.read_result()
-
     def _unreadable_result(self) -> UnreadableDocumentError | None:
-        """Why the result cannot be read that the ranks say they have left; None: it can, or they do not say so."""
+        """Return the error of reading a result that the ranks report; None: it can be read, or they report none."""
         outcome = self.documents.read_outcome()
         if outcome is None or outcome.kind is not OutcomeKind.SUCCEEDED:
             return None
@@ -391,9 +350,16 @@ class Supervisor:
             return error
         return None
 
-    def _wish(self) -> Desired:
+    def _desired(self) -> Desired:
         control = self.documents.read_control()
         return control.desired if control else Desired.RUN
+
+
+def _become_child(supervisor: int) -> None:
+    """Tie torchrun to the supervisor, and ignore SIGTERM, which Slurm sends to all processes of a step: torchrun must stay
+    alive while its ranks write a checkpoint."""
+    die_with_parent(supervisor)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _ranks(number: int) -> str:

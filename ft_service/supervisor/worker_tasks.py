@@ -1,21 +1,19 @@
-"""Worker processes that make something of what a job left behind, without a GPU: the adapter of a checkpoint, a merged model.
+"""Worker processes without a GPU that produce files from a job's output: the adapter of a checkpoint, a merged model.
 
-What needs torch runs beside this process; it answers with one line of JSON.
+They need torch, so each runs in a process of its own, which answers with one line of JSON.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
-from ft_service.host.environment import child_environment
+from ft_service.host.helper_process import HelperFailed, Program, run_once
 from ft_service.host.lifetime import exclusive
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_ADAPTER,
@@ -27,39 +25,34 @@ from ft_service.rundir.checkpoints import (
     read_marker,
 )
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of, unfinished
-from ft_service.rundir.intact import adapter_faults
-
-WRONG = 64
+from ft_service.rundir.verified_files import adapter_faults
 
 
 class WorkersMissingError(FtError):
-    """What workers need, torch above all, is not installed beside this process."""
+    """Packages that workers need, such as torch, are not installed in this environment."""
 
 
 def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.executable) -> dict[str, Any]:
-    """Run `python -m module` to its end and return its report. Raises the FtError that it reports, or one with its last words.
+    """Run `python -m module` and return its report. Blocks: a server must call it on a thread.
 
-    Blocks for as long as it takes: from a server, call it on a thread.
+    Raises SpecError or NotFoundError for what the worker refuses, WorkersMissingError, HelperFailed.
     """
-    command = [python, "-P", "-m", module, *arguments]
-    environment = child_environment(os.environ, PYTHONSAFEPATH="1")
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = ended.stdout.splitlines()
-    if ended.returncode == 0 and lines:
-        return json.loads(lines[-1])
-    if ended.returncode == WRONG and lines:
-        error = json.loads(lines[-1])
-        kind = NotFoundError if error["code"] in ("no_checkpoint", "checkpoint_damaged") else SpecError
-        raise kind(error["error"], param=error["param"], code=error["code"])
-    last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
-    if "No module named" in last:
-        raise WorkersMissingError(f"{module} has failed: {last} Install the workers: pip install 'ft-service[workers]'.")
-    raise FtError(f"{module} has failed: {last}")
+    try:
+        return run_once(Program(command=(python, "-P", "-m", module, *arguments), variables={"PYTHONSAFEPATH": "1"}))
+    except SpecError as error:
+        if error.code in ("no_checkpoint", "checkpoint_damaged"):
+            raise NotFoundError(error.message, param=error.param, code=error.code) from None
+        raise
+    except HelperFailed as error:
+        if any("No module named" in line for line in error.last_words[-1:]):
+            message = f"{error.message} Install the workers: pip install 'ft-service[workers]'."
+            raise WorkersMissingError(message) from None
+        raise
 
 
 def make_checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
-    """The folder with the PEFT adapter of a checkpoint (its name, or its step), made at the first call and kept. One that is
-    damaged is made anew, as long as its checkpoint is whole.
+    """Return the folder with the PEFT adapter of a checkpoint (its name, or its step), made at the first call and kept. A
+    damaged one is made again while its checkpoint is intact.
 
     Raises NotFoundError if there is no such complete checkpoint, or if it is damaged.
     """
@@ -72,17 +65,17 @@ def make_checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
         with exclusive(run.path(f"adapters/{name}.lock")):
             if folder.is_dir() and adapter_faults(folder):
                 shutil.rmtree(folder)
-    if not folder.is_dir():  # it appears whole or not at all, and outlives the checkpoint
-        with exclusive(run.path(f"adapters/{name}.lock")):  # of several who ask at once, one makes it
+    if not folder.is_dir():  # it appears complete or not at all, and outlives the checkpoint
+        with exclusive(run.path(f"adapters/{name}.lock")):  # of several callers, one makes it
             if not folder.is_dir() and not _take_exported(run, name, folder):
                 _consolidate(run, name, folder)
     if run.plain(f"adapters/{name}") is None:
-        raise _damaged(name, "its adapter is a link to elsewhere")
+        raise _damaged(name, "its adapter is a symbolic link")
     return folder
 
 
 def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
-    """Copy the adapter that the checkpoint itself holds; False: it holds none. Raises NotFoundError if it is damaged."""
+    """Copy the adapter that the checkpoint itself contains; False: it contains none. Raises NotFoundError if it is damaged."""
     try:
         marker = read_marker(run, name)
     except UnreadableDocumentError as error:
@@ -90,18 +83,18 @@ def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
     files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
     if not files:
         return False
-    beside = unfinished(folder)
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    temporary = unfinished(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     for file in files:
-        copy = beside / file.name.removeprefix(f"{CHECKPOINT_ADAPTER}/")
+        copy = temporary / file.name.removeprefix(f"{CHECKPOINT_ADAPTER}/")
         try:
             shutil.copyfile(run.plain(f"{checkpoint_key(name)}/{file.name}") or "", copy)
         except FileNotFoundError:
             raise _damaged(name, f"{file.name} is missing") from None
         if sha256_of(copy) != file.sha256:
             raise _damaged(name, f"{file.name} has other contents than when it was written")
-    os.replace(beside, folder)
+    os.replace(temporary, folder)
     return True
 
 
@@ -114,18 +107,18 @@ def _consolidate(run: RunDir, name: str, folder: Path) -> None:
         run_worker("workers.tasks.consolidate", [str(run.root), name, str(folder)])
     except WorkersMissingError:
         raise NotFoundError(
-            f"Checkpoint {name} holds shards and no adapter, and the service has no torch to make one of them. Checkpoints "
-            "hold their adapters where FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
-            f"the run directory can be read, one is made with: python -m workers.tasks.consolidate RUN_DIR {name} OUT",
+            f"Checkpoint {name} contains shards and no adapter, and the service has no torch to convert them. Checkpoints "
+            "contain their adapters if FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
+            f"the run directory can be read, run: python -m workers.tasks.consolidate RUN_DIR {name} OUT",
             param="checkpoint",
             code="no_adapter",
         ) from None
 
 
 def name_of_step(run: RunDir, step: int) -> str:
-    """The newest attempt's checkpoint of a step, among those on disk and those whose adapter was made before.
+    """Return the newest attempt's checkpoint of a step, among those on disk and those with an adapter made before.
 
-    Raises NotFoundError that lists the steps there are.
+    Raises NotFoundError that lists the available steps.
     """
     names = [name for name in obtainable_checkpoints(run) if name.startswith(f"step-{step}-a")]
     if not names:

@@ -18,17 +18,17 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from ft_service.bases.catalogue import Catalogue
-from ft_service.cli.app import run
-from ft_service.control.base_facts import is_tunable
+from ft_service.cli.root_command import run
 from ft_service.settings import Settings
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
+from tests.support.describing import at_once
 from tests.support.rest.service import TRAINING, Service, wait_until
 
 
 @pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings beside the usual ones; a test changes them before it asks for `service`."""
+    """Settings besides the usual ones; a test changes them before it asks for `service`."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return {}
 
@@ -86,11 +86,11 @@ def connections() -> Iterator[httpx2.Client]:
 
 @pytest.fixture
 def service(server: tuple[str, FastAPI], settings: Settings, store: Store, connections: httpx2.Client) -> Service:
-    store.ensure_project("default", "local")
-    _, key = store.create_key(project_id="default", name="test", scope="admin")
+    store.projects.ensure_project("default", "local")
+    _, key = store.keys.create_key(project_id="default", name="test", scope="admin")
     url, app = server
     app.state.services = replace(
-        app.state.services, settings=settings, store=store, catalogue=Catalogue.from_settings(settings, is_tunable)
+        app.state.services, settings=settings, store=store, catalogue=Catalogue.from_settings(settings, at_once())
     )
     return Service(url, settings, store, key, app, connections)
 

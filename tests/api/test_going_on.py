@@ -1,4 +1,4 @@
-"""`model: ft:…`: a job that goes on from a tuned model, or from a checkpoint of one."""
+"""`model: ft:…`: a job that continues from a tuned model, or from a checkpoint of one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parent(service: Service, client: openai.OpenAI, training_file: str) -> str:
 
 
 def spec_of(service: Service, job_id: str) -> JobSpec:
-    return service.store.get_job("default", job_id).spec
+    return service.store.jobs.get_job("default", job_id).spec
 
 
 def test_shape_and_precision_are_the_parents(service: Service, client: openai.OpenAI, parent: str, training_file: str) -> None:
@@ -58,7 +58,7 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
     service: Service, client: openai.OpenAI, parent: str, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{parent}:ckpt-step-5"
-    job = service.store.get_job("default", client.fine_tuning.jobs.create(model=name, training_file=training_file).id)
+    job = service.store.jobs.get_job("default", client.fine_tuning.jobs.create(model=name, training_file=training_file).id)
     ref = spec_of(service, job.id).parent
     assert ref is not None
     run = run_dir(service, ref.job_id)
@@ -99,8 +99,8 @@ def test_what_is_not_there_is_a_400(
 
 
 def test_another_projects_model_needs_its_permission(service: Service, client: openai.OpenAI, parent: str) -> None:
-    service.store.ensure_project("other", "local")
-    _, key = service.store.create_key(project_id="other", name="k", scope="user")
+    service.store.projects.ensure_project("other", "local")
+    _, key = service.store.keys.create_key(project_id="other", name="k", scope="user")
     other = service.client(key)
     file_id = other.files.create(file=("a.jsonl", b'{"messages": []}\n'), purpose="fine-tune").id
     with pytest.raises(openai.BadRequestError):

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from ft_service.control.checks import samples
+from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
 from ft_service.supervisor import worker_tasks
 from tests.support.rest.described import OPEN, filled, operations, tenant
@@ -34,7 +34,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
     with hanging() as (url, hang_up):
         outside = Outside(url, hang_up, threading.Event(), tmp_path / "released")
         wait = ("sh", "-c", f"until [ -e {outside.file} ]; do sleep 0.05; done")
-        monkeypatch.setattr(samples, "Examiner", partial(Examiner, command=wait))
+        monkeypatch.setattr(file_views, "Examiner", partial(Examiner, command=wait))
         monkeypatch.setattr(worker_tasks, "run_worker", lambda *_: outside.released.wait())
         yield outside
         outside.release()
@@ -63,8 +63,8 @@ BODIES: dict[str, Any] = {
 
 
 def test_what_hangs_for_one_tenant_holds_up_nobody(service: Service, outside: Outside) -> None:
-    service.store.ensure_project("rival", "rival")
-    key = service.store.create_key(project_id="rival", name="k", scope="admin")[1]
+    service.store.projects.ensure_project("rival", "rival")
+    key = service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
     theirs = tenant(service, "rival", key, outside.url)
     service.use(service.app.state.services.settings.model_copy(update={"inference_url": outside.url}))
     waited = asyncio.run(walked(service, key, theirs, outside))

@@ -1,4 +1,4 @@
-"""One base folder that nobody may open, among others, on a real server."""
+"""One base folder without permission to open, among others, on a real server."""
 
 from __future__ import annotations
 

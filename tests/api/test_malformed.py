@@ -9,11 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import State
-from ft_service.launcher.fake import FakeLauncher
 from ft_service.storage.locations import Places
 from tests.support.bases import save_base
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.malformed import CHANGES, split
 from tests.support.rest.refusals import MALFORMED, UNREADABLE, check_error
 from tests.support.rest.service import TRAINING, Service, wait_until
@@ -125,7 +125,7 @@ def test_a_wrong_value_is_named_and_stores_nothing(service: Service, training_fi
                 assert str(error["param"]).split(".")[0] == field
                 assert field in error["message"]
                 assert len(error["message"]) < 1000
-    assert service.store.list_jobs("default").data == []
+    assert service.store.jobs.list_jobs("default").data == []
 
 
 def test_a_name_of_nothing_is_a_404_and_harmless(service: Service, subtests: pytest.Subtests) -> None:
@@ -141,7 +141,7 @@ def test_a_line_that_cannot_be_trained_on_fails_the_job_with_its_number(
     service: Service, client: openai.OpenAI, subtests: pytest.Subtests, request: pytest.FixtureRequest
 ) -> None:
     launcher = FakeLauncher(4)
-    reconciler = Reconciler(service.store, launcher, Places.of(service.settings), idle_seconds=0.0)
+    reconciler = Reconciler(service.store, launcher, Places.of(service.settings), ReconcilerOptions(idle_seconds=0.0))
     request.addfinalizer(reconciler.close)
     for line, says in LINES:
         with subtests.test(line=line[:40]):
@@ -155,7 +155,7 @@ def test_a_line_that_cannot_be_trained_on_fails_the_job_with_its_number(
             assert error.message.startswith("bad.jsonl: ")
             assert "\nline 4: " in error.message
             assert says in error.message
-            assert service.store.get_job("default", job.id).state is State.FAILED
+            assert service.store.jobs.get_job("default", job.id).state is State.FAILED
     assert launcher.started == []
 
 

@@ -1,4 +1,4 @@
-"""What "auto" stands for: plan, job and ranks say the same, and the job keeps what was used."""
+"""Values of "auto": plan, job and ranks say the same, and the job keeps what was used."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.reconciler import Reconciler
-from ft_service.launcher.fake import FakeLauncher
+from ft_service.control.admission import LateAdmission
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.events import Event, SettledOption, write_segment
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
+from tests.support.describing import at_once
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.rest.service import LINE, Service, run_dir, wait_until
 
 BUDGET = "training.tokens_per_micro_batch"
@@ -47,7 +49,10 @@ def test_plan_job_and_ranks_agree_and_what_was_used_is_kept(
     job_id = client.fine_tuning.jobs.list().data[0].id
     assert not any(BUDGET in message for message in told(client, job_id)), "before it is counted it is not told"
     launcher = FakeLauncher(4)
-    reconciler = Reconciler(service.store, launcher, Places.of(service.settings), idle_seconds=0.0)
+    admission = LateAdmission(service.store, service.settings, at_once())
+    reconciler = Reconciler(
+        service.store, launcher, Places.of(service.settings), ReconcilerOptions(admission=admission, idle_seconds=0.0)
+    )
     request.addfinalizer(reconciler.close)
     wait_until(lambda: reconciler.step() and client.fine_tuning.jobs.retrieve(job_id).status != "validating_files")
     [chosen] = [message for message in told(client, job_id) if BUDGET in message]

@@ -24,11 +24,7 @@ from openai.types.uploads import UploadPart
 from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
@@ -155,7 +151,7 @@ def prepared(service: Service, client: openai.OpenAI, receiver: Receiver, file_i
         "permission_id": granted.id,
         "webhook_endpoint_id": endpoint.id,
         "project_id": "default",
-        "api_key_id": service.store.create_key(project_id="default", name="spare", scope="read")[0].id,
+        "api_key_id": service.store.keys.create_key(project_id="default", name="spare", scope="read")[0].id,
     }
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from api.bootstrap import prepare
 from api.server import _bound
 from ft_service.client.connection import find_connection
-from ft_service.errors import FtError, SpecError
+from ft_service.errors import FtError
 from ft_service.jobs.states import State
 from ft_service.settings import Settings
-from ft_service.store.sql import Store, migrate, open_store
+from ft_service.store.sql import migrate, open_store
 from tests.support.bases import save_base
 from tests.support.rest.process import ended, read, server, started
 from tests.support.rest.service import TRAINING, put_state, wait_until
@@ -35,7 +34,7 @@ serve(Settings(), as_json=True)
 RECONCILE = """
 import threading
 from api.server import reconcile_only
-from ft_service.cli.app import run
+from ft_service.cli.root_command import run
 from ft_service.settings import Settings
 
 def wait(settings, store, meters, stop: threading.Event) -> None:
@@ -48,9 +47,9 @@ reconcile_only(Settings(), wait, as_json=True)
 ENDLESS_CHECK = """
 import threading
 from api import server
-from ft_service.launcher.local import LocalLauncher
+from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.storage.locations import Places
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.settings import Settings
 
 def check(job, examiner, tell) -> None:
@@ -58,7 +57,7 @@ def check(job, examiner, tell) -> None:
     threading.Event().wait()
 
 def reconcile(settings, store, meters, stop: threading.Event) -> None:
-    Reconciler(store, LocalLauncher(2), Places.of(settings), check=check).run(stop)
+    Reconciler(store, LocalLauncher(2), Places.of(settings), ReconcilerOptions(check=check)).run(stop)
 
 settings = Settings()
 server.serve(settings, reconcile)
@@ -66,7 +65,7 @@ server.serve(settings, reconcile)
 
 SERVE_BY_COMMAND = """
 import sys
-from ft_service.cli.app import run
+from ft_service.cli.root_command import run
 
 sys.exit(run(["serve"]))
 """
@@ -125,7 +124,7 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
         out, _ = ended(serving, signal.SIGINT)
     assert second == first
     assert second_url != first_url
-    assert f"Training goes on without the server: {job_id}" in out
+    assert f"Training continues without the server: {job_id}" in out
 
 
 def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(
             started(tmp_path, short).close()
             assert find_connection({}, tmp_path).base_url != first.base_url
             out, _ = ended(short, signal.SIGTERM)
-        # The second one says whom it is beside, and what that means.
+        # The second one says that another is running, and what that means.
         assert f"is served already, by {first.base_url.removesuffix('/v1')} (process {long.process.pid})" in out
         assert "share one SQLite database" in out
         assert find_connection({}, tmp_path) == first
@@ -201,7 +200,7 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
 
     assert serving.process.returncode == 1
     assert f"Port {port} of 127.0.0.1 is in use by process {os.getpid()}: " in err
-    assert "Stop that, or take another port: --port N" in err
+    assert "Stop that, or use another: --port N" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,60 +226,6 @@ def test_the_server_imports_no_torch() -> None:
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True
     )
     assert out.stdout == "set()\n"
-
-
-class TestPrepare:
-    def test_the_first_key_may_come_from_a_file(self, settings: Settings, store: Store, tmp_path: Path) -> None:
-        (tmp_path / "key").write_text("ft-chosen-by-the-operator\n")
-        given = settings.model_copy(update={"bootstrap_key_file": tmp_path / "key"})
-
-        assert prepare(given, store) == "ft-chosen-by-the-operator"
-        assert store.authenticate("ft-chosen-by-the-operator") is not None
-        assert prepare(given, store) is None
-        assert read(tmp_path / "credentials") == {"api_key": "ft-chosen-by-the-operator"}
-
-    @pytest.mark.parametrize("text", [None, "short"])
-    def test_an_unusable_key_file_is_refused(self, settings: Settings, store: Store, tmp_path: Path, text: str | None) -> None:
-        if text is not None:
-            (tmp_path / "key").write_text(text)
-        given = settings.model_copy(update={"bootstrap_key_file": tmp_path / "key"})
-
-        with pytest.raises(SpecError):
-            prepare(given, store)
-        assert not store.has_keys()
-        assert not (tmp_path / "credentials").exists()
-
-    def test_in_a_cluster_no_key_is_written_and_one_that_was_is_removed(
-        self, settings: Settings, store: Store, tmp_path: Path
-    ) -> None:
-        """Worker pods mount the volume of FT_HOME."""
-        there = settings.home / "credentials"
-        cluster = settings.model_copy(update={"launcher": "kubernetes"})
-        with pytest.raises(SpecError, match="FT_BOOTSTRAP_KEY_FILE is not set"):
-            prepare(cluster, store)
-        assert not store.has_keys()
-        prepare(settings, store)
-        key = read(there)["api_key"]
-        assert prepare(cluster, store) is None
-        assert not there.exists()
-        assert store.authenticate(key) is not None, "it is the Secret's, and goes on to work"
-        assert prepare(cluster, store) is None
-        assert not there.exists()
-
-    def test_in_a_cluster_the_first_key_is_the_secrets(self, settings: Settings, store: Store, tmp_path: Path) -> None:
-        (tmp_path / "key").write_text("ft-chosen-by-the-operator\n")
-        cluster = settings.model_copy(update={"launcher": "kubernetes", "bootstrap_key_file": tmp_path / "key"})
-        assert prepare(cluster, store) == "ft-chosen-by-the-operator"
-        assert store.authenticate("ft-chosen-by-the-operator") is not None
-        assert not (settings.home / "credentials").exists()
-
-    def test_credentials_that_are_gone_are_not_made_up(self, settings: Settings, store: Store, tmp_path: Path) -> None:
-        prepare(settings, store)
-        (tmp_path / "credentials").unlink()
-
-        assert prepare(settings, store) is None
-        assert not (tmp_path / "credentials").exists()
-        assert len(store.list_keys("default")) == 1
 
 
 def test_answers_do_not_wait_for_acknowledgements(tmp_path: Path) -> None:

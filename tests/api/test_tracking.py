@@ -16,9 +16,8 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from ft_service.control.tracking import door, orders
-from ft_service.control.tracking import keeper as keeper_module
-from ft_service.control.tracking.keeper import Keeper
+from ft_service.control.tracking import integration_check, metric_sender
+from ft_service.control.tracking.metric_sender import MetricsSender
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.rundir.events import Metrics
@@ -47,20 +46,25 @@ def configure(configure: dict[str, Any], wandb_server: WandbServer) -> dict[str,
 
 
 @pytest.fixture
-def keeper(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
-    monkeypatch.setattr(keeper_module, "FIRST_RESTART_SECONDS", 0.05)
-    monkeypatch.setattr(orders, "TURN_SECONDS", 0.05)
-    monkeypatch.setattr(orders, "TRANSMIT_SECONDS", 1)
-    keeper = Keeper(service.settings, service.store)
-    yield keeper
-    keeper.stop()
+def sender(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsSender]:
+    monkeypatch.setattr(metric_sender, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(metric_sender, "TRANSMIT_SECONDS", 1)
+    sender = MetricsSender(service.settings, service.store)
+    yield sender
+    sender.stop()
 
 
-def until(keeper: Keeper, condition: Any, seconds: float = 60.0) -> None:
+def undelivered(service: Service) -> bool:
+    """Whether something is left to be sent."""
+    with service.store.reading() as connection:
+        return connection.exec_driver_sql("SELECT 1 FROM integrations WHERE finished_at IS NULL").first() is not None
+
+
+def until(sender: MetricsSender, condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        keeper.look()
+        sender.look()
         time.sleep(0.02)
 
 
@@ -96,21 +100,22 @@ def holding(folder: Path, text: str) -> list[Path]:
 
 
 def test_every_step_arrives_once_whatever_ends_in_between(
-    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str, capfd: Any
+    service: Service, client: openai.OpenAI, sender: MetricsSender, wandb_server: WandbServer, training_file: str, capfd: Any
 ) -> None:
     job_id = create(client, training_file)
-    keeper.look()
-    assert keeper.pid is None, "nothing is started for a job that has not begun"
+    sender.look()
+    assert sender.pids == [], "nothing is started for a job that has not begun"
 
     put(service, job_id, *steps(1, 2, 3), **TRAINING, attempt=1)
-    until(keeper, lambda: wandb_server.runs and only_run(wandb_server).lines and only_run(wandb_server).steps == [1, 2, 3])
-    assert keeper.pid is not None
-    os.kill(keeper.pid, signal.SIGKILL)
+    until(sender, lambda: wandb_server.runs and only_run(wandb_server).lines and only_run(wandb_server).steps == [1, 2, 3])
+    os.kill(sender.pids[0], signal.SIGKILL)
+    until(sender, lambda: not sender.pids)
+    service.sql("UPDATE integrations SET next_try_at = 0")
     put(service, job_id, *steps(4, 5))
     put(service, job_id, *steps(4, 5, 6, attempt=2), **TRAINING, attempt=2)
-    until(keeper, lambda: only_run(wandb_server).steps[3:])
+    until(sender, lambda: only_run(wandb_server).steps[3:])
     put(service, job_id, *steps(7, attempt=2), **SUCCEEDED)
-    until(keeper, lambda: not service.store.has_undelivered())
+    until(sender, lambda: not undelivered(service))
 
     (place,) = wandb_server.runs
     run = wandb_server.runs[place]
@@ -124,21 +129,24 @@ def test_every_step_arrives_once_whatever_ends_in_between(
     assert (run.config["base_model"], run.config["training_file"]) == ("tiny", training_file)
     assert run.config["training"]["learning_rate"] == 2e-4
     assert str(service.settings.home) not in str(run.config)
-    assert told(client, job_id, "W&B") == [f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"]
+    killed, opened = told(client, job_id, "W&B")
+    assert opened == f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"
+    assert "was killed by signal 9" in killed
     assert wandb_server.paths == {"/graphql", f"/files/{place}/file_stream"}
     assert wandb_server.told == set(), "nothing of this host is sent"
+    until(sender, lambda: not sender.pids)  # it removes its folder
     assert holding(service.settings.home, KEY) == []
     assert KEY not in "".join(capfd.readouterr())
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
 
 
 def test_a_refused_key_is_told_once_and_holds_nothing_up(
-    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+    service: Service, client: openai.OpenAI, sender: MetricsSender, wandb_server: WandbServer, training_file: str
 ) -> None:
     wandb_server.key = "another"
     job_id = create(client, training_file)
     put(service, job_id, *steps(1, 2), **TRAINING, attempt=1)
-    until(keeper, lambda: told(client, job_id, "W&B"))
+    until(sender, lambda: told(client, job_id, "W&B"))
     put(service, job_id, **SUCCEEDED)
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
     (event,) = (event for event in client.fine_tuning.jobs.list_events(job_id) if "W&B" in event.message)
@@ -149,26 +157,26 @@ def test_a_refused_key_is_told_once_and_holds_nothing_up(
 
     wandb_server.key = KEY  # as if somebody had mended it
     service.sql("UPDATE integrations SET next_try_at = 0")
-    until(keeper, lambda: not service.store.has_undelivered())
+    until(sender, lambda: not undelivered(service))
     assert (only_run(wandb_server).steps, only_run(wandb_server).states) == ([1, 2], ["running", "0"])
     assert len(told(client, job_id, "W&B does not take")) == 1
 
 
 @pytest.mark.slow
 def test_a_run_rests_with_its_job_and_ends_with_it(
-    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+    service: Service, client: openai.OpenAI, sender: MetricsSender, wandb_server: WandbServer, training_file: str
 ) -> None:
     job_id = create(client, training_file, name="mine", entity="team")
     put(service, job_id, *steps(1, 2), **TRAINING, attempt=1)
-    until(keeper, lambda: wandb_server.runs)
+    until(sender, lambda: wandb_server.runs)
     put(service, job_id, state=State.PAUSED, phase=None)
-    until(keeper, lambda: only_run(wandb_server).states[-1] == "75")
+    until(sender, lambda: only_run(wandb_server).states[-1] == "75")
     only_run(wandb_server).display_name = "renamed there"
     service.sql("UPDATE jobs SET state = 'running', phase = 'training', attempt = 2")
     put(service, job_id, *steps(2, 3, attempt=2))
     client.fine_tuning.jobs.cancel(job_id)
     put(service, job_id, phase=None)
-    until(keeper, lambda: not service.store.has_undelivered())
+    until(sender, lambda: not undelivered(service))
 
     run = wandb_server.runs[f"team/tuning/{job_id}"]
     assert (run.steps, run.display_name) == ([1, 2, 3], "renamed there")
@@ -177,16 +185,16 @@ def test_a_run_rests_with_its_job_and_ends_with_it(
 
 @pytest.mark.slow
 def test_what_did_not_arrive_is_found_missing_and_sent_again(
-    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+    service: Service, client: openai.OpenAI, sender: MetricsSender, wandb_server: WandbServer, training_file: str
 ) -> None:
     wandb_server.stream_status = 403  # the SDK says nothing of it when it ends the run
     job_id = create(client, training_file)
     put(service, job_id, *steps(1, 2), **SUCCEEDED, attempt=1)
-    until(keeper, lambda: told(client, job_id, "has not arrived"))
-    assert service.store.has_undelivered()
+    until(sender, lambda: told(client, job_id, "has not arrived"))
+    assert undelivered(service)
     wandb_server.stream_status = 200
     service.sql("UPDATE integrations SET next_try_at = 0")
-    until(keeper, lambda: not service.store.has_undelivered())
+    until(sender, lambda: not undelivered(service))
     assert (only_run(wandb_server).steps, only_run(wandb_server).states[-1]) == ([1, 2], "0")
 
 
@@ -195,8 +203,7 @@ def test_a_jobs_steps_go_to_trackio_and_its_event_says_where(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
-    monkeypatch.setattr(keeper_module, "FIRST_RESTART_SECONDS", 0.05)
-    monkeypatch.setattr(orders, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(metric_sender, "TURN_SECONDS", 0.05)
     folder = tmp_path / "trackio"
     settings = service.settings.model_copy(update={"trackio_url": folder.as_uri()})
     service.use(settings)
@@ -204,11 +211,11 @@ def test_a_jobs_steps_go_to_trackio_and_its_event_says_where(
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=given).id
     put(service, job_id, *steps(1, 2, 3), **TRAINING, attempt=1)
     put(service, job_id, *steps(3, 4, attempt=2), **SUCCEEDED)
-    keeper = Keeper(settings, service.store)
+    sender = MetricsSender(settings, service.store)
     try:
-        until(keeper, lambda: not service.store.has_undelivered(), 240.0)
+        until(sender, lambda: not undelivered(service), 240.0)
     finally:
-        keeper.stop()
+        sender.stop()
     assert told(client, job_id, "trackio") == [f"trackio run: {folder.as_uri()}/?project=tuning"]
     with closing(sqlite3.connect(folder / "tuning.db")) as database:
         rows = database.execute("SELECT step, run_id, run_name, metrics FROM metrics ORDER BY step").fetchall()
@@ -254,7 +261,7 @@ def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, training_file:
 def test_a_server_that_cannot_send_refuses_at_the_door(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "find_spec", lambda name: None)
+    monkeypatch.setattr(integration_check, "find_spec", lambda name: None)
     with pytest.raises(openai.BadRequestError, match=r"pip install 'ft-service\[wandb\]'") as caught:
         create(client, training_file)
     assert (caught.value.param, caught.value.code) == ("integrations", "not_available")
@@ -265,18 +272,19 @@ def test_a_server_that_cannot_send_refuses_at_the_door(
 
 SERVE_SCRIPTED = """
 from api import server
-from ft_service.launcher.local import LocalLauncher
+from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.storage.locations import Places
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.settings import Settings
-from ft_service.control.tracking import orders
+from ft_service.control.tracking import sending
 from tests.support.attempts import scripted
 
-orders.TURN_SECONDS, orders.TRANSMIT_SECONDS = 0.05, 1
+sending.TURN_SECONDS, sending.TRANSMIT_SECONDS = 0.05, 1
 SCRIPT = "event,event,event,wait/event,event,event,event,event,succeed"
 
 def reconcile(settings, store, meters, stop):
-    Reconciler(store, LocalLauncher(2, worker_command=scripted(SCRIPT)), Places.of(settings), meters=meters).run(stop)
+    launcher = LocalLauncher(2, worker_command=scripted(SCRIPT))
+    Reconciler(store, launcher, Places.of(settings), ReconcilerOptions(meters=meters)).run(stop)
 
 server.serve(Settings(), reconcile)
 """

@@ -35,7 +35,7 @@ COUNTED = {"pods": ("pods", "pods"), "jobs": ("jobs.batch", "count/jobs.batch")}
 _WITH_STATUS = frozenset({"jobs", "pods", "nodes"})
 """Kinds whose status is written at `…/status`, and nowhere else."""
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds")
-"""Of the metadata, what nobody may write."""
+"""Metadata fields that clients may not write."""
 _KEPT_BY_STATUS = (*_KEPT, "ownerReferences")
 _WITHOUT_STATUS = frozenset({"jobs", "pods"})
 """Of them those that are created without one, whatever was sent. Nodes keep theirs."""
@@ -74,6 +74,8 @@ class State:
     """Version, ADDED | MODIFIED | DELETED, plural, object."""
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     version: int = 0
+    log_of: Callable[[str], str] | None = None
+    """What a pod has printed, as its node says."""
     queues: dict[str, int] = field(default_factory=dict)
     """Kueue's LocalQueues → pods that each has room for. Without any, Kueue is not installed."""
 
@@ -294,6 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._authorize(method, match, query)
             if match["plural"] == "workloads" and not self.server.api.state.queues:
                 self._send_text(404, "404 page not found\n")
+            elif match["sub"] == "log" and self.server.api.state.log_of is not None:
+                self._send_text(200, self._log(str(match["name"])))
             elif query.get("watch") == "true":
                 self._watch(match, query)
             else:
@@ -301,6 +305,13 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send(201 if method == "POST" else 200, self._do(method, match, query, body))
         except Refused as error:
             self._send(error.code, _status(error))
+
+    def _log(self, pod: str) -> str:
+        log_of = self.server.api.state.log_of
+        try:
+            return log_of(pod) if log_of is not None else ""
+        except (StopIteration, OSError):
+            raise Refused(404, "NotFound", f'pods "{pod}" not found') from None
 
     def _authorize(self, method: str, match: re.Match[str], query: dict[str, str]) -> None:
         named = match["name"] is not None

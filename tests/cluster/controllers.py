@@ -208,7 +208,7 @@ class Controllers:
         return all(labels.get(name) == value for name, value in pod["spec"].get("nodeSelector", {}).items())
 
     def _collect(self) -> None:
-        """What lost its owner goes too, and a pod whose Job nobody can ask any more is not held back for it."""
+        """Objects without their owner are deleted too; a pod whose Job is gone is not kept for it."""
         there = {item["metadata"]["uid"] for item in self.state.list("jobs")}
         for plural in ("pods", "services", "networkpolicies"):
             for item in self.state.list(plural):

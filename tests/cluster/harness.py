@@ -15,7 +15,7 @@ import yaml
 from lightkube.config.kubeconfig import KubeConfig
 
 from ft_service.launcher.kubernetes.cluster import Cluster
-from ft_service.launcher.kubernetes.launcher import KubernetesLauncher
+from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 from ft_service.launcher.kubernetes.manifests import JOB_NAME, Site
 from ft_service.launcher.kubernetes.profile import PodProfile
 from tests.cluster import plane
@@ -47,7 +47,7 @@ class HarnessCluster:
 
     @property
     def node_selector(self) -> dict[str, str]:
-        """Of pods that are to run here: a real cluster has other nodes, and those of tests beside this one."""
+        """Of pods that are to run here: a real cluster has other nodes, and those of other tests."""
         return dict(self.kubelet.labels)
 
     def launcher(
@@ -90,7 +90,7 @@ class HarnessCluster:
 
     @contextmanager
     def quota_used_up(self, counted: str = "pods", *, room: int = 0) -> Iterator[None]:
-        """None of this can be created meanwhile, once there are `room` of it."""
+        """No more than `room` of this kind can be created meanwhile."""
         quotas = f"/api/v1/namespaces/{self.namespace}/resourcequotas"
         body = {
             "apiVersion": "v1",
@@ -151,6 +151,8 @@ def place(
     answer = http.post("/api/v1/namespaces", json=body)
     assert answer.is_success, f"no namespace can be made here: {answer.text}"
     kubelet = Kubelet(http, name, f"{name}-node", mounts=mounts)
+    if fake is not None:
+        fake.state.log_of = kubelet.output
     try:
         apply_rights(http, name)
         kubelet.start()

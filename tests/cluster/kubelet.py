@@ -97,7 +97,7 @@ class Kubelet:
         self.labels = {"ft-test": namespace}
         self._namespace = namespace
         self.frozen = False
-        """As a node that does not answer: its processes go on, and nobody hears of it."""
+        """Act as a node that does not answer: its processes continue, unobserved."""
         self._http = http
         self._mounts = mounts
         self._pods: dict[str, _Pod] = {}

@@ -33,7 +33,7 @@ PROBE = "ft-probe"
 
 
 def credentials(kubeconfig: str) -> KubeConfig:
-    """The current context of the file, or of the first that is there of several. A context without a user is that of nobody."""
+    """The current context of the file, or of the first of several that exists. A context without a user has no credentials."""
     paths = [Path(path).expanduser() for path in kubeconfig.split(os.pathsep) if path]
     found = next((path for path in paths if path.is_file()), None)
     assert found is not None, f"KUBECONFIG = {kubeconfig}: there is no such file"
@@ -141,7 +141,7 @@ def _probe(http: httpx2.Client, namespace: str, labels: dict[str, str], schedule
 
 
 def remove_namespace(http: httpx2.Client, namespace: str, node_stops: Callable[[], None]) -> None:
-    """With all that is in it, also pods whose end nobody confirms. `node_stops`: called when the node is needed no more."""
+    """Remove it and its contents, also pods whose end is not confirmed. `node_stops`: called once the node is not needed."""
     path, pods = f"/api/v1/namespaces/{namespace}", f"/api/v1/namespaces/{namespace}/pods"
 
     def gone() -> bool:

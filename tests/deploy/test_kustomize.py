@@ -213,7 +213,7 @@ def test_other_settings_and_images_are_one_apply(rendered: dict[str, list[Object
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_first_manifests_are_upgraded_by_one_apply(rendered: dict[str, list[Object]], overlay: str) -> None:
-    """`released.yaml`: what cannot be changed of the objects of 0.1.0 as it was first published, by overlay."""
+    """`released.yaml`: what cannot be changed of the objects of the first release, 0.2.0, by overlay."""
     released = yaml.safe_load((Path(__file__).parent / "released.yaml").read_text())
     found = fixed_by_name(rendered[overlay])
     assert released[overlay].keys() & found.keys() >= {"Deployment ft-api", "Deployment ft-reconciler"}

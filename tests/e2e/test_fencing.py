@@ -17,8 +17,8 @@ from ft_service.jobs.reasons import Reason
 from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Exit, Result, Start
-from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
-from ft_service.supervisor.verdict import killed_exit
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, parse_request, resolve
+from ft_service.supervisor.attempt_outcome import killed_exit
 from tests.support.attempts import digests, family, gone, signal_all
 from tests.support.service import SECONDS, eventually
 
@@ -37,13 +37,15 @@ def new_run(folder: Path, models: Path, data: Path, steps: int) -> RunDir:
     }
     spec = resolve(
         parse_request(body),
-        job_id="ftjob-1",
-        organization="local",
-        model=BaseModelRef(name="tiny", path=str(models / "tiny")),
-        training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
-        validation_data=None,
-        seed=1,
-        gpus=0,
+        JobContext(
+            job_id="ftjob-1",
+            organization="local",
+            model=BaseModelRef(name="tiny", path=str(models / "tiny")),
+            training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
+            validation_data=None,
+            seed=1,
+            gpus=0,
+        ),
     )
     run.write("spec.json", spec)
     return run

@@ -1,5 +1,5 @@
-"""SIGKILL, SIGTERM, pause, a torn checkpoint, a full disk, in the middle of whatever goes on: the job goes on by itself and its
-outcome is the uninterrupted one's."""
+"""SIGKILL, SIGTERM, pause, a torn checkpoint, a full disk, in the middle of each phase: the job continues by itself, and its
+outcome is that of an uninterrupted one."""
 
 from __future__ import annotations
 

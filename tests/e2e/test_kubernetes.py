@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Result, Start
-from ft_service.spec import BaseModelRef, DataFileRef, StoredSpec, parse_request, resolve
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, StoredSpec, parse_request, resolve
 from ft_service.storage.locations import Places
 from ft_service.storage.object_store import ObjectStore
 from ft_service.store.sql import Store
@@ -63,13 +63,15 @@ def add_two_node_job(store: Store, models: Path, data: Path, *, steps: int = STE
     }
     spec = resolve(
         parse_request(body),
-        job_id=JOB,
-        organization="local",
-        model=BaseModelRef(name="tiny", path=str(models / "tiny")),
-        training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
-        validation_data=None,
-        seed=1,
-        gpus=0,
+        JobContext(
+            job_id=JOB,
+            organization="local",
+            model=BaseModelRef(name="tiny", path=str(models / "tiny")),
+            training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
+            validation_data=None,
+            seed=1,
+            gpus=0,
+        ),
     )
     job = Job(
         id=JOB,
@@ -79,6 +81,7 @@ def add_two_node_job(store: Store, models: Path, data: Path, *, steps: int = STE
         stored_spec=StoredSpec.of(spec),
         state=State.VALIDATING,
         slots=spec.world_size,
+        nodes=spec.distributed.nnodes,
     )
     return create_job(store, job)
 
@@ -118,7 +121,7 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     cluster: HarnessCluster, store: Store, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     launcher = cluster.launcher(profile_for(cluster, tmp_path), tmp_path)
-    reconciler = Reconciler(store, launcher, Places(tmp_path), idle_seconds=0.1)
+    reconciler = Reconciler(store, launcher, Places(tmp_path), ReconcilerOptions(idle_seconds=0.1))
     request.addfinalizer(reconciler.close)
     stored = tmp_path / "files/file-1"
     stored.parent.mkdir()
@@ -142,7 +145,7 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     assert start is not None
     assert start.checkpoint is not None
     assert (start.nodes, start.world_size) == (2, 2)
-    steps = [event.metrics.step for event in store.list_events(PROJECT, JOB, limit=100).data if event.metrics]
+    steps = [event.metrics.step for event in store.jobs.list_events(PROJECT, JOB, limit=100).data if event.metrics]
     assert sorted(steps) == list(range(1, STEPS + 1)), "every step once: the first attempt stopped by agreement"
     result = run.read("result.json", Result)
     assert result is not None
@@ -171,20 +174,20 @@ def test_pods_that_share_nothing_but_object_storage(
         stored = Path(shutil.copyfile(data, places.files_dir / "file-1"))
         places.keep("file-1")
         launcher = cluster.launcher(profile_for(cluster, home, environment, volumes=[], volume_mounts=[]), home, storage=url)
-        reconciler = Reconciler(store, launcher, places, idle_seconds=0.1)
+        reconciler = Reconciler(store, launcher, places, ReconcilerOptions(idle_seconds=0.1))
         request.addfinalizer(reconciler.close)
         add_two_node_job(store, models, stored, steps=8, checkpoint={"save_steps": 4, "save_total_limit": 1})
         job = run_to_its_end(reconciler, store)
         assert (job.attempt, job.trained_tokens is not None) == (1, True)
         assert job.result_file is not None
         assert places.file(job.result_file).read_bytes().startswith(b"step,")
-        steps = [event.metrics.step for event in store.list_events(PROJECT, JOB, limit=100).data if event.metrics]
+        steps = [event.metrics.step for event in store.jobs.list_events(PROJECT, JOB, limit=100).data if event.metrics]
         assert sorted(steps) == list(range(1, 9))
         run = places.run(JOB)
         assert newest_checkpoint(run) == "step-8-a1"
         assert complete_checkpoints(run) == ["step-8-a1"], "the older one was removed there too"
         assert run.path("adapter/adapter_model.safetensors").is_file()
-        assert [point.name for point in store.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
+        assert [point.name for point in store.jobs.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
         monkeypatch.setattr(worker_tasks, "run_worker", None)  # the service has no torch there
         adapter = worker_tasks.make_checkpoint_adapter(places.whole_run(JOB, "step-8-a1"), "step-8-a1")
         assert sha256_of(adapter / "adapter_model.safetensors") == sha256_of(run.path("adapter/adapter_model.safetensors"))

@@ -59,10 +59,10 @@ def test_one_that_may_goes_on_beside_it_on_fewer_ranks_within_a_millionth(server
     wait_until_step(client, low.id, 3)
     high = submit(client, data, steps=400, extra={"priority": 5, "distributed": {"nproc_per_node": 1}})
     wait_until(client, low.id, "succeeded")
-    beside: Any = client.fine_tuning.jobs.retrieve(high.id)
+    urgent: Any = client.fine_tuning.jobs.retrieve(high.id)
     client.fine_tuning.jobs.cancel(high.id)
     wait_until(client, high.id, "cancelled")
-    assert beside.status == "running", "it was not waited for"
+    assert urgent.status == "running", "it was not waited for"
     run = server.run(low.id)
     starts = [Attempt(run, number).read_start() for number in (1, 2)]
     assert [start and start.world_size for start in starts] == [2, 1]

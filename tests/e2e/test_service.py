@@ -95,7 +95,7 @@ def test_a_bad_data_file_fails_the_job_before_any_process_starts(server: Server,
 
 def test_pause_resume_and_cancel(server: Server, data: Path) -> None:
     client = server.client()
-    job = submit(client, data, steps=4000)
+    job = submit(client, data, steps=4000, extra={"distributed": {"nproc_per_node": 1}})
     wait_until_step(client, job.id, 2)
     client.fine_tuning.jobs.pause(job.id)
     wait_until(client, job.id, "paused")
@@ -116,6 +116,6 @@ def test_pause_resume_and_cancel(server: Server, data: Path) -> None:
     with pytest.raises(openai.BadRequestError, match="been cancelled"):
         client.fine_tuning.jobs.resume(job.id)
     job_after = submit(client, data, steps=1)
-    wait_until(client, job_after.id, "running")  # its slots are free
+    wait_until(client, job_after.id, "running")  # on both slots, so the first job's is free
     client.fine_tuning.jobs.cancel(job_after.id)
     eventually(lambda: nothing_left(server.run(job_after.id)))

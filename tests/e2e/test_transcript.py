@@ -24,7 +24,6 @@ ELSEWHERE = {
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",
     r"pg_dump|rsync": "PostgreSQL's and rsync's own",
     r"--rdzv-endpoint": "two hosts; tests/e2e/test_two_hosts.py",
-    r"ft agent drain": "another host; tests/ft_service/launcher/test_agents.py, tests/e2e/test_agents.py",
     r"api\.openai\.com|OPENAI_BASE_URL": "OpenAI's own service, or a key with no end",
 }
 """What no block here can do (a pattern on its lines) → why, or where it is tested."""

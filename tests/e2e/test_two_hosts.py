@@ -118,7 +118,7 @@ def on_namespaces(namespaces: list[str], spec: Path, run: RunDir, folder: Path):
 
 @pytest.mark.slow
 def test_a_cut_of_the_network_is_outlived(namespaces: list[str], models: Path, data: Path, tmp_path: Path) -> None:
-    """TCP sends again what was lost: training stands still while one host is away, and goes on."""
+    """TCP sends again what was lost: training stands still while one host is away, and continues."""
     spec = write_spec(tmp_path, models, data, steps=120)
     run = RunDir(tmp_path / "run")
     with on_namespaces(namespaces, spec, run, tmp_path) as hosts:
@@ -126,7 +126,7 @@ def test_a_cut_of_the_network_is_outlived(namespaces: list[str], models: Path, d
         ip("-n", namespaces[1], "link", "set", "cable1", "down")
         cut_at = len(run.list("attempts/1/events"))
         time.sleep(4)  # the cut itself: nothing in it can be waited for
-        assert len(run.list("attempts/1/events")) <= cut_at + 2, "nobody trains on without the other"
+        assert len(run.list("attempts/1/events")) <= cut_at + 2, "a host does not train without the other"
         ip("-n", namespaces[1], "link", "set", "cable1", "up")
         ended = [json.loads(host.communicate(timeout=SECONDS)[0]) for host in hosts]
     assert [end["reason"] for end in ended] == ["succeeded"] * 2

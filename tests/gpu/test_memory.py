@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.bases import Llama, write_llama
 from ft_service.data.tokens.sample import Tokens
-from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
+from tests.support.bases import plan_of
 from tests.support.training.attempts import supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
@@ -47,7 +47,7 @@ def test_peak_memory_is_within_ten_percent_of_the_plan(base: Path, weight_format
         lora={"r": 16, "target_modules": "all-linear"},
         distributed={"activation_checkpointing": checkpointing},
     )
-    planned = plan_job(spec, MACHINES["H200"]).rank.total
+    planned = plan_of(spec, MACHINES["H200"]).rank.total
     assert peak_of_two_steps(spec) == pytest.approx(planned, rel=0.1)
 
 

@@ -17,6 +17,8 @@ from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
 
 Value = TypeVar("Value")
+LONGEST_PAUSE = 0.25
+"""The longest pause of `wait_for` in seconds, unless its caller asks for longer ones."""
 WORKER = Path(__file__).parent / "programs/scripted_worker.py"
 
 
@@ -38,13 +40,16 @@ def write_start(run: RunDir, attempt: int, job_id: str = "ftjob-test") -> None:
 
 
 def wait_for(what: Callable[[], Value | None], seconds: float = 30.0, *, every: float = 0.02) -> Value:
-    """The first answer that is neither None nor False. Fails the test if none comes in time. `every`: seconds between two."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    """The first answer that is neither None nor False. Fails the test if none comes in time. `every`: the shortest pause.
+
+    The pauses grow with the time waited, since questions take processor time from what is waited for.
+    """
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
         value = what()
         if value is not None and value is not False:
             return value
-        time.sleep(every)
+        time.sleep(max(every, min(LONGEST_PAUSE, waited / 20)))
     raise AssertionError(f"did not happen within {seconds:g} seconds: {what}")
 
 
@@ -97,7 +102,7 @@ def starts(run: RunDir, attempt: int) -> int:
 
 
 def kill_leftovers(folder: Path) -> None:
-    """End whatever a failed test left: supervisors first, so that nobody waits for the rest."""
+    """End all processes that a failed test left: supervisors first, so that they do not wait for the rest."""
     for path in folder.rglob("attempts/*/supervisor.json"):
         supervisor = RunDir(path.parent).readable(path.name, ProcessIdentity)
         if supervisor is None:  # a test's own garbage

@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
+from ft_service.bases.description import Description, Versions, description_key
+from ft_service.plan.auto_options import Ranks, Settled, settle
+from ft_service.plan.job import Plan, plan_job
+from ft_service.plan.machines import Machine
+from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, parse_request, resolve
 
 SAMPLE = Path(__file__).parents[2] / "examples/models/tiny-llama"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -71,7 +76,7 @@ def save_headers(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str =
     """A safetensors file of zeros that take no room on disk."""
     entries, end = {}, 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * 2
+        size = math.prod(shape) * (1 if dtype == "U8" else 2)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     header = json.dumps(entries).encode()
@@ -106,17 +111,43 @@ def save_base(
     return folder
 
 
+_DESCRIBED: dict[str, Description] = {}
+"""Digest of a base's files → its description."""
+
+
+def describe(folder: str | Path) -> Description:
+    """The description of a base as training builds it, made in this process and once for the same files."""
+    from workers.describe import describe as describe_here  # torch takes seconds to import
+
+    key = description_key(Path(folder), Versions.installed())
+    if key not in _DESCRIBED:
+        _DESCRIBED[key] = describe_here(str(folder))
+    return _DESCRIBED[key]
+
+
+def plan_of(spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None) -> Plan:
+    """The plan of a job on its base's description."""
+    return plan_job(describe(spec.model.path), spec, machine, lengths)
+
+
+def settle_for(spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None, ranks: Ranks | None = None) -> Settled:
+    """What is chosen for a job on its base's description."""
+    return settle(describe(spec.model.path), spec, machine, lengths, ranks)
+
+
 def spec_on(folder: Path, ranks: int = 1, **options: Any) -> JobSpec:
     """A resolved spec on a base folder; `options` as in a create body."""
     distributed = {"nproc_per_node": ranks, **AS_IT_IS, **options.pop("distributed", {})}
     body = {"model": "m", "training_file": "f", **options, "distributed": distributed}
     return resolve(
         parse_request(body),
-        job_id="ftjob-1",
-        organization="local",
-        model=BaseModelRef(name="m", path=str(folder)),
-        training_data=DataFileRef(name="f", path="f", sha256="0" * 64),
-        validation_data=None,
-        seed=0,
-        gpus=ranks,
+        JobContext(
+            job_id="ftjob-1",
+            organization="local",
+            model=BaseModelRef(name="m", path=str(folder)),
+            training_data=DataFileRef(name="f", path="f", sha256="0" * 64),
+            validation_data=None,
+            seed=0,
+            gpus=ranks,
+        ),
     )

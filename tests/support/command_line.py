@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli.app import run
+from ft_service.cli.root_command import run
 
 
 @dataclass

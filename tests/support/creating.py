@@ -11,5 +11,5 @@ from ft_service.store.sql import Store
 
 def create_job(store: Store, job: Job, told: Sequence[NewEvent] = ()) -> Job:
     """The job as it was stored."""
-    (created,) = store.create_jobs([NewJob(job, told)])
+    (created,) = store.jobs.create_jobs([NewJob(job, told)])
     return created

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,8 +58,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database with the schema and no rows."""
     if request.param == "sqlite":
-        migrate(_sqlite_url(tmp_path))
-        yield _sqlite_url(tmp_path)
+        yield new_sqlite_database(tmp_path / "ft.db")
         return
     yield request.getfixturevalue("emptied_postgres_url")
 
@@ -78,10 +78,24 @@ def emptied_postgres_url(migrated_postgres_url: str) -> Iterator[str]:
 def store(store_url: str) -> Iterator[Store]:
     """An open store with the projects `proj_default` and `proj_other`."""
     store = open_store(store_url)
-    store.ensure_project("proj_default", "acme")
-    store.ensure_project("proj_other", "other")
+    store.projects.ensure_project("proj_default", "acme")
+    store.projects.ensure_project("proj_other", "other")
     yield store
     store.close()
+
+
+def new_sqlite_database(path: Path) -> str:
+    """The URL of a new database with the schema and no rows: a copy, since Alembic's upgrade takes longer than most tests."""
+    with path.open("xb") as file:
+        file.write(_sqlite_schema())
+    return f"sqlite:///{path}"
+
+
+@cache
+def _sqlite_schema() -> bytes:
+    with TemporaryDirectory() as folder:
+        migrate(_sqlite_url(Path(folder)))
+        return (Path(folder) / "ft.db").read_bytes()
 
 
 def _sqlite_url(folder: Path) -> str:
@@ -115,7 +129,7 @@ def new_postgres_database(server_url: str) -> str:
     server = create_engine(url, isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
-        # Nobody needs these rows after a power cut, and waiting for the disk is most of a test's time.
+        # These rows are not needed after a power cut, and waiting for the disk is most of a test's time.
         connection.execute(text("ALTER SYSTEM SET fsync = off"))
         connection.execute(text("SELECT pg_reload_conf()"))
     server.dispose()

@@ -14,7 +14,7 @@ OF_TESTS = ("FT_TEST_", "FT_GOLDEN", "FT_HOME")
 
 
 def forget_settings() -> None:
-    """Whoever runs the tests may have settings of the service, of hubs and of trackers in the environment. Tests set those that
+    """The environment of a test run may have settings of the service, of hubs and of trackers. Tests set those that
     they depend on."""
     for name in [name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(OF_TESTS)]:
         del os.environ[name]

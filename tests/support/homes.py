@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_service.launcher.local import host_id
+from ft_service.launcher.local_launcher import host_id
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = ROOT / "tests" / "fixtures" / "homes"
@@ -34,7 +34,7 @@ class OldHome:
 
     folder: Path
     recorded: dict[str, Any]
-    """recorded.json: ids and keys, what the old server answered, and what the jobs come to when nothing interrupts them."""
+    """recorded.json: ids and keys, what the old server answered, and how many steps the jobs have."""
 
     @property
     def home(self) -> Path:
@@ -44,12 +44,17 @@ class OldHome:
         return self.recorded["jobs"][name]
 
     def run(self, name: str) -> Path:
-        """The run directory of a job of the server's, or `local`: of `ft run`."""
-        return self.folder / "run" if name == "local" else self.home / "runs" / self.job_id(name)
+        """The run directory of a job."""
+        return self.home / "runs" / self.job_id(name)
 
-    def losses(self, name: str) -> dict[int, float]:
-        """Step → training loss of the job that nothing interrupted."""
-        return {int(step): loss for step, loss in self.recorded["losses"][name].items()}
+    def steps(self, name: str) -> list[int]:
+        """The steps of a job from its first to its last."""
+        return list(range(1, self.recorded["steps"][name] + 1))
+
+
+def releases() -> list[str]:
+    """Versions whose homes are here."""
+    return sorted(path.name.removesuffix(".tar.gz") for path in HOMES.glob("*.tar.gz"))
 
 
 def unpack(version: str, folder: Path) -> OldHome:
@@ -71,8 +76,8 @@ def unpack(version: str, folder: Path) -> OldHome:
 def documents(folder: Path) -> list[Path]:
     """Text files whose paths are to be those of here.
 
-    A finished run stays byte for byte as it was left, and so does what is in a checkpoint: digests cover them, and nobody
-    looks for anything at the paths in them.
+    A finished run stays byte for byte as it was left, and so does what is in a checkpoint: digests cover them, and the
+    paths in them are not used.
     """
     finished = {path.parent for path in folder.rglob("result.json")}
     texts = (path for suffix in ("json", "yaml") for path in folder.rglob(f"*.{suffix}"))

@@ -32,7 +32,7 @@ class Hub:
     """A file of which other bytes are sent than its digest says."""
     commit: str = COMMIT
     listed: dict[str, int] = field(default_factory=dict[str, int])
-    """Name → bytes of files that are listed beside those of the folder."""
+    """Name → bytes of files that are listed besides those of the folder."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """(path, range) of every file that was sent."""
 

@@ -1,4 +1,4 @@
-"""One installation as several processes: API replicas behind a balancer, reconcilers, and hosts whose jobs train nothing."""
+"""One installation as several processes: API replicas behind a balancer, reconcilers, and a host whose jobs train nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ft_service.store.sql import Store, open_store
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-APIS, RECONCILERS, HOSTS, SLOTS = 3, 2, 2, 16
+APIS, RECONCILERS, SLOTS = 3, 2, 32
 STEP_SECONDS = 0.3
 ADMIN_KEY = "sk-admin-key-of-an-installation-for-tests"
 PROBE_SECONDS, PROBE_TIMEOUT_SECONDS = 0.5, 3.0
@@ -29,7 +29,7 @@ START_SECONDS = 120.0
 
 
 class Unit:
-    """A process of the installation that may be killed, and is begun anew."""
+    """A process of the installation that may be killed, and is started again."""
 
     def __init__(self, name: str, ready: str, words: Sequence[str], environment: dict[str, str], log: Path) -> None:
         """`ready`: what it prints when it begins to work."""
@@ -159,7 +159,7 @@ class Installation:
     units: list[Unit]
     """Whatever of it may be killed."""
     balancer: Balancer
-    hosts: list[Unit]
+    host: Unit
     blows: Counter[str] = field(default_factory=Counter)
 
     def client(self, key: str) -> openai.OpenAI:
@@ -172,9 +172,9 @@ def installation(folder: Path, url: str) -> Iterator[Installation]:
     """In a folder, on an empty PostgreSQL. Fails if a process ends by itself, or not in order at the end."""
     with contextlib.ExitStack() as stack:
         home, key = folder / "home", folder / "key"
-        home.mkdir()
+        (home / "orders").mkdir(parents=True)
         key.write_text(ADMIN_KEY)
-        shared = {"FT_HOME": str(home), "FT_DATABASE_URL": url, "FT_LAUNCHER": "agents", "FT_BOOTSTRAP_KEY_FILE": str(key)}
+        shared = {"FT_HOME": str(home), "FT_DATABASE_URL": url, "FT_SLOTS": str(SLOTS), "FT_BOOTSTRAP_KEY_FILE": str(key)}
         shared |= {"FT_MODELS": str(ROOT / "examples/models"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         environment = {**os.environ, **shared}
         ft = [sys.executable, "-m", "ft_service.cli"]
@@ -188,20 +188,21 @@ def installation(folder: Path, url: str) -> Iterator[Installation]:
             return one
 
         units = [unit(f"api-{port}", "Serving", *ft, "serve", "--api-only", "--port", str(port)) for port in ports]
-        units += [unit(f"reconciler-{number}", "Moving jobs", *ft, "reconcile") for number in range(RECONCILERS)]
-        fake = [sys.executable, "-m", "tests.support.programs.fake_host", url, str(home)]
-        hosts = [unit(f"host-{number}", "", *fake, f"host-{number}", str(SLOTS), str(STEP_SECONDS)) for number in range(HOSTS)]
+        programs = [sys.executable, "-m"]
+        played = [*programs, "tests.support.programs.played_reconciler", str(home), str(SLOTS)]
+        units += [unit(f"reconciler-{number}", "Moving jobs", *played) for number in range(RECONCILERS)]
+        host = unit("host", "", *programs, "tests.support.programs.played_host", str(home), str(STEP_SECONDS))
         balancer = Balancer(ports)
         stack.callback(balancer.close)
         store = open_store(url)
         stack.callback(store.close)
         try:
-            wait_for(lambda: len(store.list_hosts()) == HOSTS and balancer.all_ready, START_SECONDS)
-            yield Installation(home, store, units, balancer, hosts)
+            wait_for(lambda: bool(units[-1].times_ready()) and balancer.all_ready, START_SECONDS)
+            yield Installation(home, store, units, balancer, host)
             for one in units:
                 assert one.end(signal.SIGTERM) == 0, f"{one.name} did not end in order"
         except BaseException:
-            for one in [*units, *hosts]:
+            for one in [*units, host]:
                 print(f"--- {one.name}", one.said(), sep="\n", file=sys.stderr)
             raise
 

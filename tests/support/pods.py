@@ -11,7 +11,7 @@ from typing import Any
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Ended, Observation, Running
-from ft_service.launcher.kubernetes.launcher import KubernetesLauncher
+from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 from ft_service.launcher.kubernetes.manifests import JOB_NAME, object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.rundir.attempt import Attempt

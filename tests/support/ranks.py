@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-PRELOAD = ["tests.support.without_torchao", "workers.quant.kernels", "tests.support.preloaded"]
+PRELOAD = ["tests.support.without_torchao", "workers", "tests.support.preloaded"]
 
 
 def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0) -> list[Any]:

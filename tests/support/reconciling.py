@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.control.checks.data_checks import Checked
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import TERMINAL, Job, State
-from ft_service.launcher.base import Launcher
+from ft_service.launcher.protocol import Launcher
 from ft_service.spec import (
     BaseModelRef,
     CheckpointOptions,
@@ -21,19 +21,18 @@ from ft_service.spec import (
     TrainingOptions,
 )
 from ft_service.storage.locations import Places
-from ft_service.store.sql import Store, migrate, open_store
+from ft_service.store.sql import Store, open_store
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
+from tests.support.databases import new_sqlite_database
 
 PROJECT = "proj"
 
 
 def new_store(folder: Path) -> Store:
     """An empty SQLite store with one project."""
-    url = f"sqlite:///{folder / 'ft.db'}"
-    migrate(url)
-    store = open_store(url)
-    store.ensure_project(PROJECT, "local")
+    store = open_store(new_sqlite_database(folder / "ft.db"))
+    store.projects.ensure_project(PROJECT, "local")
     return store
 
 
@@ -62,15 +61,16 @@ def add_job(
     nodes: int | None = None,
     **changes: Any,
 ) -> Job:
+    spec = spec_of(job_id, **changes)
     job = Job(
         id=job_id,
         project_id=PROJECT,
         created_at=0.0,
         request={},
-        stored_spec=StoredSpec.of(spec_of(job_id, **changes)),
+        stored_spec=StoredSpec.of(spec),
         state=State.VALIDATING,
         slots=slots,
-        nodes=nodes,
+        nodes=nodes or spec.distributed.nnodes,
         priority=priority,
         max_seconds=max_seconds,
     )
@@ -80,16 +80,16 @@ def add_job(
 def new_reconciler(folder: Path, store: Store, launcher: Launcher, **options: Any) -> Reconciler:
     """A reconciler that takes every data file to be fine, unless told otherwise."""
     options = {"check": lambda job, examiner, tell: Checked(), "idle_seconds": 0.0, **options}
-    return Reconciler(store, launcher, Places(folder), **options)
+    return Reconciler(store, launcher, Places(folder), ReconcilerOptions(**options))
 
 
 def get(store: Store, job_id: str = "ftjob-1") -> Job:
-    return store.get_job(PROJECT, job_id)
+    return store.jobs.get_job(PROJECT, job_id)
 
 
 def messages(store: Store, job_id: str = "ftjob-1") -> list[str]:
     """The job's events, oldest first."""
-    return [event.message for event in reversed(store.list_events(PROJECT, job_id, limit=100).data)]
+    return [event.message for event in reversed(store.jobs.list_events(PROJECT, job_id, limit=100).data)]
 
 
 def step_until(reconciler: Reconciler, store: Store, *states: State, job_id: str = "ftjob-1") -> Job:

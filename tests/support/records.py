@@ -7,8 +7,8 @@ from typing import Any
 from ft_service.ids import new_id
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.estimates import Paces
-from ft_service.jobs.line import Host
 from ft_service.jobs.queue import next_start
+from ft_service.jobs.queue_snapshot import Host
 from ft_service.jobs.states import Job, State
 from ft_service.spec import StoredSpec
 from ft_service.store.records import Checkpoint, Claim, File, JobChange
@@ -24,7 +24,7 @@ def new_job(**values: Any) -> Job:
         "project_id": PROJECT,
         "created_at": 0.0,
         "request": {"model": "tiny", "training_file": "file-a"},
-        "stored_spec": StoredSpec({"seed": 1}),
+        "stored_spec": StoredSpec({"seed": 1, "model": {"name": "some-base"}}),
         "state": State.VALIDATING,
     }
     return Job(**defaults | values)
@@ -58,17 +58,17 @@ def new_checkpoint(job: Job, step: int, attempt: int = 1, **values: Any) -> Chec
 
 
 def claim(store: Store, *, host: str = "h1", lease_seconds: float = 60.0) -> Claim:
-    claim = store.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=0.0)
+    claim = store.leases.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=0.0)
     assert claim is not None, "no job to claim"
     return claim
 
 
 def claim_next(store: Store, *, host: str = "h1", lease_seconds: float = 60.0, host_slots: int = 8) -> Claim | None:
     """What a host's reconciler would claim to start."""
-    start = next_start(store.line_for(host, {host: Host(slots=host_slots)}, Paces()))
+    start = next_start(store.queue.snapshot_for(host, Host(slots=host_slots), Paces()))
     if start is None:
         return None
-    return store.claim_queued(start.job.id, host=host, owner="test", lease_seconds=lease_seconds, host_slots=host_slots)
+    return store.leases.claim_queued(start.job.id, host=host, owner="test", lease_seconds=lease_seconds, host_slots=host_slots)
 
 
 def place(store: Store, job: Job, slots: list[int], host: str = "h1") -> Job:
@@ -76,5 +76,5 @@ def place(store: Store, job: Job, slots: list[int], host: str = "h1") -> Job:
     claimed = claim_next(store, host=host)
     assert claimed is not None
     assert claimed.job.id == job.id
-    assert store.apply(claimed, JobChange(job=placed(claimed.job, host), take_slots={host: slots}))
-    return store.get_job(job.project_id, job.id)
+    assert store.leases.apply(claimed, JobChange(job=placed(claimed.job, host), take_slots=slots))
+    return store.jobs.get_job(job.project_id, job.id)

@@ -14,6 +14,7 @@ from ft_service.rundir.file_digest import FileDigest, NamedFile
 from ft_service.rundir.manifest import (
     MANIFEST,
     ORIGINS,
+    AdapterSource,
     DataFile,
     FrozenModule,
     Origins,
@@ -21,8 +22,8 @@ from ft_service.rundir.manifest import (
     base_of,
 )
 from ft_service.rundir.model_card import describe_adapter
-from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
-from ft_service.supervisor.verdict import exit_of
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, parse_request, resolve
+from ft_service.supervisor.attempt_outcome import exit_of
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}) + "\n"
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
@@ -40,20 +41,26 @@ def finished_run(folder: Path) -> RunDir:
     data = DataFileRef(name="train.jsonl", path="/data/train.jsonl", sha256="1" * 64)
     spec = resolve(
         parse_request({"model": "tiny", "training_file": "file-1", "lora": {"r": RANK}, "precision": {"default": "nf4"}}),
-        job_id="ftjob-1",
-        organization="local",
-        model=BaseModelRef(name="tiny", path=str(base)),
-        training_data=data,
-        validation_data=None,
-        seed=7,
-        gpus=0,
+        JobContext(
+            job_id="ftjob-1",
+            organization="local",
+            model=BaseModelRef(name="tiny", path=str(base)),
+            training_data=data,
+            validation_data=None,
+            seed=7,
+            gpus=0,
+        ),
     )
     run.write("spec.json", spec)
     run.write(
         ORIGINS,
         Origins(
             base=base_of("tiny", base, {path.name: FileDigest.of(path) for path in base_files(base)}),
-            data=[DataFile(role="training", name=data.name, sha256=data.sha256, samples=9, tokens=90, targets=40)],
+            data=[
+                DataFile(
+                    role="training", name=data.name, sha256=data.sha256, samples=9, tokens=90, targets=40, token_digest="0"
+                )
+            ],
             frozen_modules=[
                 FrozenModule(module=m, format="nf4", shape=list(s), bytes=64, relative_error=0.09) for m, s in SHAPES.items()
             ],
@@ -68,7 +75,9 @@ def finished_run(folder: Path) -> RunDir:
     save_adapter(run.path("adapter"))
     metrics = Metrics(step=6, total_steps=6, train_loss=1.25, valid_loss=1.5)
     manifest = describe_adapter(
-        run, run.path("adapter"), attempt=3, step=6, checkpoint=None, metrics=metrics, versions={"ft-service": "0"}
+        run,
+        run.path("adapter"),
+        AdapterSource(attempt=3, step=6, checkpoint=None, metrics=metrics, versions={"ft-service": "0"}),
     )
     run.write(MANIFEST, manifest)
     run.write("result.json", Result(attempt=3, steps=6, trained_tokens=60, train_loss=1.25, valid_loss=1.5))

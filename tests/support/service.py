@@ -18,6 +18,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 from ft_service.rundir.directory import RunDir
 from tests.support.attempts import wait_for
+from tests.support.describing import put_descriptions
 
 Value = TypeVar("Value")
 SECONDS = 300.0
@@ -27,8 +28,10 @@ SECONDS = 300.0
 class Server:
     """`ft serve` on a free port, with a home of its own. Started and killed as often as a test likes."""
 
-    def __init__(self, home: Path, models: Path, slots: int = 2) -> None:
+    def __init__(self, home: Path, models: Path, slots: int = 2, *, described: bool = True, **settings: str) -> None:
+        """`described`: the server finds the descriptions of its bases in its cache; False: it has to make them."""
         self.home = home
+        self._models = models if described else None
         self._environment = {
             **os.environ,
             "FT_HOME": str(home),
@@ -38,11 +41,14 @@ class Server:
             "CUDA_VISIBLE_DEVICES": "",
             # Threads that wait for each other on a busy machine cost more than they compute.
             "OMP_NUM_THREADS": "1",
+            **settings,
         }
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         (self.home / "server.json").unlink(missing_ok=True)
+        if self._models is not None:
+            put_descriptions(self.home, self._models)
         with (self.home / "server.log").open("ab") as log:
             command = [sys.executable, "-m", "ft_service.cli", "serve"]
             self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
@@ -122,10 +128,12 @@ def processes_of(run: RunDir) -> dict[str, list[int]]:
             continue
         try:
             words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if str(run.root) not in words:
+                continue
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if str(run.root) not in words or state == "Z":
+        if state == "Z":
             continue
         kind = "supervisor" if "ft_service.supervisor" in words else "torchrun" if "torch.distributed.run" in words else "rank"
         processes[kind].append(int(entry.name))

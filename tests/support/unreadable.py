@@ -23,7 +23,7 @@ GARBAGE: dict[str, bytes | None] = {
     "link": None,
     "dangling": None,
 }
-"""Name of a kind → the file's contents; None: it is no plain file."""
+"""Name of a kind → the file's contents; None: it is not a regular file."""
 
 
 def put_garbage(path: Path, kind: str) -> None:

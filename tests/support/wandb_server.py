@@ -1,6 +1,6 @@
 """As much of W&B's server as its SDK asks of one: runs, what is streamed into them, and how the SDK finds them again.
 
-GraphQL is told by the operation's name alone. What is streamed is kept by its place, as W&B does: a line that is sent twice to
+GraphQL requests are matched by operation name. What is streamed is kept by its place, as W&B does: a line that is sent twice to
 one place is there once.
 """
 
@@ -53,7 +53,7 @@ class WandbServer:
     """Requests that came without the key."""
     paths: set[str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
-    """What came beside the runs' own: names of files, hosts."""
+    """Other requests: names of files, hosts."""
     stream_status: int = 200
     """Of answers to what is streamed."""
     lock: threading.Lock = field(default_factory=threading.Lock)

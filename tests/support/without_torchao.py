@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from workers import keep_torchao_out
+from workers.patches.absent_torchao import keep_torchao_out
 
 keep_torchao_out()

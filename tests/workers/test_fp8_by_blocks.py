@@ -24,8 +24,8 @@ from tests.support.training.parity import CPU, Step, assert_parity, reference_st
 from tests.support.training.prequantized import VALUES, fp8_by_blocks, with_values
 from workers.model.build import build
 from workers.model.precision import choose_products
-from workers.serving.cached_attention import Memory, Span
-from workers.serving.model import Piece, ServedModel
+from workers.serving.cached_attention import KeyValueCache, Span
+from workers.serving.model import ServedModel, TokenSpan
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 160, "intermediate_size": 288},
@@ -106,7 +106,7 @@ def test_a_preview_answers_from_the_blocks(bases: dict[str, Path]) -> None:
     ids = list(range(3, 15))
     for folder in bases.values():
         served = ServedModel(str(folder), PrecisionOptions(default="fp8", compute="fp32"), CPU, None)
-        answer = served.forward([Piece(ids, Span(Memory(), 0, len(ids)), 0, None)])[0]
+        answer = served.forward([TokenSpan(ids, Span(KeyValueCache(), 0, len(ids)), 0, None)])[0]
         stock = AutoModelForCausalLM.from_pretrained(folder / VALUES, dtype=torch.float32)
         with torch.no_grad():
             logits = stock(input_ids=torch.tensor([ids])).logits[0, -1]

@@ -14,22 +14,21 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import Mxfp4Config
 
-from ft_service.bases.contents import read_contents
 from ft_service.errors import SpecError
-from ft_service.plan.base import base_shape
+from tests.support.bases import describe
 from tests.support.training.adapters import save_adapter
 from tests.support.training.checks import REREAD_BY_PEFT
 from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
 from tests.support.training.published import save_published
+from workers.base.base_tensors import Safetensors
+from workers.base.expert_stacks import dequantize
 from workers.base.load import adapters, load, own_rows
-from workers.base.named_base import NamedBase
-from workers.base.source import Safetensors
-from workers.base.stacks import dequantize
-from workers.base.stored import StoredBase
+from workers.base.parameter_sources import NamedBase
+from workers.base.quantized_rows import StoredBase
 from workers.layers.segments import CURRENT
 from workers.model.build import build
-from workers.output.export import new_folder, write_adapter
+from workers.output.outcome import new_folder, write_adapter
 from workers.tasks.merge import merge
 from workers.training.packing import settle_attention
 
@@ -125,10 +124,10 @@ def test_samples_with_sinks_and_windows_are_packed(base: Path) -> None:
 
 
 def test_the_plan_counts_what_the_worker_loads(base: Path) -> None:
-    shape, model = base_shape(read_contents(base)), loaded(base)[0]
+    described, model = describe(base), loaded(base)[0]
     frozen = {n.replace(".base_layer.", "."): p for n, p in model.get_base_model().named_parameters() if not p.requires_grad}
-    assert {w.name: w.shape for w in shape.weights} == {name: tuple(p.shape) for name, p in frozen.items()}
-    assert shape.held() == {}, "the job chooses the format"
+    assert {w.name: w.shape for w in described.weights} == {name: tuple(p.shape) for name, p in frozen.items()}
+    assert described.held == {}, "the job chooses the format"
 
 
 def test_blocks_and_scales_that_do_not_belong_together_are_refused(base: Path, tmp_path: Path) -> None:
@@ -136,6 +135,6 @@ def test_blocks_and_scales_that_do_not_belong_together_are_refused(base: Path, t
     tensors = load_file(base / "model.safetensors")
     tensors["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(5, 64, 3, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for read in (lambda: loaded(tmp_path), lambda: base_shape(read_contents(tmp_path))):
+    for read in (lambda: loaded(tmp_path), lambda: describe(tmp_path)):
         with pytest.raises(SpecError, match=r"layers\.0\.mlp\.experts\.down_proj is quantised .*MXFP4"):
             read()

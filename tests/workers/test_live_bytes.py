@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ft_service.plan.job import plan_job
 from ft_service.plan.machines import CPU, GIB, Machine
 from ft_service.spec import JobSpec
+from tests.support.bases import plan_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training.live_bytes import peak_bytes
 from tests.support.training.models import save_tiny, spec_for
@@ -21,7 +21,7 @@ from workers.job.training_state import JobState
 from workers.training.step import forward_backward
 
 HOST = Machine(CPU, 16 * GIB, shared_memory=True)
-"""Without what an allocator holds beside tensors."""
+"""Without what an allocator holds besides tensors."""
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -68,7 +68,7 @@ def test_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> 
     of one are there in the other.
     """
     spec = spec_of(tmp_path, case)
-    plan = plan_job(spec, HOST)
+    plan = plan_of(spec, HOST)
     planned = plan.rank.live - sum(plan.rank.base.values()) - plan.rank.adapters - plan.rank.optimizer
     assert plan.batches.rounds == 2
     for measured in run_on_ranks(peak_of_a_step, spec.world_size, spec):
@@ -77,7 +77,7 @@ def test_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> 
 
 
 def peak_of_a_step(rank: int, world: int, spec: JobSpec) -> int:
-    """Bytes of tensors that a step has beside those that were there before it, at most."""
+    """Most bytes of tensors during a step, besides those that were there before it."""
     built = constructed(spec, world)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     data = full_samples(spec.training.batch)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
-from ft_service.plan.job import Plan, plan_job
+from ft_service.plan.job import Plan
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
+from tests.support.bases import plan_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
@@ -114,7 +115,7 @@ def job(base: Path, case: str) -> JobSpec:
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_path: Path) -> None:
     spec = job(tmp_path / "base", case)
-    plan = plan_job(spec, MACHINES["H100"])
+    plan = plan_of(spec, MACHINES["H100"])
     world = spec.world_size
     results = run_on_ranks(measure, world, spec)
     for result in results:
@@ -174,7 +175,7 @@ def test_a_base_published_quantised_takes_what_was_planned(
         precision={"default": asked},
         training={"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH},
     )
-    plan = plan_job(spec, MACHINES["H100"])
+    plan = plan_of(spec, MACHINES["H100"])
     formats = dict(build(spec, CPU).formats)
     assert {m.name: m.format for m in plan.modules if m.name in formats} == formats
     assert {m.format for m in plan.modules} - {"bf16"} == set(formats.values()) - {"bf16"} == stored
@@ -193,7 +194,7 @@ def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:
         update={"distributed": resharded.distributed.model_copy(update={"reshard_after_forward": 2})}
     )
     for spec, param in [(asked, "precision.overrides"), (resharded, "distributed.reshard_after_forward")]:
-        for look in (lambda: plan_job(spec, MACHINES["H100"]), lambda: build(spec, CPU)):  # noqa: B023  called at once
+        for look in (lambda: plan_of(spec, MACHINES["H100"]), lambda: build(spec, CPU)):  # noqa: B023  called at once
             with pytest.raises(SpecError) as refused:
                 look()
             assert refused.value.param == param
@@ -204,7 +205,7 @@ def test_the_headers_of_every_family_say_what_its_model_has(family: str, tmp_pat
     """The same modules to quantise, parameters to store and adapters to train, without looking at the model's code."""
     options = {"precision": {"default": "nf4"}, "lora": {"r": 3, "target_modules": "all-linear"}}
     spec = spec_for(save_tiny(family, tmp_path / family), **options)
-    plan = plan_job(spec, MACHINES["H100"])
+    plan = plan_of(spec, MACHINES["H100"])
     built = build(spec, CPU)
     assert {m.name for m in plan.modules if m.format == "nf4"} == set(built.formats)
     frozen = {id(p): p.numel() for p in built.peft_model.parameters() if not p.requires_grad}

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.bases.families.acceptance import untested
-from ft_service.bases.wrapped import text_section
 from tests.support.training import table
 from tests.support.training.checks import check, check_here
 from tests.support.training.published import BASES, save_published
 
-SHORT = ("gemma-4-e4b", "qwen-3-moe")
-"""Of several models, with more adapters than PEFT keeps by their full names; shared experts and stacks."""
+SHORT = ("gemma-4-e4b", "gemma-4-31b", "phi-4-multimodal", "qwen-3-moe")
+"""Several models in one, with more adapters than PEFT keeps by their full names; layers that differ in their heads; rotations
+that keep what a forward computes; shared experts and stacks."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -43,12 +42,3 @@ def test_the_tables_are_what_was_found() -> None:
     for path, made in ((table.README, table.readme(found)), (table.PAGE, table.page(found))):
         assert path.read_text() == table.with_table(path.read_text(), made), path.name
     assert all(one.works for one in found.values())
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_no_base_of_the_table_is_said_to_be_untested(name: str) -> None:
-    config = {"model_type": BASES[name].kind, **BASES[name].config}
-    section = text_section(config)
-    if section is not None and "model_type" not in section:
-        config["text_config"] = {**section, "model_type": f"{BASES[name].kind}_text"}
-    assert untested(config) is None

@@ -19,7 +19,7 @@ from ft_service.data.data_file import DataReport
 from ft_service.data.examiner import Examiner, data_files
 from ft_service.data.token_folder import FOLDER
 from ft_service.errors import SpecError
-from ft_service.plan.choose import with_options
+from ft_service.plan.fitting_settings import with_options
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Control, Desired, Outcome, OutcomeKind, Result, Start

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ft_service.bases.families.tested import TESTED
 from tests.support.training.causal_types import OF_SEVERAL, ROWS, TYPES, save_type
 from tests.support.training.checks import BOUND, between_ranks, resume_all
 from tests.support.training.composites import EXACT, save_composite
 from tests.support.training.models import save_tokenizer
+from tests.support.training.tested_types import TESTED
 
 KINDS = [*sorted(TESTED & set(TYPES)), *sorted(EXACT & set(OF_SEVERAL))]
 TOGETHER = 18
@@ -36,7 +36,7 @@ def _saved(kinds: Sequence[str], folder: Path) -> dict[str, Path]:
     return {kind: folder / kind for kind in kinds}
 
 
-@pytest.mark.filterwarnings("ignore")  # of architectures that nobody trains here
+@pytest.mark.filterwarnings("ignore")  # of architectures that are not trained here
 def test_what_looks_at_the_dtype_of_a_weight_finds_that_of_the_arithmetic(tmp_path: Path) -> None:
     """Zaya rounds what it gives its last norm to the weight's, A.X K2 what it gives its indexer, gathered or not."""
     folders = _saved([kind for kind in ("axk2", "zaya") if kind in KINDS], tmp_path)

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ft_service.bases.cache_folder import INDEX, LIMIT, Cache, Entry
-from workers.base.agreement import from_all, from_first
-from workers.base.frozen import FrozenWeight, Level, Loaded
+from ft_service.bases.cache_folder import INDEX, LIMIT, Cache, CacheEntry
+from workers.base.frozen_weights import FrozenWeight, Level, Loaded
 from workers.base.quantized_base import (
     OF_WEIGHTS,
     CacheFile,
-    Index,
+    QuantizedIndex,
     base_digest,
     entry_key,
     faults,
@@ -29,6 +28,7 @@ from workers.base.quantized_base import (
     write_entry_index,
     write_rows,
 )
+from workers.base.rank_objects import from_all, from_first
 
 
 class BaseCache:
@@ -90,7 +90,7 @@ class BaseCache:
         device = next(iter(self._weights.values())).storage.device
         return entry_key(base_digest(folder), storage, device)
 
-    def _checked_index(self, folder: Path) -> Index | None:
+    def _checked_index(self, folder: Path) -> QuantizedIndex | None:
         """The index of an entry whose files are as they were written; every rank looks at its share of them."""
         if not all(from_all((folder / INDEX).is_file())):
             self.notes.append(("warn", f"The cache is not used: {folder.parent} is not the same folder on all hosts."))
@@ -106,7 +106,7 @@ class BaseCache:
             problems.append(f"{INDEX} cannot be read ({type(error).__name__}: {error})")
         problems = [problem for of_rank in from_all(problems) for problem in of_rank]
         if problems:
-            self.notes.append(("warn", f"The cache's copy of the quantised base is damaged and is made anew: {problems[0]}."))
+            self.notes.append(("warn", f"The cache's copy of the quantised base is damaged and is made again: {problems[0]}."))
             return None
         return index
 
@@ -128,7 +128,7 @@ class BaseCache:
                 return shard, mesh.size(mesh.ndim - 1), not any(replica)
         return 0, 1, self._rank == 0
 
-    def _stage(self, size: int) -> tuple[Entry | None, str]:
+    def _stage(self, size: int) -> tuple[CacheEntry | None, str]:
         try:
             staged = self._cache.stage(size)
         except OSError as error:
@@ -149,12 +149,12 @@ class BaseCache:
         except OSError as error:
             return str(error)
 
-    def _publish(self, staged: Entry, files: list[CacheFile], loaded: Loaded, failed: list[str]) -> str:
+    def _publish(self, staged: CacheEntry, files: list[CacheFile], loaded: Loaded, failed: list[str]) -> str:
         """Make the entry visible. Returns why that failed; None: it is there."""
         try:
             if not failed:
                 weights = {name: dict(getattr(loaded, name)) for name in OF_WEIGHTS}
-                write_entry_index(staged.folder, Index(files, **weights))
+                write_entry_index(staged.folder, QuantizedIndex(files, **weights))
                 self._cache.publish(staged, self._key)
                 return ""
         except OSError as error:

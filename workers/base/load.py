@@ -1,13 +1,13 @@
-"""Weights: every rank reads its own rows of every tensor from safetensors and quantises them itself.
+"""Loading of weights: every rank reads its own rows of every tensor from safetensors and quantises them.
 
-A row's quantised parts depend on that row alone, so quantising a shard equals sharding the quantised whole; no rank ever
-holds more than it keeps, beyond a few rows. What was quantised is left in a cache, from which the next job on the same base
-reads it without opening the base's own weights.
+A row's quantised parts depend on that row alone, so quantising a shard equals sharding the quantised whole, and a rank
+never holds more than its part and a few rows. Quantised weights are stored in a cache, from which the next job on the same
+base reads them without opening the base's own weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,28 +17,24 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.errors import SpecError
-from workers.base.agreement import from_all
+from workers.base.base_tensors import Safetensors
 from workers.base.cached_base import BaseCache
-from workers.base.fill import Deviation, fill
-from workers.base.frozen import FrozenWeight, Loaded, Place
-from workers.base.named_base import NamedBase
-from workers.base.names import load_buffers
-from workers.base.shards import with_shard
-from workers.base.source import Safetensors
-from workers.base.stored import StoredBase
-from workers.layers.initial_values import initial_adapter
+from workers.base.frozen_weights import Deviation, FrozenWeight, Loaded, Place, fill, initial_adapter, with_shard
+from workers.base.parameter_sources import NamedBase, load_buffers
+from workers.base.quantized_rows import StoredBase
+from workers.base.rank_objects import from_all
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED
 
 
 def own_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """The rows [start, end) that FSDP2 gives a rank: equal chunks of ceil(rows / world), the last ones short or empty."""
+    """Return a rank's rows [start, end) under FSDP2: equal chunks of ceil(rows / world), the last ones short or empty."""
     height = -(-rows // world)
     return min(rank * height, rows), min((rank + 1) * height, rows)
 
 
 def rows_of(parameter: nn.Parameter) -> tuple[int, int]:
-    """The rows [start, end) of a parameter that this rank holds; all rows if it is not sharded."""
+    """Return the rows [start, end) of a parameter that this rank holds; all rows if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0]
     mesh = parameter.device_mesh
@@ -57,10 +53,10 @@ def load(
 ) -> Loaded:
     """Replace every parameter on meta by this rank's part: the base from `folder`, adapters from the seed.
 
-    Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with `offload` shards are put into
-    the host's memory, and only they. `compute_dtype`: the dtype of plain frozen weights when nothing is
-    sharded; a sharded one keeps its storage dtype and is converted as it is gathered. Called by all ranks together. Raises
-    SpecError for tensors that the base does not hold, or holds in an unknown layout.
+    Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with `offload`, shards (and only
+    shards) are put into the host's memory. `compute_dtype`: dtype of plain frozen weights when the model is not sharded; a
+    sharded weight keeps its storage dtype and is converted when it is gathered. Called by all ranks together. Raises
+    SpecError for tensors that the base does not have, or has in an unknown layout.
     """
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
@@ -76,7 +72,7 @@ def load(
     with Safetensors(folder) as files:
         base = StoredBase.open(files, folder)
         if _has_buffers(model):
-            load_buffers(model, NamedBase(model, base, base_tensor_name).tensors, base_tensor_name, device, compute_dtype)
+            load_buffers(model, NamedBase(model, base, base_tensor_name), base_tensor_name, device, compute_dtype)
         loaded = _load_base(model, weights, Path(folder), base, cache)
         loaded = loaded if loaded.cached else replace(loaded, bytes_read=files.bytes_read)
     for name, weight in weights.items():
@@ -87,27 +83,27 @@ def load(
 
 
 def _place(parameter: nn.Parameter, device: torch.device, offload: bool) -> torch.device:
-    """Where a parameter's part lies between its uses."""
+    """Return the device that holds a parameter's part between its uses."""
     return torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without wrappers' prefixes: the same whatever options the job is run with."""
+    """Return a parameter's name without prefixes of wrappers, which depend on the job's options."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def base_tensor_name(name: str) -> str:
-    """A base parameter's name in the base's files: without PEFT's wrapper and layer."""
+    """Return a base parameter's name in the base's files: without PEFT's wrapper and layer."""
     return plain_name(name).removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The trainable parameters with their plain names, in a fixed order."""
+    """Yield the trainable parameters with their plain names, in a fixed order."""
     return ((plain_name(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
-    """Every parameter once, with its first name and all places where it is registered (tied weights have several)."""
+    """Return every parameter once, with its first name and all places where it is registered (tied weights have several)."""
     by_id: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -135,7 +131,7 @@ def _load_base(
 
 
 def _is_work(model: nn.Module, weights: dict[str, FrozenWeight], base: StoredBase) -> bool:
-    """Whether anything has to be quantised, which makes the outcome worth caching. Plain bases are not opened for this."""
+    """Return whether a weight has to be quantised, so that the result is worth caching. Plain bases are not opened for this."""
     quantized = {name: weight.face for name, weight in weights.items() if isinstance(weight.face, RowQuantized)}
     if not base.declared:
         return bool(quantized)
@@ -151,7 +147,7 @@ def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
 
 
 def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
-    _check_complete(weights, base)
+    check_complete({name: tuple(weight.parameter.shape) for name, weight in weights.items()}, base)
     deviations: dict[str, Deviation] = {}
     layouts: dict[str, str] = {}
     by_choice: set[str] = set()
@@ -171,35 +167,33 @@ def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
         converted={name: layout for name, layout in layouts.items() if name in changed and name in by_choice},
         kept={name: layout for name, layout in layouts.items() if name not in changed},
         cached=False,
-        bytes_read=0,  # its caller knows
+        bytes_read=0,  # set by `load`
     )
 
 
 def _over_all_ranks(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Relative errors of whole weights from every rank's squared norms. Replicas count alike above and below."""
-    changed: dict[str, float] = {}
-    values: dict[str, float] = {}
+    """Return relative errors of whole weights from every rank's squared norms. Replicas cancel out."""
+    errors: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for part in from_all(sums):
-        for name, (above, below) in part.items():
-            changed[name] = changed.get(name, 0.0) + above
-            values[name] = values.get(name, 0.0) + below
-    return {name: (changed[name] / values[name]) ** 0.5 if values[name] else 0.0 for name in changed}
+        for name, (error, norm) in part.items():
+            errors[name] = errors.get(name, 0.0) + error
+            norms[name] = norms.get(name, 0.0) + norm
+    return {name: (errors[name] / norms[name]) ** 0.5 if norms[name] else 0.0 for name in errors}
 
 
-def _check_complete(weights: dict[str, FrozenWeight], base: NamedBase) -> None:
-    missing = [name for name in weights if name not in base]
+def check_complete(shapes: Mapping[str, tuple[int, ...]], base: NamedBase) -> None:
+    """Raises SpecError for a parameter that the base's files lack, or hold in another shape. `shapes`: by name."""
+    missing = [name for name in shapes if name not in base]
     if missing:
         raise SpecError(
             f"The base's safetensors lack {len(missing)} tensors that its architecture needs, the first: {missing[0]}. "
             "Its layout is not supported.",
             param="model",
         )
-    for name, weight in weights.items():
-        if base.shape(name) != tuple(weight.parameter.shape):
-            raise SpecError(
-                f"The base's {name} has shape {base.shape(name)}, its config.json says {tuple(weight.parameter.shape)}.",
-                param="model",
-            )
+    for name, shape in shapes.items():
+        if base.shape(name) != shape:
+            raise SpecError(f"The base's {name} has shape {base.shape(name)}, its config.json says {shape}.", param="model")
 
 
 def _replace(parameter: nn.Parameter, local: Tensor, places: list[Place]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import bitsandbytes
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
@@ -27,8 +28,7 @@ from ft_service.bases.cache_folder import INDEX
 from ft_service.bases.safetensors_folder import header_of, weight_files
 from ft_service.rundir.directory import sha256_of
 from ft_service.rundir.file_digest import FileDigest, NamedFile
-from workers.base.source import single_file
-from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
+from workers.base.base_tensors import single_file
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
 
@@ -43,7 +43,7 @@ class CacheFile(NamedFile):
 
 
 @dataclass(frozen=True)
-class Index:
+class QuantizedIndex:
     """`index.json`."""
 
     files: list[CacheFile]
@@ -67,19 +67,19 @@ OF_WEIGHTS = ("changed", "requantized", "converted", "kept")
 """What an index tells of weights, and `Loaded` too."""
 
 
-def write_entry_index(folder: Path, index: Index) -> None:
+def write_entry_index(folder: Path, index: QuantizedIndex) -> None:
     files = [file.model_dump() for file in index.files]
     (folder / INDEX).write_text(json.dumps({"files": files, **{name: getattr(index, name) for name in OF_WEIGHTS}}))
 
 
-def read_entry_index(folder: Path) -> Index:
+def read_entry_index(folder: Path) -> QuantizedIndex:
     """An entry's index. Raises OSError, ValueError, KeyError or TypeError if it is absent or malformed."""
     body = json.loads((folder / INDEX).read_text())
     try:
         files = [CacheFile.model_validate(file) for file in body["files"]]
     except ValidationError as error:
         raise ValueError(f"{error.error_count()} values of its files are not as they should be") from None
-    return Index(files, *(dict(body[name]) for name in OF_WEIGHTS))
+    return QuantizedIndex(files, *(dict(body[name]) for name in OF_WEIGHTS))
 
 
 def entry_key(base: str, storage: Mapping[str, str], device: torch.device) -> str:
@@ -87,7 +87,7 @@ def entry_key(base: str, storage: Mapping[str, str], device: torch.device) -> st
     decides = {
         "base": base,
         "storage": dict(sorted(storage.items())),
-        "quantiser": [VERSIONS, BITSANDBYTES_VERSION, device.type],
+        "quantiser": [VERSIONS, bitsandbytes.__version__, device.type],
     }
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""From chat lines to micro-batches. A global batch is a list of samples; only ranks' shares of it depend on their number."""
+"""Samples and micro-batches. A global batch is a list of samples; only its split over ranks depends on their number."""

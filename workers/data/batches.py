@@ -1,7 +1,7 @@
 """The samples of each step, and how ranks share them: pure functions of (seed, step); a resume needs only the step.
 
 An epoch is a permutation of all samples, cut into batches; the last batch of an epoch may be smaller. A step's batch is the
-same list whatever the world size; `workers.data.sharing` shares it out between ranks.
+same list whatever the world size; `workers.data.micro_batches` shares it out between ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def steps_per_epoch(samples: int, batch_size: int) -> int:
     return -(-samples // batch_size)
 
 
-def batch_of_step(step: int, samples: int, batch_size: int, seed: int, lengths: Lengths | None = None) -> list[int]:
+def batch_of_step(step: int, samples: int, batch_size: int, seed: int, lengths: TokenCounts | None = None) -> list[int]:
     """The sample numbers that optimizer step `step` (from 0) trains on, in an order that only the seed decides, or with
     `lengths` these as well: a batch's samples are then of like length.
     """
@@ -83,14 +83,14 @@ def _epoch_order(samples: int, seed: int, epoch: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lengths:
+class TokenCounts:
     """Tokens of every sample, int64 [samples]."""
 
     tokens: np.ndarray
 
 
 @lru_cache(maxsize=2)
-def _order_by_length(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> list[int]:
+def _order_by_length(lengths: TokenCounts, batch_size: int, seed: int, epoch: int) -> list[int]:
     """The epoch's order, of which every window of some batches is sorted by length and cut into batches, whose order is drawn
     again. A batch that is not full is the last.
     """
@@ -137,7 +137,7 @@ def collate(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int]
 
 
 def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None) -> Batch:
-    """Samples as one row, one behind the other. Without samples as `collate`. `keys`: of the samples."""
+    """Samples concatenated to one row. Without samples as `collate`. `keys`: of the samples."""
     lengths = [len(s.ids) for s in samples] or [2]
     ids = np.concatenate([s.ids for s in samples] or [np.zeros(2)]).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -166,6 +166,6 @@ def _targets(samples: Sequence[Tokens], starts: Sequence[int]) -> tuple[np.ndarr
 
 
 def _moved(values: np.ndarray, device: torch.device) -> Tensor:
-    """A host array on the device; the copy to a GPU goes on beside what the host does next."""
+    """A host array on the device; the copy to a GPU runs while the host continues."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

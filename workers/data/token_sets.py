@@ -23,16 +23,16 @@ from ft_service.data import token_folder
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.reading import open_data
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens.keeping import find, tokens_key
-from ft_service.data.tokens.stored import damage
+from ft_service.data.tokens.token_cache import find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.token_set_files import damage
 from ft_service.data.tokens.tokenize import trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.data.tokens.training_set.windows import are_whole, in_windows
 from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import DataFileRef, JobSpec
-from workers.base.agreement import alone, from_all
+from workers.base.rank_objects import alone, from_all
 from workers.ranks.runtime import OutsideError
 
 BEAT_SECONDS = 1.0
@@ -43,14 +43,14 @@ _DONE = object()
 
 def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda text: None) -> tuple[TokenSet, TokenSet]:
     """Training and validation samples, as training takes them. Called by all ranks together. `warn`: called with a sentence for
-    each stored set that is damaged, and made anew.
+    each stored set that is damaged, and made again.
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
     pairs, length = spec.dpo is not None, spec.training.max_length
     file = spec.validation_data
-    with ThreadPoolExecutor(1, "tokenise") as beside, closing(Examiner(tokens=run.path(token_folder.IN_RUN))) as examiner:
-        make = partial(_made, beside, examiner, spec)
+    with ThreadPoolExecutor(1, "tokenise") as threads, closing(Examiner(tokens=run.path(token_folder.IN_RUN))) as examiner:
+        make = partial(_made, threads, examiner, spec)
         training = _samples(run, spec, spec.training_data, make, warn)
         validation = None if file is None else _samples(run, spec, file, make, warn)
     if (split := Split.of(spec)) is not None:
@@ -64,12 +64,12 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
 
 def _whole(samples: TokenSet, spec: JobSpec) -> TokenSet:
     """What is learned whole in windows, of which none is cut; other samples as they are."""
-    split = spec.windows and spec.dpo is None and are_whole(samples)
+    split = spec.dpo is None and are_whole(samples)
     return in_windows(samples, spec.training.max_length) if split else samples
 
 
 def remove_own(run: RunDir) -> None:
-    """Remove what the job's ranks tokenised themselves, once no rank reads it any more."""
+    """Remove what the job's ranks tokenised themselves, once no rank reads it."""
     shutil.rmtree(run.path(token_folder.IN_RUN), ignore_errors=True)
 
 
@@ -90,7 +90,7 @@ def _samples(
         return next((found.samples for folder in folders if (found := find(folder, key)) is not None), None)
 
     for fault in _without_damaged(folders, key):
-        warn(f"{file.name}: its stored tokens {fault}. They are not used, and made anew.")
+        warn(f"{file.name}: its stored tokens {fault}. They are not used, and made again.")
     samples = look()
     if not all(from_all(samples is not None)):
         makes = samples is None and _is_first_here()
@@ -112,7 +112,7 @@ def _without_damaged(folders: list[Path], key: str) -> list[str]:
     """Read all of the set that would be used, once a host, and take what is damaged out of the way. Returns what was wrong,
     by each host that it was on. Called by all ranks together.
 
-    Whoever stored the set made it of the file; a bit that has changed since would be trained on by every job.
+    The set was right when it was stored; every job would train on a bit that has changed since.
     """
     faults: dict[Path, str] = {}
 
@@ -126,7 +126,7 @@ def _without_damaged(folders: list[Path], key: str) -> list[str]:
             if fault is None:
                 return
             faults[folder] = fault
-            # The service makes it anew for the next job. What others read, or nobody may write here, stays.
+            # The service makes it again for the next job. What others read, or what cannot be written here, stays.
             if not Cache(folder).remove(key) and folder == folders[-1]:
                 raise OutsideError(f"{folder / key}: its tokens {fault}, and it cannot be removed.")
 
@@ -155,9 +155,9 @@ def _is_first_here() -> bool:
     return int(os.environ.get("LOCAL_RANK") or (0 if alone() else dist.get_rank())) == 0
 
 
-def _made(beside: ThreadPoolExecutor, examiner: Examiner, spec: JobSpec, file: DataFileRef) -> Iterator[None]:
+def _made(threads: ThreadPoolExecutor, examiner: Examiner, spec: JobSpec, file: DataFileRef) -> Iterator[None]:
     """Tokenise a file; comes back now and then. Raises FtError, OSError."""
-    made = beside.submit(tokenise, spec, file, examiner)
+    made = threads.submit(tokenise, spec, file, examiner)
     while wait([made], BEAT_SECONDS).not_done:
         yield
     made.result()
@@ -174,16 +174,16 @@ def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
         raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
     if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    asked = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
-    folder = Path(asked.tokens)
+    request = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
+    folder = Path(request.tokens)
     folder.mkdir(parents=True, exist_ok=True)
-    report = examiner.examine(asked)
+    report = examiner.examine(request)
     if (error := report.error("training_file", file.name)) is not None:
         raise DataError(error.message, code=error.code)
-    found = find(folder, tokens_key(spec.model.path, file.sha256, options, pairs=pairs))
-    if found is None:
+    token_set = find(folder, tokens_key(spec.model.path, file.sha256, options, pairs=pairs))
+    if token_set is None:
         raise OSError(errno.ENOSPC, "no room for its tokens", str(folder))
-    found.entry.close()
+    token_set.entry.close()
 
 
 def _together(work: Iterator[None]) -> None:

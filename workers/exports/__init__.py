@@ -1,1 +1,1 @@
-"""What leaves for programs that do not read safetensors: GGUF for llama.cpp, and what Ollama needs beside it."""
+"""Exports for programs that do not read safetensors: GGUF for llama.cpp, and Modelfiles for Ollama."""

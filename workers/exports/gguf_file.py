@@ -22,7 +22,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from ft_service.errors import FtError
-from workers.exports.gguf_layout import Layout, refusal
+from workers.exports.gguf_layout import GgufLayout, refusal
 from workers.exports.gguf_vocabulary import Vocabulary
 
 Stored = Literal["bf16", "q8_0"]
@@ -42,21 +42,21 @@ class Planned:
     read: Callable[[], Tensor]
 
 
-def names_in(layout: Layout) -> Callable[[str], str]:
+def names_in(layout: GgufLayout) -> Callable[[str], str]:
     """transformers' name of a tensor → GGUF's. Raises SpecError for one that the architecture has not."""
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == layout.architecture)
     known = get_tensor_name_map(MODEL_ARCH(kind), layout.layers)
 
     def find(name: str) -> str:
-        found = known.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        gguf_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise refusal(f"{name} has no place in {layout.architecture} of llama.cpp")
-        return found
+        return gguf_name
 
     return find
 
 
-def as_ordered(rows: Tensor, name: str, layout: Layout) -> Tensor:
+def as_ordered(rows: Tensor, name: str, layout: GgufLayout) -> Tensor:
     """Rows of a tensor (or of an adapter's B) in llama.cpp's order, norms as they multiply."""
     module, _, _ = name.rpartition(".")
     heads = next((count for end, count in layout.heads.items() if module.endswith(end)), None)
@@ -65,7 +65,7 @@ def as_ordered(rows: Tensor, name: str, layout: Layout) -> Tensor:
     return rows + 1 if layout.shifted and name.endswith("norm.weight") else rows
 
 
-def as_stored_there(rows: Tensor, name: str, layout: Layout) -> Tensor:
+def as_stored_there(rows: Tensor, name: str, layout: GgufLayout) -> Tensor:
     """The opposite of `as_ordered`."""
     module, _, _ = name.rpartition(".")
     heads = next((count for end, count in layout.heads.items() if module.endswith(end)), None)
@@ -83,7 +83,7 @@ def kind_of(shape: tuple[int, ...], stored: Stored) -> GGMLQuantizationType:
 
 
 def write(
-    path: Path, layout: Layout, planned: Iterable[Planned], add: Callable[[GGUFWriter], None], stored: Stored | None = None
+    path: Path, layout: GgufLayout, planned: Iterable[Planned], add: Callable[[GGUFWriter], None], stored: Stored | None = None
 ) -> None:
     """Write a file; one tensor is in memory at a time. `add`: the rest of the metadata. `stored`: None for an adapter."""
     tensors = list(planned)
@@ -105,7 +105,7 @@ def write(
         writer.close()
 
 
-def add_layout(writer: GGUFWriter, layout: Layout) -> None:
+def add_layout(writer: GGUFWriter, layout: GgufLayout) -> None:
     for name, value in layout.values.items():
         _add(writer, f"{layout.architecture}.{name}", value)
 
@@ -189,5 +189,5 @@ def compare(path: Path, planned: Iterable[Planned], seen: Callable[[str, Tensor]
 
 
 def _bound(kind: GGMLQuantizationType) -> float:
-    """Of the relative error of a tensor by its storage."""
+    """Largest relative error of a tensor that its storage explains."""
     return {GGMLQuantizationType.F32: 0.0, GGMLQuantizationType.BF16: 2.0**-8}.get(kind, 0.02)

@@ -36,8 +36,8 @@ Value = int | float | bool | str
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What a GGUF file of an architecture holds beside its weights and its vocabulary."""
+class GgufLayout:
+    """What a GGUF file of an architecture holds besides weights and vocabulary."""
 
     architecture: str
     layers: int
@@ -52,7 +52,7 @@ class Layout:
     notes: tuple[str, ...] = ()
 
 
-def layout_of(config: Mapping[str, Any]) -> Layout:
+def layout_of(config: Mapping[str, Any]) -> GgufLayout:
     """`config`: of the text decoder, as transformers completes it. Raises SpecError for what llama.cpp would compute
     otherwise."""
     kind = str(config["model_type"])
@@ -81,7 +81,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         **_of_architecture(config, architecture),
     }
     heads = {"q_proj": config["num_attention_heads"], "k_proj": _kv_heads(config)}
-    return Layout(
+    return GgufLayout(
         architecture=architecture,
         layers=config["num_hidden_layers"],
         values=values,
@@ -135,7 +135,7 @@ def _rope(config: Mapping[str, Any], architecture: str) -> tuple[dict[str, Value
 
 
 def _global_rope(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of Gemma 3's two kinds of layers the one that GGUF says; the other llama.cpp knows by heart."""
+    """The rotary embedding of Gemma 3's global layers, which GGUF holds; llama.cpp's code has that of the local ones."""
     local = given.get("sliding_attention") or {}
     if float(local.get("rope_theta") or _LOCAL_THETA) != _LOCAL_THETA or local.get("rope_type", "default") != "default":
         raise refusal(f"rope_parameters.sliding_attention = {dict(local)}: llama.cpp turns local layers by {_LOCAL_THETA:g}")

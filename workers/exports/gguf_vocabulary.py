@@ -95,7 +95,7 @@ def pre_tokenizer(steps: Sequence[Mapping[str, Any]], *, ignore_merges: bool) ->
             if known and split.get("behavior") == "Isolated" and not split.get("invert"):
                 return known
     shown = json.dumps(list(steps))[:300]
-    raise refusal(f"the tokenizer cuts text in a way that is none of those that llama.cpp knows by name: {shown}")
+    raise refusal(f"the tokenizer splits text in a way that llama.cpp does not know by name: {shown}")
 
 
 def scores_of(tokens: Sequence[str], merges: Pairs, types: Sequence[int]) -> list[float]:

@@ -18,15 +18,15 @@ MODELFILE = "Modelfile"
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnTemplate:
     """A chat template that puts fixed text around each message."""
 
     around: dict[str, tuple[str, str]]
     """Role → text before and after a message."""
     opening: str
-    """Of the answer that is asked for."""
+    """Text before the answer."""
     default: str
-    """Where there is no system message, before everything."""
+    """Text before everything if there is no system message."""
     bos: str
 
     def render(self, messages: Sequence[Message], answer: bool) -> str:
@@ -39,7 +39,7 @@ class Turns:
         return text + (self.opening if answer else "")
 
 
-def turns_of(render: Render, bos: str) -> Turns | None:
+def turns_of(render: Render, bos: str) -> TurnTemplate | None:
     """The template as turns. None: it is not of that kind. `bos`: the tokenizer's, which Ollama puts there itself."""
     try:
         turns = _guess(render, bos)
@@ -48,7 +48,7 @@ def turns_of(render: Render, bos: str) -> Turns | None:
         return None
 
 
-def _guess(render: Render, bos: str) -> Turns | None:
+def _guess(render: Render, bos: str) -> TurnTemplate | None:
     one = _between(render([_say("user", _U)], False), _U)
     opening = render([_say("user", _U)], True)[len(one[0]) + len(_U) + len(one[1]) :]
     two = _between(render([_say("user", _U), _say("assistant", _A)], False), _U, _A)
@@ -65,7 +65,7 @@ def _guess(render: Render, bos: str) -> Turns | None:
     system = _system(render, found, before_user)
     if system is not None:
         around["system"] = system
-    return Turns(around, opening, first[len(found) :], found)
+    return TurnTemplate(around, opening, first[len(found) :], found)
 
 
 def _system(render: Render, bos: str, before_user: str) -> tuple[str, str] | None:
@@ -92,7 +92,7 @@ def _say(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _holds(turns: Turns, render: Render) -> bool:
+def _holds(turns: TurnTemplate, render: Render) -> bool:
     """Whether the turns write what the template writes, for conversations that they were not made from."""
     plain = [_say("user", "Where is it?\n\nTell me."), _say("assistant", "Here."), _say("user", "42"), _say("assistant", "{}")]
     tried = [plain[:1], plain[:2], plain[:3], plain]
@@ -105,7 +105,7 @@ def _holds(turns: Turns, render: Render) -> bool:
     )
 
 
-def template_text(turns: Turns) -> str | None:
+def template_text(turns: TurnTemplate) -> str | None:
     """The turns as a template of Ollama's. None: they hold text that its language, or a Modelfile, reads as its own."""
     texts = [text for pair in turns.around.values() for text in pair] + [turns.opening, turns.default]
     if any(word in text for text in texts for word in ("{{", "}}", '"""')):
@@ -118,7 +118,7 @@ def template_text(turns: Turns) -> str | None:
     return "".join(parts)
 
 
-def modelfile(first: Sequence[str], turns: Turns | None) -> str:
+def modelfile(first: Sequence[str], turns: TurnTemplate | None) -> str:
     """A Modelfile. `first`: its lines before the template."""
     lines = list(first)
     text = template_text(turns) if turns is not None else None

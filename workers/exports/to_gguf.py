@@ -1,4 +1,4 @@
-"""A merged model, or an adapter alone, as a GGUF file with a Modelfile beside it. Each is read again before it counts."""
+"""A merged model, or an adapter alone, as a GGUF file with a Modelfile. Each is read again and compared."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ft_service.data.template_process import TemplateProcess
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
-from workers.base.names import find_pieces
-from workers.base.source import Safetensors
+from workers.base.base_tensors import Safetensors
+from workers.base.parameter_sources import find_pieces
+from workers.exports.compressed_tensors import RestoredFolder
 from workers.exports.gguf_file import (
     Planned,
     Stored,
@@ -31,13 +32,12 @@ from workers.exports.gguf_file import (
     names_in,
     write,
 )
-from workers.exports.gguf_layout import Layout, layout_of, refusal
+from workers.exports.gguf_layout import GgufLayout, layout_of, refusal
 from workers.exports.gguf_vocabulary import read_vocabulary
 from workers.exports.ollama import MODELFILE, Message, modelfile, turns_of
-from workers.exports.restored import RestoredFolder
 from workers.model.build import base_on_meta
+from workers.model.multimodal import text_decoder
 from workers.model.peft_adapter import PeftAdapter
-from workers.model.wrapped import text_decoder
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 _IN_WRAPPED = "language_model."
@@ -53,7 +53,7 @@ class GgufModel:
         self.folder = folder
         self.model = base_on_meta(str(folder))
         config = text_decoder(self.model).config.to_dict()
-        self.layout: Layout = layout_of(config)
+        self.layout: GgufLayout = layout_of(config)
         self.name = names_in(self.layout)
         self.parameters = dict(self.model.named_parameters())
 
@@ -175,9 +175,9 @@ def _require_fitting(model: GgufModel, adapter: PeftAdapter, weight: str, module
         raise refusal(f"the adapter changes {weight.removesuffix('.weight')}, which llama.cpp has as no matrix of its own")
     if adapter.update(module).magnitude is not None:
         raise refusal(f"the adapter has a magnitude for {module} (DoRA): export the merged model (gguf)")
-    found = adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1]
-    if found != tuple(parameter.shape):
-        raise SpecError(f"The adapter changes {weight} of shape {found}; the base has {tuple(parameter.shape)}.", param="base")
+    shape = adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1]
+    if shape != tuple(parameter.shape):
+        raise SpecError(f"The adapter changes {weight} of shape {shape}; the base has {tuple(parameter.shape)}.", param="base")
 
 
 def _write_modelfile(out: Path, folder: Path, chat_template: str, first: list[str]) -> None:

@@ -28,8 +28,8 @@ from ft_service.rundir.manifest import (
     parent_of,
 )
 from ft_service.spec import DataFileRef, JobSpec
-from workers.base.agreement import from_all
 from workers.base.load import base_tensor_name
+from workers.base.rank_objects import from_all
 from workers.model.build import BuiltModel
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
@@ -56,7 +56,7 @@ def record(
     if adopted is not None and adopted.base.digest != base.digest:
         raise SpecError(
             f"The base {spec.model.name} is not the one that {adopted.tuned_name} was trained on: its files differ. "
-            "Put those back, or begin anew on the base.",
+            "Put those back, or start a new job on the base.",
             param="model",
             code="base_changed",
         )

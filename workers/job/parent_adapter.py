@@ -1,4 +1,4 @@
-"""A job that goes on from a tuned model: training starts from that model's adapter; everything else is the job's own."""
+"""A job that continues from a tuned model: training starts from that model's adapter; everything else is the job's own."""
 
 from __future__ import annotations
 

@@ -5,20 +5,57 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from ft_service.spec import TrainingOptions
 from workers.job.adamw import AdamW
-from workers.job.validation import Validations
+
+
+class Validations(BaseModel):
+    """Summary of all validations up to a step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    last_step: int = 0
+    """Step of the newest validation; 0: not validated yet."""
+    last_loss: float | None = None
+    """Loss of the newest validation; None: not finite, or not validated yet."""
+    best_step: int = 0
+    """Step of the lowest loss, the first of equal ones; 0: no finite loss yet."""
+    best_loss: float | None = None
+    undercut: float | None = None
+    """Loss that a validation must undercut by more than the threshold to count as progress."""
+    without_progress: int = 0
+    """Number of consecutive validations without progress."""
+
+    def after(self, step: int, loss: float, threshold: float) -> Validations:
+        """Return the summary with one more validation. `threshold`: training.early_stopping_threshold."""
+        finite = math.isfinite(loss)
+        best = finite and (self.best_loss is None or loss < self.best_loss)
+        progress = finite and (self.undercut is None or loss < self.undercut - threshold)
+        return Validations(
+            last_step=step,
+            last_loss=loss if finite else None,
+            best_step=step if best else self.best_step,
+            best_loss=loss if best else self.best_loss,
+            undercut=loss if progress else self.undercut,
+            without_progress=0 if progress else self.without_progress + 1,
+        )
+
+    def loss_at(self, step: int) -> float | None:
+        """Return the loss of the newest validation if it was at this step, else None."""
+        return self.last_loss if step == self.last_step else None
+
 
 DECAY_RATIO = 0.1
-"""training.decay_ratio where it is not given."""
+"""Default of training.decay_ratio."""
 
 
 class JobState:
-    """Adapters (fp32 masters, sharded or not), their AdamW, and the position in training. All of it is in a checkpoint.
+    """Adapters (fp32 masters, sharded or not), their AdamW, and the position in training. A checkpoint contains all of it.
 
-    Learning rate, sample order and everything random are functions of the step, so that the step is nearly the whole position.
+    Learning rate, sample order and all random numbers are functions of the step, so the step is nearly the whole position.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainingOptions) -> None:
@@ -30,7 +67,7 @@ class JobState:
         self.validations = Validations()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint holds, by names that depend neither on wrappers nor on the world size."""
+        """Return all tensors of a checkpoint, by names that depend neither on wrappers nor on the world size."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             tensors[f"adapter/{name}"] = parameter.detach()
@@ -48,8 +85,8 @@ class JobState:
     def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
         """Clip, step, and clear the gradients. Returns their global 2-norm before clipping: fp32 [], on the parameters' device.
 
-        Nothing waits for the device. If the norm is not finite, neither parameters nor moments change; the step counts all the
-        same, for whoever reads the norm ends the job.
+        It does not wait for the device. If the norm is not finite, neither parameters nor moments change; the step is counted
+        anyway, because the reader of the norm ends the job.
         """
         norm = self.optimizer.step(learning_rate, max_grad_norm)
         self.step += 1
@@ -59,7 +96,7 @@ class JobState:
 
 
 def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> float:
-    """Rate of optimizer step `step` (from 0): a linear warm-up, then the schedule down to 0 after the last step."""
+    """Return the learning rate of step `step` (from 0): a linear warm-up, then the schedule down to 0 after the last step."""
     warmup = math.ceil(options.warmup_ratio * total_steps) if options.warmup_steps is None else options.warmup_steps
     if step < warmup:
         return options.rate * (step + 1) / warmup

@@ -1,6 +1,6 @@
-"""Dropout in front of adapters, by counting instead of drawing: whether a number is dropped follows from (seed, step, sample,
-position in the sample, module, channel) and from nothing else. So it is the same on any rank, beside any other samples, on any
-number of ranks, in a forward that is computed again, and behind a resume.
+"""Dropout before adapters, computed from counters instead of a generator: whether a number is dropped follows from (seed, step,
+sample, position in the sample, module, channel) and from nothing else. So it is the same on any rank and number of ranks, among
+any other samples, in a recomputed forward, and after a resume.
 
 Each target of an arrow is a 32-bit hash of its sources:
 
@@ -190,8 +190,8 @@ class Dropping:
             self._module = torch.tensor(self._key, dtype=torch.int32, device=tokens.device)
 
     def concerns(self, x: Tensor) -> bool:
-        """Whether x [rows, length, cols] is of the tokens in hand: not of the one before the first, in whose place layers that
-        look back put zeros (Zaya).
+        """Whether x [rows, length, cols] is of the current tokens: not of the one before the first, for which layers that look
+        back insert zeros (Zaya).
         """
         return self._tokens is None or x.shape[-2] != 1 or self._tokens.shape[-1] == 1
 

@@ -9,22 +9,21 @@ so they stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ft_service.errors import SpecError
-from workers.quant.grouped_linear import PLAIN, grouped_linear
+from workers.quant.grouped_linear import PLAIN, grouped_linear, grouped_matrices
 from workers.quant.rowwise import RowQuantized
 
 GATED = ("gate_up_proj", "down_proj")
 """The stacks of a gated mixture; of the rows of the first, half are the gate's: the upper half, or every other one."""
 UNGATED = ("up_proj", "down_proj")
 _BIAS = "_bias"
-_INPUT_SCALED = "Llama4TextExperts"
-"""Experts whose shares multiply what goes into them; transformers' module takes every token through every expert."""
+SCALES_INPUT = "scales_input"
+"""Attribute of experts whose shares multiply what goes into them; transformers' module takes all tokens through all experts."""
 
 
 class ExpertsLinear(nn.Module):
@@ -73,10 +72,10 @@ class FrozenExperts(nn.Module):
         gate = getattr(said, "_apply_gate", None) or _halves(said.act_fn)
         self._activate: Callable[[Tensor], Tensor] = gate if self.projections == GATED else said.act_fn.forward
         self.post_expert_norm = said.post_expert_norm if getattr(said, "has_post_expert_norm", False) else None
-        self._scales_input = type(stock).__name__ == _INPUT_SCALED
+        self.scales_input = getattr(stock, SCALES_INPUT, False)
         self.adapters: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
         """Stack → what is added to its product."""
-        self.seen_turned = _is_transposed(stock) and not hasattr(stock, "is_transposed")
+        self.seen_turned = self.scales_input
         """Whether PEFT, which asks the module, takes the stacks' inputs for their outputs."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -89,10 +88,10 @@ class FrozenExperts(nn.Module):
         counts = chosen.new_zeros(getattr(self, first).num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         shares = top_k_weights.reshape(-1)[order].unsqueeze(1)
         x = hidden_states[order // k]
-        x = self._project(first, x * shares if self._scales_input else x, counts, experts)
+        x = self._project(first, x * shares if self.scales_input else x, counts, experts)
         y = self._project(second, self._activate(x), counts, experts)
         y = y if self.post_expert_norm is None else self.post_expert_norm(y)
-        y = y if self._scales_input else y * shares
+        y = y if self.scales_input else y * shares
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return y[back].unflatten(0, (-1, k)).sum(dim=1).to(hidden_states.dtype)
 
@@ -115,23 +114,9 @@ def _halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
     return apply
 
 
-def put_experts(block: nn.Module, name: str, experts: FrozenExperts) -> None:
-    """Set experts in place of the child `name` of the module that calls them, which may have to call them otherwise."""
-    setattr(block, name, experts)
-    if experts._scales_input:
-        block.forward = MethodType(_only_the_chosen, block)
-
-
-def _only_the_chosen(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4's mixture, in which a token meets the experts that it chose and no others → (hidden, router's logits).
-
-    transformers takes every token through every expert, multiplied by zero for those that were not chosen.
-    """
-    hidden = hidden_states.reshape(-1, block.hidden_dim)
-    logits = nn.functional.linear(hidden, block.router.weight)
-    best, chosen = torch.topk(logits, block.top_k, dim=1)
-    routed = block.experts(hidden, chosen, torch.sigmoid(best.float()).to(hidden.dtype))
-    return block.shared_expert(hidden) + routed, logits
+def declare_input_scaled(experts: Any) -> None:
+    """Say of gated experts whose shares multiply what goes into them what other classes of experts say of themselves."""
+    experts.has_gate = experts.is_transposed = experts.scales_input = True
 
 
 def experts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -159,7 +144,7 @@ def projections_of(module: nn.Module) -> tuple[str, str]:
 
 def _is_transposed(module: nn.Module) -> bool:
     """Whether a module of transformers stacks its matrices [in, out]."""
-    return bool(getattr(module, "is_transposed", type(module).__name__ == _INPUT_SCALED))
+    return bool(getattr(module, "is_transposed", False))
 
 
 def _holds_stacks(module: nn.Module) -> bool:
@@ -173,12 +158,56 @@ def _holds_stacks(module: nn.Module) -> bool:
 
 
 def _unsupported(module: nn.Module) -> str | None:
-    found = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
+    dimensions = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
     names = projections_of(module)
     stacks, biases = dict.fromkeys(names, 3), {name + _BIAS: 2 for name in names}
-    if found not in (stacks, stacks | biases):
-        return "their parameters are " + ", ".join(sorted(found))
-    known = type(module).__name__ == _INPUT_SCALED or hasattr(module, "has_gate")
-    if not known or not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn")):
+    if dimensions not in (stacks, stacks | biases):
+        return "their parameters are " + ", ".join(sorted(dimensions))
+    if not hasattr(module, "has_gate") or not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn")):
         return "they say nothing of their gate"
     return None
+
+
+ADAPTER = "default"
+
+
+class _Wrapper(nn.Module):
+    """Where PEFT has a wrapper inside another."""
+
+
+def adapt_experts(experts: FrozenExperts, ranks: Mapping[str, int], scales: Mapping[str, float]) -> None:
+    """Put adapters, on meta and in fp32, on stacks of one module. `ranks`, `scales`: by the name of the stack."""
+    *inner, outer = [projection for projection in experts.projections if projection in ranks]
+    for projection in (*inner, outer):
+        holder: Any = experts if projection == outer else _Wrapper()
+        if holder is not experts:
+            experts.base_layer = holder
+        _add_matrices(holder, getattr(experts, projection), ranks[projection], experts.seen_turned)
+        # Not registered once more: its parameters have one name.
+        experts.adapters[projection] = _ExpertsLora(holder, experts.seen_turned, scales[projection])
+
+
+def _add_matrices(holder: nn.Module, layer: ExpertsLinear, r: int, turned: bool) -> None:
+    """`turned`: PEFT takes the stack's inputs for its outputs."""
+    wide, high = (layer.out_features, layer.in_features) if turned else (layer.in_features, layer.out_features)
+    with torch.device("meta"):
+        a = nn.Linear(wide, r * layer.num_experts, bias=False, dtype=torch.float32)
+        b = nn.Linear(r * layer.num_experts, high, bias=False, dtype=torch.float32)
+    holder.lora_A, holder.lora_B = nn.ModuleDict({ADAPTER: a}), nn.ModuleDict({ADAPTER: b})
+
+
+class _ExpertsLora:
+    """What the adapter of one stack adds to its product. No module: that which holds the matrices is one."""
+
+    def __init__(self, holder: Any, turned: bool, scale: float) -> None:
+        self._holder, self._turned, self.scale = holder, turned, scale
+
+    def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [n, in], sorted by expert → [n, out]."""
+        experts = counts.shape[0]
+        a = self._holder.lora_A[ADAPTER].weight.to(x.dtype)
+        b = self._holder.lora_B[ADAPTER].weight.to(x.dtype)
+        a = a.unflatten(0, (experts, -1))  # [experts, r, wide]
+        b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [experts, high, r]
+        first, second = (b.mT, a.mT) if self._turned else (a, b)
+        return grouped_matrices(grouped_matrices(x, first.contiguous(), counts), second.contiguous(), counts) * self.scale

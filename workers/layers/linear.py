@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,22 @@ from workers.layers import dropout
 from workers.layers.dropout import Dropping, Keys
 from workers.quant import frozen_linear
 from workers.quant.rowwise import RowQuantized
+
+
+def computes_as_linear(module: nn.Linear) -> bool:
+    """Return whether a class derived from nn.Linear computes what nn.Linear does, by running a small copy of the module."""
+    small = copy.copy(module)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (6,), (2, 3, 4)))
+    bias = bias if module.bias is not None else None
+    values = {"weight": nn.Parameter(weight), "bias": bias if bias is None else nn.Parameter(bias)}
+    vars(small).update(_parameters={**module._parameters, **values}, in_features=4, out_features=6)
+    try:
+        with torch.no_grad():
+            found = small(x)
+    except Exception:  # it takes other arguments, or has other tensors, which are on meta
+        return False
+    return isinstance(found, Tensor) and found.shape == (2, 3, 6) and torch.allclose(found, F.linear(x, weight, bias))
 
 
 class FrozenLinear(nn.Linear):
@@ -48,7 +65,7 @@ class LoraLinear(peft.tuners.lora.Linear):
     """
 
     dropping: Dropping | None = None
-    """In place of PEFT's dropout, which draws from the rank's own generator. None: nothing is dropped."""
+    """Replaces PEFT's dropout, which draws from the rank's own generator. None: nothing is dropped."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base: Any = self.base_layer
@@ -62,37 +79,36 @@ class LoraLinear(peft.tuners.lora.Linear):
             return base(x, *args, **kwargs) + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
         parts, stored_as = _stored(base)
         keys, rate = (None, 0.0) if dropping is None else (dropping.keys, dropping.rate)
-        call = _Call(stored_as, base.in_features, self.scaling[name], rate)
-        return _LoraProduct.apply(x, a, b, base.bias, keys, call, *parts)  # pyright: ignore[reportReturnType]
+        call = _Call(stored_as, base.in_features, self.scaling[name], keys, rate)
+        return _LoraProduct.apply(x, a, b, base.bias, call, *parts)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is no tensor of a `_LoraProduct`. `rate`: of dropout."""
+    """The arguments of a `_LoraProduct` that get no gradient. `keys`, `rate`: of dropout; no keys: nothing is dropped."""
 
     stored_as: str
     cols: int
     scale: float
+    keys: Keys | None
     rate: float
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, with x dropped in front of A if there are keys; its gradients are of x, A and B.
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, with dropout before A if there are keys; x, A and B get gradients.
 
     The adapter's part is added into the frozen product, in forward and in backward: neither makes another tensor as wide as a
-    layer. It keeps x, x Aᵀ, A and B in x's dtype, and the storage of W.
+    layer. Backward keeps x, x Aᵀ, A and B in x's dtype, and the storage of W.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, keys: Keys | None, call: _Call, *parts: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, call: _Call, *parts: Tensor) -> Tensor:
         a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
         y = frozen_linear.product(x, parts, call.stored_as, call.cols)
         if bias is not None:
             y = y.add_(bias) if not frozen_linear.watched() else y + bias
-        down = F.linear(x, a_cast) if keys is None else dropout.product(x, a_cast, keys, call.rate)
-        ctx.call, ctx.keys, ctx.dtypes = call, keys, (a.dtype, b.dtype)
+        down = F.linear(x, a_cast) if call.keys is None else dropout.product(x, a_cast, call.keys, call.rate)
+        ctx.call, ctx.dtypes = call, (a.dtype, b.dtype)
         ctx.save_for_backward(x, down, a_cast, b_cast, *parts)
         added = (down.flatten(0, -2), b_cast.t())
         if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
@@ -112,15 +128,15 @@ class _LoraProduct(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = frozen_linear.product_grad(grad, parts, call.stored_as, call.cols)
-        if ctx.keys is None:
+        if call.keys is None:
             of_a = of_down.t() @ x.flatten(0, -2)
             if of_x is not None:
                 of_x.flatten(0, -2).addmm_(of_down, a)
         else:
-            dropped, of_a = dropout.product_grad(of_down.view_as(down), x, a, ctx.keys, call.rate)
+            dropped, of_a = dropout.product_grad(of_down.view_as(down), x, a, call.keys, call.rate)
             if of_x is not None:
                 of_x += dropped
-        return of_x, of_a.to(ctx.dtypes[0]), of_b.to(ctx.dtypes[1]), None, None, None, *[None] * len(parts)
+        return of_x, of_a.to(ctx.dtypes[0]), of_b.to(ctx.dtypes[1]), None, None, *[None] * len(parts)
 
 
 def _scaled_mm(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -138,9 +154,7 @@ def _stored(layer: nn.Linear) -> tuple[Sequence[Tensor], str]:
 
 
 def use_keys(model: nn.Module, tokens: Tensor | None) -> None:
-    """Set dropout's keys before a forward in training: int32 [samples, length] of the micro-batch. None: the job has no
-    dropout.
-    """
+    """Set dropout's keys before a forward in training: int32 [samples, length]. None: the job has no dropout."""
     if tokens is None:
         return
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""NEFTune: noise on the embeddings while training, by counting instead of drawing, as dropout does it (dropout.py).
+"""NEFTune: noise on the embeddings while training, computed from counters instead of a generator, as dropout is (dropout.py).
 
-The noise of a number follows from (seed, step, sample, position in the sample, channel): it is the same on any rank, beside any
-other samples, and behind a resume.
+The noise of a number follows from (seed, step, sample, position in the sample, channel): it is the same on any rank, among any
+other samples, and after a resume.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Noise:
         self._tokens, self._lengths = tokens, lengths
 
     def __call__(self, module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-        """As a forward hook of the embedding: [rows, length, width]."""
+        """Forward hook of the embedding: adds noise to its output [rows, length, width]."""
         if not module.training or self._tokens is None or self._lengths is None:
             return embedded
         width = embedded.shape[-1]

@@ -1,29 +1,23 @@
-"""Causal attention with its scores written out, a number of queries at a time: for what fused kernels do not have. Forward and
-backward by hand, since both run inside operators, below autograd.
-
-Behind the keys of tokens there may stand others, each of which is made of `block` tokens in a row: the first of the first of
-them, and so on. A query sees those that are made of itself and tokens before it; no window hides them.
+"""Causal attention with explicit scores, a number of queries at a time, for what fused kernels do not compute. Forward and
+backward are written by hand, since both run inside operators, below autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROWS_AT_ONCE = 512
 """Queries whose scores exist at once."""
 
 
-Seen = Sequence[slice]
-"""Places of keys: of tokens, and behind those of what is made of blocks of them."""
-
-
 @dataclass(frozen=True)
-class Shape:
-    """Of attention: which keys before it a query sees, and how their scores become shares."""
+class AttentionPattern:
+    """Which keys before it a query sees, and how their scores become shares."""
 
     scale: float
     window: int = 0
@@ -32,24 +26,47 @@ class Shape:
     """Scores become tanh(score / softcap) * softcap; 0: they stay."""
     sinks: Tensor | None = None
     """One more score a head, [heads], that has no value."""
-    block: int = 1
-    """Tokens that a chosen place stands for, or that a key behind those of tokens is made of."""
     chosen: Tensor | None = None
-    """Places of what a query sees: of keys behind those of tokens where there are any, else of blocks of tokens. int
-    [rows, one or groups, length, places]; those that are not there mean nothing. None: all."""
+    """Positions of the keys that a query sees of those before it, int [rows, length, keys]; positions outside the row are
+    ignored. None: all."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels compute it."""
+        return not self.softcap and self.sinks is None and self.chosen is None
 
 
-def scored(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-    """query [rows, heads, length, d], key and value [rows, groups, keys, d] → [rows, heads, length, d], in value's dtype."""
+def attention_pattern(query: Tensor, options: Mapping[str, Any]) -> AttentionPattern:
+    """The pattern that transformers' options of an attention function describe."""
+    scale, chosen = options.get("scaling"), options.get("indices")
+    return AttentionPattern(
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=options.get("sliding_window") or 0,
+        softcap=options.get("softcap") or 0.0,
+        sinks=options.get("s_aux"),
+        chosen=chosen if chosen is not None and chosen.shape[-1] else None,
+    )
+
+
+def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Return whether an attention is causal and has no bias by position, by transformers' options or by its module."""
+    causal = options.get("is_causal")
+    return options.get("position_bias") is None and bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def scored(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) -> Tensor:
+    """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, heads, length, d], in value's dtype."""
     key, value = one_a_head(query, key, value)
     parts = []
-    for own, seen, mask in _blocks(query, key, shape):
-        shares, _ = shares_of(query[:, :, own], taken(key, seen), mask, shape)
-        parts.append(shares.to(value.dtype) @ taken(value, seen))
+    for own, seen, mask in _parts(query, shape):
+        shares, _ = shares_of(query[:, :, own], key[:, :, seen], mask, shape)
+        parts.append(shares.to(value.dtype) @ value[:, :, seen])
     return torch.cat(parts, dim=2)
 
 
-def scored_grad(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def scored_grad(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, one key and value a head; the shares are computed again. Sums are in fp32.
 
     With P the shares and D = grad Vᵀ: the gradient of the scores is P ∘ (D - Σ P ∘ D), since a sink's value is zero.
@@ -57,15 +74,15 @@ def scored_grad(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: 
     wide_key, wide_value = one_a_head(query, key, value)
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (wide_key, wide_value))
-    for own, seen, mask in _blocks(query, wide_key, shape):
-        q, k, v, g = query[:, :, own], taken(wide_key, seen), taken(wide_value, seen), grad[:, :, own]
+    for own, seen, mask in _parts(query, shape):
+        q, k, v, g = query[:, :, own], wide_key[:, :, seen], wide_value[:, :, seen], grad[:, :, own]
         shares, slope = shares_of(q, k, mask, shape)
-        _add(of_value, seen, shares.to(g.dtype).transpose(-2, -1) @ g)
+        of_value[:, :, seen] += shares.to(g.dtype).transpose(-2, -1) @ g
         of_shares = (g @ v.transpose(-2, -1)).float()
         of_scores = shares * (of_shares - (shares * of_shares).sum(dim=-1, keepdim=True)) * shape.scale
         of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
         of_query[:, :, own] = of_scores @ k
-        _add(of_key, seen, of_scores.transpose(-2, -1) @ q)
+        of_key[:, :, seen] += of_scores.transpose(-2, -1) @ q
     return of_query, of_key, of_value
 
 
@@ -75,7 +92,7 @@ def one_a_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
 
 
-def shares_of(query: Tensor, key: Tensor, mask: Tensor, shape: Shape) -> tuple[Tensor, Tensor | None]:
+def shares_of(query: Tensor, key: Tensor, mask: Tensor, shape: AttentionPattern) -> tuple[Tensor, Tensor | None]:
     """What each query takes of each value, fp32 [rows, heads, queries, keys], and the slope of the cap where there is one.
     `mask`: bool, of the keys that are seen: in place of `shape`'s window and chosen keys.
     """
@@ -93,49 +110,24 @@ def shares_of(query: Tensor, key: Tensor, mask: Tensor, shape: Shape) -> tuple[T
     return weights / (weights.sum(dim=-1, keepdim=True) + (sinks - largest).exp()), slope
 
 
-def _blocks(query: Tensor, key: Tensor, shape: Shape) -> Iterator[tuple[slice, Seen, Tensor]]:
-    """Queries, the keys that any of them sees, and which of them each does: bool [queries, keys], or [rows, one or heads,
-    queries, keys] where they are chosen.
+def _parts(query: Tensor, shape: AttentionPattern) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, the keys that any of them sees, and which of them each does: bool [queries, keys], or [rows, 1, queries, keys]
+    where they are chosen.
     """
-    length, window, block = query.shape[2], shape.window, shape.block
-    further = key.shape[2] - length
-    chosen = shape.chosen
-    if chosen is not None and chosen.shape[1] > 1:
-        chosen = chosen.repeat_interleave(query.shape[1] // chosen.shape[1], dim=1)
+    length, window = query.shape[2], shape.window
     for start in range(0, length, ROWS_AT_ONCE):
         end = min(start + ROWS_AT_ONCE, length)
         first = max(0, start - window + 1) if window else 0
         queries = torch.arange(start, end, device=query.device)[:, None]
         distance = queries - torch.arange(first, end, device=query.device)
         mask = (distance >= 0) & (distance < window) if window else distance >= 0
-        picked = None if chosen is None else _picked(chosen[:, :, start:end], further or -(-length // block))
-        if not further:
-            if picked is not None:
-                mask = mask & picked.repeat_interleave(block, dim=-1)[..., first:end]
-            yield slice(start, end), (slice(first, end),), mask
-            continue
-        made = min(further, end // block)
-        behind = (queries + 1) // block > torch.arange(made, device=query.device)
-        behind = behind if picked is None else behind & picked[..., :made]
-        both = torch.cat([mask.expand(*behind.shape[:-1], -1), behind], dim=-1)
-        yield slice(start, end), (slice(first, end), slice(length, length + made)), both
+        if shape.chosen is not None:
+            mask = mask & _picked(shape.chosen[:, start:end], length)[:, None, :, first:end]
+        yield slice(start, end), slice(first, end), mask
 
 
 def _picked(chosen: Tensor, count: int) -> Tensor:
-    """Which of `count` are among the chosen: bool [.., count]."""
+    """Which of `count` keys are among the chosen: bool [rows, queries, count]."""
     places = torch.where((chosen < 0) | (chosen > count), count, chosen).long()
-    return torch.zeros(*places.shape[:-1], count + 1, dtype=torch.bool, device=places.device).scatter_(-1, places, True)[
-        ..., :-1
-    ]
-
-
-def taken(tensor: Tensor, seen: Seen) -> Tensor:
-    """Keys or values at these places, of all of them, [rows, heads, keys, d]."""
-    parts = [tensor[:, :, part] for part in seen]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _add(to: Tensor, seen: Seen, tensor: Tensor) -> None:
-    """Add what belongs to the keys that are seen."""
-    for part, own in zip(seen, tensor.split([part.stop - part.start for part in seen], dim=2), strict=True):
-        to[:, :, part] += own
+    picked = torch.zeros(*places.shape[:-1], count + 1, dtype=torch.bool, device=places.device).scatter_(-1, places, True)
+    return picked[..., :-1]

@@ -1,4 +1,4 @@
-"""Causal attention within samples that stand one behind the other in a row: no token sees another sample, and none is padded.
+"""Causal attention within samples that are concatenated in a row: no token sees another sample, and none is padded.
 
 It stands where transformers' attention stood, for the architectures that let it be chosen, so that no mask is ever made. Rows
 of padded samples are taken the same way: as one segment each, whose padding comes last.
@@ -8,9 +8,8 @@ of padded samples are taken the same way: as one segment each, whose padding com
     chunk      tokens of a segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole
     softcap    scores become tanh(score / softcap) * softcap; 0: they stay
     sinks      one more score a head, [heads], that takes part in the softmax and has no value (gpt-oss)
-    chosen     places in their segment of the keys that a query sees, of those before it, one by one or in blocks: what
-               an indexer chose (workers/layers/by_sample/)
-    pooled     one more key for each block of a segment's tokens, seen by the queries behind it (DeepSeek V4)
+    chosen     positions in their segment of the keys that a query sees, of those before it: what an indexer chose
+               (workers/patches/indexed_attention.py)
 
 Attention is opaque operators, as the products with frozen weights are: the compiler need not look into lengths that change at
 every step, and selective checkpointing keeps their results by their namespace.
@@ -19,7 +18,7 @@ every step, and selective checkpointing keeps their results by their namespace.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -29,86 +28,40 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers.scored_attention import Seen, Shape, one_a_head, scored, scored_grad, taken
+from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, scored, scored_grad
 from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
 
 NAME = "ft_segments"
-"""Of this attention among transformers' implementations."""
+"""Name of this attention among transformers' implementations."""
 _OTHER = (-1, -1)
-"""What is told of a mask that neither a window nor a chunk describes."""
-
-
-@dataclass
-class Selection:
-    """What a layer tells its attention beside query, key and value: of keys that are chosen, and of pooled ones."""
-
-    mask: Tensor | None = None
-    """What the layer was given as a mask."""
-    block: int = 1
-    """Tokens that one chosen place stands for, or that one pooled key is made of."""
-    chosen: Tensor | None = None
-    """int [rows, one or groups, length, places]; those that are not there mean nothing. None: all are seen."""
-    whole: int = 0
-    """Tokens of a segment in which nothing is chosen: what stands in `chosen` for its queries does not matter."""
-    pooled: Tensor | None = None
-    """Keys that are values too, [rows, 1, blocks, d]: of all whole blocks of each segment, one segment behind the other."""
+"""Description of a mask that neither a window nor a chunk describes."""
 
 
 def segment_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    selection: Selection | None = None,
-    **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [rows, heads, length, d], key and value [rows, groups, length, ..] →
-    [rows, length, heads, ..]. `indices`: the chosen keys, int [rows, length, keys]; `block_indices`: the chosen blocks of them,
-    int [rows, groups, length, blocks]; without any, all are seen. `selection`: the same from layers that our hooks ask.
+    """The attention function that transformers calls: query [rows, heads, length, d], key and value [rows, groups, length, ..]
+    → [rows, length, heads, ..]. `options`: transformers' own; its `indices` are the chosen keys, int [rows, length, keys].
 
     Raises NotImplementedError for what only a mask could say.
     """
-    told = selection or _selection(module, attention_mask, indices, block_indices)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if position_bias is not None or not causal or query.shape[2] != key.shape[2]:
+    pattern = attention_pattern(query, options)
+    if not is_causal(module, options) or query.shape[2] != key.shape[2]:
         _refuse(f"{type(module).__name__} is not causal, or has a bias by position")
-    chunk, window = chunk_of(module), sliding_window or 0
-    if told.mask is not None and told.mask.numel():  # an empty one says nothing: indexed_attention.py
-        _compare(module, told.mask, window, chunk)
+    chunk = chunk_of(module)
+    if attention_mask is not None and attention_mask.numel():  # an empty one says nothing: indexed_attention.py
+        _compare(module, attention_mask, pattern.window, chunk)
     bounds = CURRENT.bounds(query.shape[2], chunk)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     width = value.shape[-1]
-    if told.pooled is not None:
-        key, value = (torch.cat([tensor, told.pooled], dim=2) for tensor in (key, value))
     query, key, value = _of_one_width(tempered(module, query), key, value)
-    plain = not softcap and s_aux is None and told.chosen is None and told.pooled is None
-    if plain and CURRENT.fused and _fits_kernel(query):
-        out = _varlen(query, key, value, bounds, scale, window)
-    elif plain and query.is_cuda and _without_window(bounds, window):
-        out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, scale)
+    if pattern.is_plain and CURRENT.fused and _fits_kernel(query):
+        out = _varlen(query, key, value, bounds, pattern)
+    elif pattern.is_plain and query.is_cuda and _without_window(bounds, pattern.window):
+        out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
     else:
-        rest = (scale, window, softcap or 0.0, s_aux, told.block, told.chosen, told.whole)
-        out, _lse = attend(query, key, value, bounds.starts, *rest)
+        fields = (pattern.scale, pattern.window, pattern.softcap, pattern.sinks, pattern.chosen)
+        out, _lse = attend(query, key, value, bounds.starts, *fields)
     return (out if out.shape[-1] == width else out[..., :width]), None
-
-
-def _selection(module: Any, mask: Tensor | None, indices: Tensor | None, block_indices: Tensor | None) -> Selection:
-    """What an indexer of a layer told in transformers' ways."""
-    if indices is not None and indices.shape[-1]:
-        return Selection(mask, 1, indices.unsqueeze(1), indices.shape[-1])
-    if block_indices is not None and block_indices.shape[-1]:
-        block = module.indexer.block_size
-        return Selection(mask, block, block_indices, block * block_indices.shape[-1])
-    return Selection(mask)
 
 
 def _refuse(what: str) -> None:
@@ -118,10 +71,10 @@ def _refuse(what: str) -> None:
 
 
 def _compare(module: nn.Module, mask: Tensor, window: int, chunk: int) -> None:
-    """Hold the mask that the architecture would make, told by `described_mask`, against what its layer names."""
-    told = tuple(mask.flatten().tolist()) if mask.numel() == 2 else _OTHER
-    if told != (window, chunk):
-        shape = "is not causal" if told == _OTHER else _named(*told)
+    """Compare the mask that the architecture would make, as `described_mask` describes it, with what its layer names."""
+    described = tuple(mask.flatten().tolist()) if mask.numel() == 2 else _OTHER
+    if described != (window, chunk):
+        shape = "is not causal" if described == _OTHER else _named(*described)
         _refuse(f"the mask of {type(module).__name__} {shape}, and its layer {_named(window, chunk)}")
 
 
@@ -132,9 +85,9 @@ def _named(window: int, chunk: int) -> str:
 def described_mask(
     *_: Any, q_length: int, kv_length: int, mask_function: Any, device: torch.device | None = None, **__: Any
 ) -> Tensor:
-    """In place of a mask, what it says: int64 [1, 1, 1, 2], window and chunk, 0 for none, or -1 twice for another shape.
+    """Return a description in place of a mask: int64 [1, 1, 1, 2], window and chunk, 0 for none, or -1 twice for another shape.
 
-    Called by transformers' mask creation as any of its mask functions, where this attention's masks are asked for.
+    Called by transformers' mask creation as any of its mask functions, for models with this attention.
     """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(1 << 19)  # behind any window in use: 262,144 are the most that are published
@@ -145,7 +98,7 @@ def described_mask(
 
     blind = (~seen(keys, zero)).nonzero()
     reach = int(blind[0]) if len(blind) else 0
-    """Of the first key: the first query that does not see it, 0 if all do."""
+    """First query that does not see the first key, 0 if all do."""
     shapes = {
         (reach, 0): lambda query: (keys <= query) & ((keys > query - reach) if reach else True),
         (0, reach): lambda query: (keys <= query) & ((keys // reach == query // reach) if reach else True),
@@ -156,8 +109,8 @@ def described_mask(
     def holds(shape: Any) -> bool:
         return all(torch.equal(seen(torch.tensor(query), keys), shape(query)) for query in queries)
 
-    told = next((named for named, shape in shapes.items() if holds(shape)), _OTHER)
-    return torch.tensor(told, dtype=torch.int64, device=device).view(1, 1, 1, 2)
+    described = next((named for named, shape in shapes.items() if holds(shape)), _OTHER)
+    return torch.tensor(described, dtype=torch.int64, device=device).view(1, 1, 1, 2)
 
 
 AttentionInterface.register(NAME, segment_attention)
@@ -176,10 +129,10 @@ def _fits_kernel(query: Tensor) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int) -> Tensor:
-    """The fused kernel of a GPU for rows of segments; one row."""
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
+    """The fused kernel of a GPU for one row of segments."""
     assert varlen_attn is not None, "Segments.fused"
-    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
+    options: dict[str, Any] = {"scale": pattern.scale, "window_size": (pattern.window - 1 if pattern.window else -1, 0)}
     if "enable_gqa" in VARLEN_OPTIONS:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
@@ -223,21 +176,18 @@ def attend(
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    block: int,
     chosen: Tensor | None,
-    whole: int,
 ) -> tuple[Tensor, Tensor]:
     """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, length, heads, d], in the query's dtype,
-    and the log-sums that the backward wants, fp32 [rows, heads, length]. There may be more keys and values than queries: pooled
-    ones. The rest is `Shape`, its fields one by one, and `Selection.whole`.
-    """
+    and the log-sums that the backward wants, fp32 [rows, heads, length]. The other arguments are the fields of an
+    `AttentionPattern`."""
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, query.shape[-1])
     sums = query.new_zeros(rows, heads, length, dtype=torch.float32)
-    shape = Shape(scale, window, softcap, sinks, block, chosen)
-    for own, seen, shape_of_own in _segments(starts, query, key, shape, whole):
-        q, k, v = query[:, :, own], taken(key, seen), taken(value, seen)
-        if _by_kernel(q, k, shape_of_own):
+    shape = AttentionPattern(scale, window, softcap, sinks, chosen)
+    for own, shape_of_own in _segments(starts, length, shape):
+        q, k, v = query[:, :, own], key[:, :, own], value[:, :, own]
+        if _by_kernel(q, shape_of_own):
             k, v = _for_kernel(k, v, heads)
             part, sums[:, :, own] = _kernel(q, k, v, 0.0, True, scale=scale)
         else:
@@ -259,24 +209,21 @@ def _attend_grad(
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    block: int,
     chosen: Tensor | None,
-    whole: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    heads = query.shape[1]
-    shape = Shape(scale, window, softcap, sinks, block, chosen)
-    for own, seen, shape_of_own in _segments(starts, query, key, shape, whole):
-        q, k, v, g = query[:, :, own], taken(key, seen), taken(value, seen), grad[:, own].transpose(1, 2)
-        if _by_kernel(q, k, shape_of_own):
+    heads, length = query.shape[1:3]
+    shape = AttentionPattern(scale, window, softcap, sinks, chosen)
+    for own, shape_of_own in _segments(starts, length, shape):
+        q, k, v, g = query[:, :, own], key[:, :, own], value[:, :, own], grad[:, own].transpose(1, 2)
+        if _by_kernel(q, shape_of_own):
             wide_k, wide_v = _for_kernel(k, v, heads)
             parts = _kernel_grad(g, q, wide_k, wide_v, out[:, own].transpose(1, 2), sums[:, :, own], 0.0, True, scale=scale)
         else:
             parts = scored_grad(g, q, k, v, shape_of_own)
-        for all_of, part, places in zip(grads, parts, ((own,), seen, seen), strict=True):
+        for all_of, part in zip(grads, parts, strict=True):
             groups = all_of.shape[1]
-            summed = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
-            _put(all_of, places, summed)
+            all_of[:, :, own] = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
     return grads
 
 
@@ -295,7 +242,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     query, key, value, starts, *rest = inputs
     ctx.save_for_backward(query, key, value, *output, starts, *(r for r in rest if isinstance(r, Tensor)))
     ctx.rest = [None if isinstance(r, Tensor) else (r,) for r in rest]
-    """Of what is no tensor, in its place."""
+    """Values that are not tensors, at their positions."""
     ctx.set_materialize_grads(False)
 
 
@@ -311,24 +258,12 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _segments(starts: Tensor, query: Tensor, key: Tensor, shape: Shape, whole: int) -> Iterator[tuple[slice, Seen, Shape]]:
-    """Each segment's queries and keys, and its attention: with the chosen keys of its queries, if there is a choice."""
-    length = query.shape[2]
+def _segments(starts: Tensor, length: int, shape: AttentionPattern) -> Iterator[tuple[slice, AttentionPattern]]:
+    """Each segment of a row of `length` tokens, and its attention: with the chosen keys of its queries, where it chooses."""
     assert starts[-1] == length, "the segments are those of another micro-batch"
-    made = length
     for start, end in pairwise(starts.tolist()):
-        own = slice(start, end)
-        seen = [own]
-        if key.shape[2] > length:
-            seen.append(slice(made, made + (end - start) // shape.block))
-            made = seen[-1].stop
-        chosen = None if shape.chosen is None or end - start <= whole else shape.chosen[:, :, own]
-        yield own, seen, replace(shape, chosen=chosen)
-
-
-def _put(to: Tensor, places: Seen, tensor: Tensor) -> None:
-    for part, own in zip(places, tensor.split([part.stop - part.start for part in places], dim=2), strict=True):
-        to[:, :, part] = own
+        chosen = None if shape.chosen is None or end - start <= shape.chosen.shape[-1] else shape.chosen[:, start:end]
+        yield slice(start, end), replace(shape, chosen=chosen)
 
 
 # One segment --------------------------------------------------------------------------------------------------------------
@@ -337,11 +272,9 @@ _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _by_kernel(query: Tensor, key: Tensor, shape: Shape) -> bool:
-    """Whether PyTorch's fused kernel for processors does what is asked for."""
-    length = query.shape[2]
-    plain = not shape.softcap and shape.sinks is None and shape.chosen is None and key.shape[2] == length
-    return plain and query.device.type == "cpu" and (not shape.window or length <= shape.window)
+def _by_kernel(query: Tensor, shape: AttentionPattern) -> bool:
+    """Return whether PyTorch's fused kernel for the CPU computes this attention."""
+    return shape.is_plain and query.device.type == "cpu" and (not shape.window or query.shape[2] <= shape.window)
 
 
 def _for_kernel(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where the samples of the micro-batch in hand begin, and into what its layers cut them."""
+"""Where the samples of the current micro-batch begin, and the chunks into which layers cut them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHUNKED = "chunked_attention"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of the segments of a row."""
+    """Positions of the segments in a row."""
 
     starts: Tensor
     """int32 [segments + 1], on the CPU: first token of each, and the end."""
@@ -35,12 +35,12 @@ class Bounds:
 
 
 class Segments:
-    """Those of the micro-batch in hand, for the forward and whatever backward computes again."""
+    """Segments of the current micro-batch, for its forward and what backward recomputes."""
 
     def __init__(self) -> None:
         self._whole: Bounds | None = None
         self._cut: dict[int, Bounds] = {}
-        """By the tokens of a chunk: the segments of layers that see no more, put together by the first of them."""
+        """Segments by chunk size, computed by the first layer that needs them."""
         self.lengths: Sequence[int] = ()
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
@@ -89,7 +89,7 @@ class Segments:
 
 
 CURRENT = Segments()
-"""Of this process, which trains one model on one micro-batch at a time."""
+"""The segments of this process, which trains one model on one micro-batch at a time."""
 
 
 def chunk_in(config: Any) -> int:
@@ -105,7 +105,7 @@ def chunk_of(module: nn.Module) -> int:
 
 
 def _kinds(config: object) -> Sequence[str]:
-    """Of attention, layer by layer, where a config says it."""
+    """Kinds of attention, layer by layer; empty if the config does not name them."""
     return getattr(config, "layer_types", None) or ()
 
 

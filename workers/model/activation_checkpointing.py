@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from workers.layers.segments import CURRENT
+from workers.patches.forward import replace_forward
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ ATTENTION = frozenset(
     )
 )
 KEPT_NAMESPACES = frozenset(("ft_service", "torch_attn"))
-"""Of our operators, the products with frozen weights and attention within segments, and of PyTorch's for packed rows."""
+"""Namespaces of our operators (products with frozen weights, attention within segments) and of PyTorch's for packed rows."""
 
 
 def checkpoint_activations(
@@ -42,7 +43,7 @@ def checkpoint_activations(
     """Replace the layers' forward, in place. "full" keeps only a layer's input; "selective" also what is costly to recompute.
 
     `adapter_rank`: r of the adapters. The product with B sums over no more than r numbers: it is as large as the frozen
-    product beside it and costs next to nothing to compute again. `compiled`: whether the layers will be compiled.
+    product next to it and costs next to nothing to compute again. `compiled`: whether the layers will be compiled.
     """
     if mode == "none":
         return
@@ -51,7 +52,7 @@ def checkpoint_activations(
         costly = partial(_is_costly, adapter_rank)
         contexts["context_fn"] = partial(_contexts_for_compiling if compiled else _contexts, costly)
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **contexts)
+        replace_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **contexts))
 
 
 Costly = Callable[[Any, Sequence[Any]], bool]

@@ -8,16 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from workers.layers.by_sample import (
-    compressed_attention,
-    indexed_attention,
-    lightning_attention,
-    sample_positions,
-    segment_mixers,
-    whole_attention,
-)
-from workers.layers.segment_attention import NAME
-from workers.model.wrapped import text_decoder
+from workers.patches import indexed_attention, sample_positions, segment_mixers
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT_MIXING = frozenset({"moe", "mlp", "dense", "sparse"})
@@ -25,49 +16,57 @@ _MIXING_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """Convolutions and recurrences."""
 _OWN_MASK = "prepare_dynamic_mask"
 """Method of attention that makes a mask of its values (Doge)."""
-_CHOOSING_LAYERS = indexed_attention.KINDS | compressed_attention.KINDS
 
 
-def takes_segments(config: PreTrainedConfig, model: Any) -> bool:
+def takes_segments(config: PreTrainedConfig, model: type) -> bool:
     """Whether the layers of a text decoder that mix tokens can be made to stay within segments, as far as it says.
 
     `model`: its class.
     """
-    if any(hasattr(value, _OWN_MASK) for value in vars(sys.modules[model.__module__]).values()):
-        return False
+    return why_padded(config, model) is None
+
+
+def why_padded(config: PreTrainedConfig, model: Any) -> str | None:
+    """The reason why samples of a text decoder cannot be packed, as far as its class says. None: it names no such reason.
+
+    `model`: its class, or one derived from it.
+    """
+    model = next(own for own in model.__mro__ if not own.__module__.startswith("torch."))  # FSDP2 derives classes
+    names = vars(sys.modules[model.__module__])
+    own_attention = f"the attention of {config.model_type} cannot be replaced"
+    if any(hasattr(value, _OWN_MASK) for value in names.values()):
+        return own_attention
     kinds = set(getattr(config, "layer_types", None) or ()) - _WITHOUT_MIXING
-    if kinds & _CHOOSING_LAYERS:
-        if not chooses_keys(model):
-            return False
-        kinds -= _CHOOSING_LAYERS
-    if kinds <= _ATTENTION_LAYERS and not mixes_otherwise(model):
-        return bool(getattr(model, "_supports_attention_backend", False))
-    chosen = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model.__module__])  # hybrids do not always declare it
-    return chosen and kinds <= _ATTENTION_LAYERS | _MIXING_LAYERS and mixes_otherwise(model)
+    if kinds & indexed_attention.KINDS and chooses_keys(model):
+        kinds -= indexed_attention.KINDS
+    unknown = kinds - _ATTENTION_LAYERS
+    if mixes_otherwise(model):
+        unknown -= _MIXING_LAYERS
+        replaceable = "ALL_ATTENTION_FUNCTIONS" in names  # hybrids do not always declare it
+    else:
+        replaceable = bool(getattr(model, "_supports_attention_backend", False))
+    if unknown:
+        return f"{config.model_type} has layers that cannot be kept within packed samples ({', '.join(sorted(unknown))})"
+    return None if replaceable else own_attention
 
 
 def mixes_otherwise(model: type) -> bool:
     """Whether layers of an architecture mix tokens otherwise than by attention, in ways that are known here."""
-    return segment_mixers.are_known(model) or lightning_attention.are_known(model)
+    return segment_mixers.are_known(model)
 
 
 def chooses_keys(model: type) -> bool:
     """Whether an architecture has indexers, all of them such as are known here."""
     indexers = indexed_attention.indexers_of(model)
-    return bool(indexers) and all(indexed_attention.is_known(own) or compressed_attention.is_known(own) for own in indexers)
+    return bool(indexers) and all(indexed_attention.is_known(own) for own in indexers)
 
 
 def stay_within_segments(model: nn.Module) -> None:
-    """Let every layer of a model that looks at several tokens take each sample of the micro-batch in hand by itself. Attention
-    does so where it is that of segments (`takes_segments`); other attention runs on one sample after the other.
+    """Let every layer of a model that looks at several tokens take each sample of the current micro-batch separately, as far as
+    such layers are known here.
     """
-    decoder = text_decoder(model)
-    if decoder.config._attn_implementation != NAME:
-        whole_attention.attend_by_sample(decoder)
     segment_mixers.use_segments(model)
-    lightning_attention.begin_anew(model)
     indexed_attention.choose_by_sample(model)
-    compressed_attention.compress_by_sample(model)
     sample_positions.rotate_by_sample(model)
 
 

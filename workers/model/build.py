@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
-from ft_service.bases.base_files import require_openable
-from ft_service.bases.contents import read_config
-from ft_service.bases.families.acceptance import refuse_untunable
+from ft_service.bases.base_files import read_config, require_openable
 from ft_service.bases.module_rules import refuse_resharding_of_held
-from ft_service.bases.wrapped import is_of_several
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
-from workers.base.frozen import Loaded
-from workers.base.turned import turn_convolutions
+from workers.base.frozen_weights import Loaded
+from workers.base.parameter_sources import turn_convolutions
+from workers.layers.experts import declare_input_scaled
 from workers.layers.noise import add_noise
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
+from workers.model.buffers import STORAGE_DTYPE, restore_buffers
+from workers.model.head import set_works_in_chunks
 from workers.model.lora import add_adapters
+from workers.model.multimodal import causal_class, decoder_layers, has_cross_attention, is_of_several, text_decoder, text_only
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
-from workers.model.wrapped import Unasked, causal_class, published_class, text_decoder, text_only
+from workers.model.probes import Probed, probe
+from workers.model.special_types import INPUT_SCALED_EXPERTS
+from workers.model.tunable import READS_ENCODER, no_model, not_causal, refuse_numbers, refuse_untunable, wrong_value
+from workers.patches.plain_linears import make_linears_plain
+from workers.patches.unchecked_config import set_unchecked
 from workers.ranks.runtime import COMPUTE_DTYPE
-
-PLAIN_LINEARS = frozenset({"FalconLinear"})
-"""Classes derived from linear layers that compute what those do."""
-STORAGE_DTYPE = torch.bfloat16
-"""What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,34 @@ class BuiltModel:
     """What loading did, once that is done."""
 
 
-def build(spec: JobSpec, device: torch.device) -> BuiltModel:
-    """Config → modules → storage formats → adapters. Raises SpecError naming the option that does not fit the model."""
+@dataclass(frozen=True)
+class BuiltBase:
+    """A base on meta (buffers excepted) in its storage formats, without adapters. The fields are those of `BuiltModel`."""
+
+    model: PreTrainedModel
+    layers: list[nn.Module]
+    formats: Mapping[str, WeightFormat]
+    products: str | None
+    probed: Probed
+
+
+def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> BuiltModel:
+    """Config → modules → storage formats → adapters. Raises SpecError naming the option that does not fit the model.
+
+    `probed`: what is known of the base; None: it is probed here, which takes seconds.
+    """
+    base = build_base(spec, device, probed)
+    not_adapted = base.probed.not_adapted
+    peft_model = add_adapters(base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted)
+    if spec.training.neftune_noise_alpha is not None:
+        add_noise(base.model, spec.training.neftune_noise_alpha)
+    return BuiltModel(peft_model, base.layers, base.formats, base.products)
+
+
+def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> BuiltBase:
+    """`build` without adapters: what jobs have in common that train on one base in one precision."""
     base = base_on_meta(spec.model.path)
+    probed = probed or probe(base)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
     stay_within_segments(base)
     layers = decoder_layers(base)
@@ -61,10 +89,9 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     formats = precision_map(base, layers, spec.precision, held)
     swap(base, layers, formats)
     products = choose_products(base, spec.precision, COMPUTE_DTYPE[spec.precision.compute], device)
-    peft_model = add_adapters(base, spec.lora, shared_experts=spec.shared_experts)
-    if spec.training.neftune_noise_alpha is not None:
-        add_noise(base, spec.training.neftune_noise_alpha)
-    return BuiltModel(peft_model, layers, formats, products)
+    set_works_in_chunks(base, probed.loss_in_chunks)
+    base.requires_grad_(False)
+    return BuiltBase(base, layers, formats, products, probed)
 
 
 def base_on_meta(path: str) -> PreTrainedModel:
@@ -73,35 +100,44 @@ def base_on_meta(path: str) -> PreTrainedModel:
     Of a base made of several models it is the published class with its text decoder alone. Raises SpecError for anything else
     than a causal language model of transformers, and for values that no model can be built with.
     """
-    refuse_untunable(read_config(Path(path)))  # as a plan does: by the file alone
     config = _config(path)
     try:
         return _on_meta(config)
     except SpecError:
         raise
     except Exception as error:  # architectures check their configs in many ways, or not at all
-        raise _unusable(path, error) from None
+        raise wrong_value(config) or _unusable(path, error) from None
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
         delattr(config, "quantization_config")  # the modules are those of a plain base; see `formats_of_base`
     text = config.get_text_config(decoder=True)
-    _require_text_decoder(config, text)
+    refuse_untunable(config)
     for part in (config, text):
         part.use_cache = False
         _without_noise(part)
-    if text is not config or is_of_several(config.to_dict()):
-        return _from_several(config)
+    built = _from_several(config) if is_of_several(config) else _from_one(config)
+    make_linears_plain(built)
+    for module in built.modules():
+        if type(module).__name__ == INPUT_SCALED_EXPERTS:
+            declare_input_scaled(module)
+    turn_convolutions(built)
+    if _shares_weights(decoder_layers(built)):
+        why = "several of its layers are one block, which its files hold once"
+        raise not_causal(config.model_type, f"and cannot be tuned here: {why}")
+    return built
+
+
+def _from_one(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config of one model, with the attention that suits it."""
     model = causal_class(config)
-    assert model is not None
+    assert model is not None, "refuse_untunable asks for it"
     attention = SEGMENTS if takes_segments(config, model) else stock_attention(config)
     with torch.device("meta"):
         built = model._from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
-    for module in built.modules():
-        if type(module).__name__ in PLAIN_LINEARS:
-            module.__class__ = nn.Linear
-    turn_convolutions(built)
+    if has_cross_attention(built):
+        raise not_causal(config.model_type, READS_ENCODER)
     return built
 
 
@@ -113,6 +149,12 @@ def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
     if attention is not None:
         decoder.set_attn_implementation(attention)
     return model
+
+
+def _shares_weights(layers: list[nn.Module]) -> bool:
+    """True if a parameter is in several layers: they cannot be sharded, nor adapted, one by one."""
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    return len({id(parameter) for parameter in parameters}) < len(parameters)
 
 
 def token_rows(path: str) -> int | None:
@@ -127,7 +169,9 @@ def token_rows(path: str) -> int | None:
 
 def _config(path: str) -> PreTrainedConfig:
     require_openable(Path(path))
-    kind = read_config(Path(path)).get("model_type")
+    given = read_config(Path(path))
+    refuse_numbers(given)
+    kind = given.get("model_type")
     if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
         raise SpecError(
             f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed where the workers run, does "
@@ -141,7 +185,17 @@ def _config(path: str) -> PreTrainedConfig:
             f"The base in {path} has a config.json that transformers does not know: {error}", param="model"
         ) from None
     except Exception as error:
-        raise _unusable(path, error) from None
+        raise _wrong_type(given, error) or _unusable(path, error) from None
+
+
+def _wrong_type(given: Mapping[str, Any], error: Exception) -> SpecError | None:
+    """The refusal of a value of the wrong type, if transformers refused one of these for that."""
+    words = str(error)
+    field = words.partition("'")[2].partition("'")[0]
+    types = " or ".join(dict.fromkeys(re.findall(r"expected (\w+), got", words)))
+    if not isinstance(error, StrictDataclassFieldValidationError) or field not in given or not types:
+        return None
+    return no_model(field, given[field], f"it must be {types}")
 
 
 def _unusable(path: str, error: Exception) -> SpecError:
@@ -151,12 +205,6 @@ def _unusable(path: str, error: Exception) -> SpecError:
         "that the base was published with.",
         param="model",
     )
-
-
-def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
-    refuse_untunable(config.to_dict())
-    if text is config and causal_class(config) is None and published_class(config) is None:
-        raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
 
 
 def balance_note(path: str) -> str | None:
@@ -178,75 +226,4 @@ def _without_noise(config: PreTrainedConfig) -> None:
         if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")):
             setattr(config, name, 0.0)
     if getattr(config, "altup_coef_clip", None) is not None:  # in training alone, and past the layers: none is frozen so
-        vars(config)["altup_coef_clip"] = None  # the config checks what it is set to, and its class knows None
-
-
-def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Compute the buffers that no file of the base holds (rotary frequencies, embedding scales) by the architecture's own
-    rules.
-
-    Parameters are still on meta, where initialising is free, so each module's initialiser can be called as it is. A buffer in
-    the storage dtype gets the dtype that it would have in a model loaded for `compute_dtype`. Raises SpecError for one that no
-    rule computes.
-    """
-    computed: dict[str, Tensor] = {}
-    owners = list(_with_owners(model, model))
-    names = {id(module): name for name, module in model.named_modules()}
-    for module, _ in owners:
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
-            if buffer is not None:
-                dtype = compute_dtype if buffer.dtype == STORAGE_DTYPE else buffer.dtype
-                poisoned = _poisoned(torch.empty_like(buffer, dtype=dtype, device=device))
-                module._buffers[name] = computed[f"{names[id(module)]}.{name}"] = poisoned
-    inside = set(text_decoder(model).modules())  # what lies around a decoder lacks what its initialiser fills
-    for module, owner in owners:
-        fills = isinstance(module, PreTrainedModel) and module in inside  # some models fill the buffers of their layers
-        if module._non_persistent_buffers_set or fills:
-            owner._init_weights(module)
-    left = [name for name, buffer in computed.items() if _is_poisoned(buffer)]
-    if left:
-        raise SpecError(
-            f"The base is a {model.config.model_type} model, of which nothing says how {left[0]} is computed, a buffer that no "
-            "file holds: not supported.",
-            param="model",
-        )
-
-
-def _poisoned(buffer: Tensor) -> Tensor:
-    """A buffer filled with what no rule computes."""
-    if buffer.is_floating_point() or buffer.is_complex():
-        return buffer.fill_(float("nan"))
-    return buffer if buffer.dtype == torch.bool else buffer.fill_(torch.iinfo(buffer.dtype).min)
-
-
-def _is_poisoned(buffer: Tensor) -> bool:
-    if buffer.is_floating_point() or buffer.is_complex():
-        return bool(buffer.isnan().any())
-    return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())
-
-
-def _with_owners(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """Every module, and the innermost model of transformers that it is part of, whose rules it is initialised by."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    yield module, owner
-    for child in module.children():
-        yield from _with_owners(child, owner)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, in order: those that the architecture says not to split, or else the only list as long as the config
-    says. Raises SpecError where neither exists.
-    """
-    part = text_decoder(model)
-    names = set(part._no_split_modules or ())
-    count = getattr(part.config, "num_hidden_layers", None)
-    stacks = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    kinds = [{type(layer).__name__ for layer in stack if not isinstance(layer, Unasked)} for stack in stacks]
-    named = [stack for stack, of_stack in zip(stacks, kinds, strict=True) if of_stack <= names]
-    chosen = named or (stacks if len(stacks) == 1 else [])
-    if not chosen:
-        raise SpecError(
-            f"{type(model).__name__}: its decoder layers were not found, so it cannot be sharded here.", param="model"
-        )
-    return [layer for layer in chosen[0] if not isinstance(layer, Unasked)]
+        set_unchecked(config, "altup_coef_clip", None)  # the config checks what it is set to, and its class knows None

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from workers.patches.forward import replace_forward
+
 VARIANTS_PER_LAYER = 8
-"""Of one layer structure: with and without gradients, input from the embedding or from a layer, one sample or several."""
+"""Compiled variants of one layer structure: with and without gradients, after the embedding or a layer, one sample or more."""
 
 log = logging.getLogger(__name__)
 
 
 def compile_layers(layers: Sequence[nn.Module], warn: Callable[[str], None]) -> None:
-    """Compile the layers' forward at their first call. If that fails, `warn` is told why, and all layers go on uncompiled."""
+    """Compile the layers' forward at their first call. If that fails, `warn` gets the reason and all layers run uncompiled."""
     import torch._dynamo.exc  # here: it takes a second to import, and most jobs do without
     import torch._functorch.config
 
@@ -30,7 +32,7 @@ def compile_layers(layers: Sequence[nn.Module], warn: Callable[[str], None]) -> 
     torch._functorch.config.force_non_lazy_backward_lowering = True  # fail in forward, where going on uncompiled is possible
     compiler = _Compiler((torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit), warn)
     for layer in layers:
-        layer.forward = compiler.compiled(layer.forward)
+        replace_forward(layer, compiler.compiled(layer.forward))
 
 
 class _Compiler:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ft_service.bases.adapter_names import AdapterNames
-from ft_service.bases.families.acceptance import untested
-from ft_service.bases.families.known import family_of
 from ft_service.bases.module_rules import (
+    NOTHING,
     choose_parameters,
     choose_targets,
     last_name,
@@ -28,25 +25,26 @@ from ft_service.bases.module_rules import (
 )
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
-from workers.base.turned import turned_weights
+from workers.base.parameter_sources import turned_weights
 from workers.layers.dropout import Dropping
-from workers.layers.experts import ExpertsLinear, FrozenExperts
-from workers.layers.experts_adapter import adapt_experts
+from workers.layers.experts import ExpertsLinear, FrozenExperts, adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
-from workers.model.wrapped import has_unseen_towers, names_of_towers
+from workers.model.multimodal import has_unseen_towers, names_of_towers
+from workers.model.renamed_adapters import settle_names
 
 T = TypeVar("T", int, float)
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool) -> PeftModel:
-    """Wrap a model on meta by PEFT, with fp32 adapters. `shared_experts`: the job's. Raises SpecError for names and patterns
-    that match nothing.
+def add_adapters(
+    model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool, not_adapted: Mapping[str, str] = NOTHING
+) -> PeftModel:
+    """Wrap a model on meta by PEFT, with fp32 adapters. `shared_experts`: the job's; `not_adapted`: as in `choose_targets`.
+
+    Raises SpecError for names and patterns that match nothing, and for a base whose adapters PEFT could not load again.
     """
-    chosen = adapted_modules(model, lora, shared_experts=shared_experts)
+    chosen = adapted_modules(model, lora, shared_experts=shared_experts, not_adapted=not_adapted)
     stacks = adapted_stacks(model, lora, chosen)
-    apart: list[str] = named_apart(
-        chosen, [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
-    )
+    apart: list[str] = named_apart(chosen, expert_stacks(model))
     by_peft = [name for name in chosen if name not in apart]
     ranks = values_by_module([*chosen, *stacks], lora.rank_pattern, "lora.rank_pattern")
     alphas = values_by_module([*chosen, *stacks], lora.alpha_pattern, "lora.alpha_pattern")
@@ -85,41 +83,37 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: b
                 module.dropping = Dropping(lora.lora_dropout, name)
     trained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
     assert all(parameter.dtype == torch.float32 for parameter in trained.values()), "adapters are fp32 masters"
-    if untested(model.config.to_dict()) is not None:
-        _refuse_lost(peft_model, config, trained)
+    settle_names(peft_model, config, {name.replace(".default.", "."): p.detach() for name, p in trained.items()})
     return peft_model
 
 
-def _refuse_lost(peft_model: PeftModel, config: LoraConfig, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raises SpecError for a base whose adapters PEFT would rename as it loads them, and then miss with a mere warning."""
-    base: Any = peft_model.get_base_model()
-    names = AdapterNames.of_base(base.config.to_dict())
-    wanted = {name.replace(".default.", "."): parameter.detach() for name, parameter in trained.items()}
-    held = {names.in_file(name): tensor for name, tensor in wanted.items()}
-    lost = sorted(wanted.keys() - convert_peft_adapter_state_dict_for_transformers(peft_model, config, held).keys())
-    if lost:
-        raise SpecError(
-            f"The base is a {base.config.model_type} model, of whose adapters PEFT would rename {len(lost)} as it loads them, "
-            f"and then miss them ({lost[0].removeprefix('base_model.model.')}): training one would be in vain.",
-            param="model",
-        )
-
-
-def adapted_modules(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool) -> list[str]:
-    """Full names of the linear layers that get an adapter, in the model's order. Raises SpecError where there are none.
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Full names of the linear layers but the output head, in the model's order.
 
     Subclasses of linear layers, such as routers, compute something else.
     """
     head = model.get_output_embeddings()
-    names = [name for name, m in model.named_modules() if type(m) in (nn.Linear, FrozenLinear) and m is not head]
-    experts = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
-    family = family_of(model.config.to_dict())
-    return choose_targets(names, experts, lora.target_modules, family, shared_experts=shared_experts)
+    return [name for name, m in model.named_modules() if type(m) in (nn.Linear, FrozenLinear) and m is not head]
+
+
+def expert_stacks(model: nn.Module) -> list[str]:
+    """Full names of the stacks of experts, in the model's order."""
+    return [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
+
+
+def adapted_modules(
+    model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool, not_adapted: Mapping[str, str] = NOTHING
+) -> list[str]:
+    """Full names of the linear layers that get an adapter, in the model's order. Raises SpecError where there are none, and for
+    the name of one that cannot have any.
+    """
+    names, experts = linear_names(model), expert_stacks(model)
+    return choose_targets(names, experts, lora.target_modules, shared_experts=shared_experts, not_adapted=not_adapted)
 
 
 def adapted_stacks(model: PreTrainedModel, lora: LoraOptions, modules: list[str]) -> list[str]:
-    """Full names of the stacks of experts that get an adapter beside `modules`. Raises SpecError for one that cannot."""
-    experts = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
+    """Full names of the stacks of experts that get an adapter besides `modules`. Raises SpecError for one that cannot."""
+    experts = expert_stacks(model)
     return choose_parameters(experts, lora.target_parameters, lora.lora_dropout, modules)
 
 

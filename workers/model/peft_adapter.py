@@ -1,22 +1,97 @@
-"""A PEFT adapter's folder, read for what is no training: merging, serving, exporting."""
+"""A PEFT adapter's folder, read for merging, serving and exporting."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftConfig
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ft_service.bases.adapter_names import AdapterNames
-from ft_service.bases.safetensors_header import HeaderError, read_header
+from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
-from workers.model.adapted_experts import ExpertsUpdate, stack_of
+from workers.base.parameter_sources import ParameterPiece
+from workers.layers.experts import projections_of
+
+_INNER = ".base_layer"
+
+
+def stack_of(module: str, inner: bool, model: nn.Module, parameters: Sequence[str]) -> str | None:
+    """Full name of the stack that a module of an adapter changes. None: the module is not a stack of experts.
+
+    `inner`: whether there is an adapter inside this module's; `parameters`: the config's `target_parameters`.
+    """
+    name = module.removesuffix(_INNER)
+    try:
+        experts = model.get_submodule(name)
+    except AttributeError:
+        return None
+    if all(experts._parameters.get(projection) is None for projection in projections_of(experts)):
+        return None
+    first, last = (f"{name}.{projection}" for projection in projections_of(experts))
+    if name != module or not (inner or any(f".{last}".endswith(f".{parameter}") for parameter in parameters)):
+        return first
+    return last
+
+
+@dataclass(frozen=True)
+class ExpertsUpdate:
+    """The change of a stack of experts, or of the part of it that one tensor holds. Matrices are fp32."""
+
+    a: Tensor
+    """[experts, r, wide]"""
+    b: Tensor
+    """[experts, high, r]"""
+    scaling: float
+    transposed: bool
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, experts: int, scaling: float, transposed: bool) -> ExpertsUpdate:
+        """The update of PEFT's matrices [experts · r, wide] and [high, r · experts], scaled by `scaling`."""
+        return cls(a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1), scaling, transposed)
+
+    def part(self, expert: int, start: int, end: int) -> ExpertsUpdate:
+        """The update of rows [start, end) of one expert's matrix [high, wide]."""
+        return ExpertsUpdate(self.a[expert : expert + 1], self.b[expert : expert + 1, start:end], self.scaling, False)
+
+    def rows(self, base: Tensor, start: int, end: int) -> Tensor:
+        """Rows [start, end) of the merged tensor from the base's, fp32: of a stack, matrices."""
+        if base.ndim == 2:
+            return base + self.scaling * (self.b[0, start:end] @ self.a[0])
+        change = self.b[start:end] @ self.a[start:end]
+        return base + self.scaling * (change.mT if self.transposed else change)
+
+
+def updates_by_tensor(
+    pieces: Sequence[ParameterPiece], heights: Callable[[str], int], whole: Callable[[], ExpertsUpdate]
+) -> Mapping[str, Callable[[], ExpertsUpdate]]:
+    """Tensor of the base's files → its update, made when it is called. `heights`: rows of a tensor."""
+    if len(pieces) == 1:
+        return {pieces[0].tensor: whole}
+    updates: dict[str, Callable[[], ExpertsUpdate]] = {}
+    experts = whole().a.shape[0]
+    of_one = len(pieces) // experts
+    for expert in range(experts):
+        first = 0
+        for piece in pieces[expert * of_one : (expert + 1) * of_one]:
+            span = (expert, first, first + heights(piece.tensor))
+            updates[piece.tensor] = lambda span=span: whole().part(*span)
+            first = span[2]
+    return updates
+
+
+def expected_shapes(stack: torch.Size, experts: int, r: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of A and B for a stack as transformers has it."""
+    _, high, wide = (stack[0], stack[2], stack[1]) if transposed else stack
+    return (experts * r, wide), (high, r * experts)
 
 
 @dataclass(frozen=True)
@@ -55,9 +130,9 @@ class PeftAdapter:
         self._file = folder / "adapter_model.safetensors"
         try:
             header = read_header(self._file)
-        except HeaderError as error:
+            self.names = AdapterNames.of_file(header.metadata)
+        except ValueError as error:
             raise SpecError(f"The adapter in {folder} cannot be read: {error}.") from None
-        self.names = AdapterNames.of_file(header.metadata)
         self._shapes = {self.names.in_model(name): entry.shape for name, entry in header.tensors.items()}
         self.modules = sorted(n.removesuffix(".lora_A.weight") for n in self._shapes if n.endswith(".lora_A.weight"))
         lora = {f"{m}.{kind}" for m in self.modules for kind in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}

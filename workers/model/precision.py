@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from ft_service.bases.module_rules import WeightNames, assign_formats, kept_plain
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat
-from workers.base.named_base import WeightsOnly, stored_as
-from workers.base.names import find_pieces
-from workers.base.source import Safetensors
-from workers.base.stored import StoredBase
-from workers.layers.experts import FrozenExperts, experts_of, projections_of, put_experts
+from workers.base.base_tensors import Safetensors
+from workers.base.parameter_sources import find_pieces, stored_as, turned_weights
+from workers.base.quantized_rows import StoredBase
+from workers.layers.experts import FrozenExperts, experts_of, projections_of
 from workers.layers.linear import FrozenLinear
+from workers.patches.llama4_mixture import meet_only_the_chosen
 from workers.quant.fp8_products import MULTIPLE, fits, why_not
+from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED, FP8BlocksWeight, FP8Weight
 
 
@@ -29,8 +30,8 @@ def precision_map(
 ) -> dict[str, WeightFormat]:
     """Format of every weight that can have one, by module name: linear layers and stacked experts of the decoder layers.
 
-    `held`: formats in which the base comes (see `assign_formats`). Raises SpecError for a pattern that matches none of the
-    weights, or one outside the decoder layers, or that asks for another format than one that stays.
+    `held`: formats in which the base comes (see `assign_formats`). Raises SpecError for a pattern that matches no
+    weight, or one outside the decoder layers, or that asks for another format than one that stays.
     """
     weighted = [n for n, m in model.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -47,6 +48,12 @@ def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) 
         base = StoredBase.open(files, path)
         if not base.declared:
             return {}
+        if turned_weights(model):
+            raise SpecError(
+                f"The base is a {model.config.model_type} model, published quantised, whose matrices would be read the other "
+                "way round. Use one that is not quantised.",
+                param="model",
+            )
         stacks = {id(module) for module in experts_of(layers)}
         module_of: dict[str, str] = {}
         for name, module in model.named_modules():
@@ -54,7 +61,7 @@ def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) 
                 module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in projections_of(module)}
             elif type(module) is nn.Linear and not kept_plain(name):
                 module_of[f"{name}.weight"] = name
-        pieces = find_pieces(model, module_of, WeightsOnly(base).names())
+        pieces = find_pieces(model, module_of, base.names())
         stored = {module_of[parameter]: stored_as(base, placed) for parameter, placed in pieces.items()}
         return {name: weight.format for name, weight in stored.items() if weight is not None and weight.format is not None}
 
@@ -82,11 +89,17 @@ def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, Weight
     stacks = {id(module) for module in experts_of(layers)}
     for name, module in list(model.named_modules()):
         if id(module) in stacks:
-            classes = {p: QUANTIZED.get(formats[f"{name}.{p}"]) for p in projections_of(module)}
-            block, _, last = name.rpartition(".")
-            put_experts(model.get_submodule(block), last, FrozenExperts(module, classes))
+            put_experts(model, name, {p: QUANTIZED.get(formats[f"{name}.{p}"]) for p in projections_of(module)})
         elif isinstance(module, nn.Linear) and formats.get(name) in QUANTIZED:
             _replace(model, name, FrozenLinear.on_meta(module, QUANTIZED[formats[name]]))
+
+
+def put_experts(model: nn.Module, name: str, classes: Mapping[str, type[RowQuantized] | None]) -> None:
+    """Put our module in place of transformers' experts of this full name. `classes`: of the weight of each of its stacks."""
+    experts = FrozenExperts(model.get_submodule(name), classes)
+    _replace(model, name, experts)
+    if experts.scales_input:
+        meet_only_the_chosen(model.get_submodule(name.rpartition(".")[0]))
 
 
 def choose_products(model: nn.Module, options: PrecisionOptions, compute: torch.dtype, device: torch.device) -> str | None:

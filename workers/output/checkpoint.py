@@ -1,16 +1,14 @@
 """Sharded checkpoints (DCP) of a job's training state: adapters, optimizer, position. Never the frozen base.
 
-A checkpoint is written from a snapshot, so that training may go on meanwhile. Every rank writes its shards, then their hashes
+A checkpoint is written from a snapshot, so that training continues meanwhile. Every rank writes its shards, then their hashes
 travel to rank 0, which writes COMPLETE last; a folder without it does not exist for any reader. The ranks agree on the outcome
 of each step of that, so that all of them have the checkpoint or none. Loading reshards: the world size may have changed.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,22 +18,20 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
-from ft_service.host import disk
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, checkpoint_name, has_marker, write_marker
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.file_digest import NamedFile
 from ft_service.spec import JobSpec
-from workers.base.shards import with_shard
-from workers.job.training_state import JobState
-from workers.job.validation import Validations
-from workers.output.disk_errors import explained
+from workers.base.frozen_weights import with_shard
+from workers.job.training_state import JobState, Validations
+from workers.output.publishing import explained
+from workers.patches.checkpoint_writer import checkpoint_writer
 from workers.ranks.runtime import CheckpointError
 
 Found = TypeVar("Found")
@@ -64,7 +60,7 @@ class Snapshot:
     valid_loss: float | None
     """Validation loss of this very step, if it was validated."""
     adapter: dict[str, Tensor] | None = None
-    """On rank 0, if the checkpoint is to hold its adapter too: the whole matrices, by PEFT's names on disk."""
+    """The whole adapter matrices, by PEFT's names on disk: on rank 0 of jobs whose checkpoints hold the adapter."""
 
     @property
     def bytes(self) -> int:
@@ -138,7 +134,7 @@ def write(
         files = _agreed(lambda: _digests(folder), group)
         _agreed(lambda: _complete(snapshot, run, attempt, [file for own in files for file in own], before_complete), group)
     except _WriteError as error:
-        if dist.get_rank(group) == 0 and not has_marker(folder):  # a later attempt may go on from it by now
+        if dist.get_rank(group) == 0 and not has_marker(folder):  # a later attempt may use it by now
             shutil.rmtree(folder, ignore_errors=True)
         why = explained(error.error, folder, snapshot.bytes)
         raise CheckpointError(f"Checkpoint {name} could not be written: {why}") from error.error
@@ -165,24 +161,8 @@ class _WriteError(Exception):
         self.error = error
 
 
-class _Files(FileSystem):
-    """DCP's file writer that raises the disk's error: a failed write of a tensor may end in one about its archive instead."""
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except Exception as error:
-            cause = disk.os_error(error)
-            if cause is None:
-                raise
-            raise OSError(cause.errno, cause.strerror, os.fspath(path)) from None
-
-
 def _save_shards(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup) -> None:
-    writer = FileSystemWriter(folder)
-    writer.fs = _Files()
+    writer = checkpoint_writer(folder)
     try:
         save_shards(cast("dict[str, Any]", snapshot.tensors), storage_writer=writer, process_group=group)
     except CheckpointException as failed:  # the same on all ranks

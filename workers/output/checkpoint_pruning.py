@@ -1,4 +1,4 @@
-"""Which checkpoints stay. What is on disk decides, so that a resumed job keeps what the uninterrupted one would have kept."""
+"""Removal of old checkpoints. What is on disk decides, so that a resumed job keeps what an uninterrupted one would have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -16,12 +17,11 @@ from ft_service.rundir.checkpoints import (
 )
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
-from ft_service.rundir.fence import Fence
 from ft_service.spec import JobSpec
 
 
 @dataclass(frozen=True)
-class Held:
+class CheckpointEntry:
     """A complete checkpoint."""
 
     step: int
@@ -33,13 +33,13 @@ class Held:
         return checkpoint_name(self.step, self.attempt)
 
 
-def held(run: RunDir) -> list[Held]:
+def checkpoint_entries(run: RunDir) -> list[CheckpointEntry]:
     """The complete checkpoints, oldest first."""
     markers = [run.readable(marker_key(name), CheckpointMarker) for name in complete_checkpoints(run)]
-    return [Held(marker.step, marker.attempt, marker.valid_loss) for marker in markers if marker is not None]
+    return [CheckpointEntry(marker.step, marker.attempt, marker.valid_loss) for marker in markers if marker is not None]
 
 
-def best(checkpoints: Sequence[Held]) -> Held | None:
+def best(checkpoints: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
     """The checkpoint with the lowest validation loss, the earliest of equal ones. None: no step with a checkpoint was
     validated.
     """
@@ -47,7 +47,7 @@ def best(checkpoints: Sequence[Held]) -> Held | None:
     return min(validated)[-1] if validated else None
 
 
-def kept_checkpoints(checkpoints: Sequence[Held], spec: JobSpec) -> set[Held]:
+def kept_checkpoints(checkpoints: Sequence[CheckpointEntry], spec: JobSpec) -> set[CheckpointEntry]:
     """The checkpoints that stay, of all complete ones, oldest first. A step belongs to its newest attempt."""
     options = spec.checkpoint
     newest = list({c.step: c for c in checkpoints}.values())
@@ -68,7 +68,7 @@ def remove_others(run: RunDir, spec: JobSpec, fence: Fence) -> None:
     The marker goes first, so that no checkpoint is ever seen half removed. Nothing of a later attempt is touched, nor anything
     once the attempt is sealed. Raises SealedError.
     """
-    names = {checkpoint.name for checkpoint in kept_checkpoints(held(run), spec)}
+    names = {checkpoint.name for checkpoint in kept_checkpoints(checkpoint_entries(run), spec)}
     for folder in run.path(CHECKPOINTS).iterdir():
         match = CHECKPOINT_NAME.fullmatch(folder.name)
         if folder.name not in names and (match is None or int(match[2]) <= fence.attempt):

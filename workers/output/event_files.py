@@ -16,7 +16,7 @@ FOLDER = "tensorboard"
 NAME = "events.out.tfevents"
 _FLUSH_SECONDS = 5
 _PLACES = ("step", "total_steps")
-"""Of the metrics, what is no curve."""
+"""Metrics that are not curves."""
 
 
 class EventFile:
@@ -46,18 +46,18 @@ class EventFile:
 def write_event_file(folder: Path, name: str, steps: Iterable[Event]) -> None:
     """Write the steps of a whole job as one file. `name`: behind the time of its first step; no host's name is in it."""
     events = [event for event in steps if event.metrics is not None]
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        file = EventFile(Path(beside), name)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        file = EventFile(Path(temporary), name)
         for event in events:
             file.add(event.model_copy(update={"kind": "metrics"}))
         file.close()
-        (made,) = Path(beside).iterdir()
+        (made,) = Path(temporary).iterdir()
         began = int(events[0].time) if events else 0
         made.rename(folder / f"{NAME}.{began}.{name}")
 
 
 def _tag(name: str) -> str:
-    """As TensorBoard groups curves: train/loss, valid/loss, rewards/margins."""
+    """Tag by which TensorBoard groups curves: train/loss, valid/loss, rewards/margins."""
     for group in ("train", "valid"):
         if name.startswith(f"{group}_"):
             return f"{group}/{name.removeprefix(f'{group}_')}"

@@ -25,7 +25,7 @@ DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-"""By the names that safetensors writes."""
+"""dtypes by the names that safetensors writes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def write_file(
     path: Path, plans: Sequence[TensorPlan], pieces: Iterator[Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write one safetensors file. `pieces`: consecutive rows of the tensors in the order of `plans`, on the CPU, as many as
-    planned. `metadata`: what the file's header says beside.
+    planned. `metadata`: more entries of the file's header.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0

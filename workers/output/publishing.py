@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from ft_service.host.disk import NO_ROOM, free_bytes
+from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.fence import Fence, SealedError
 from ft_service.rundir.manifest import MANIFEST
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
@@ -26,15 +28,15 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 @contextmanager
 def adapter_folder(target: Path, fence: Fence) -> Iterator[Path]:
-    """A folder to fill beside `target`, which it becomes at the end. Raises SealedError if the attempt is over by then."""
-    beside = target.with_name(f"{target.name}.tmp-a{fence.attempt}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    """A temporary folder next to `target`, which it becomes at the end. Raises SealedError if the attempt is over by then."""
+    temporary = target.with_name(f"{target.name}.tmp-a{fence.attempt}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        yield beside
-        _put_folder(beside, target, fence)
+        yield temporary
+        _put_folder(temporary, target, fence)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     for left in target.parent.glob(f"{target.name}.tmp*"):  # by attempts that were killed while they wrote
         if _attempt_in_name(left) < fence.attempt:
@@ -89,3 +91,32 @@ def _attempt_of(folder: Path) -> int:
 def _attempt_in_name(path: Path) -> int:
     number = path.name.rpartition("-a")[2]
     return int(number) if number.isdecimal() else 0
+
+
+FULL = {**NO_ROOM, errno.EFBIG: "the file would exceed the limit of file sizes"}
+FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def explained(error: OSError, folder: Path, needed: int) -> str:
+    """A disk's error as a sentence: path, cause, bytes needed and free, and what to do. `folder`: where `needed` bytes should
+    go.
+    """
+    where = error.filename or folder
+    if error.errno in FULL:
+        return (
+            f"{where}: {FULL[error.errno]}. More than {needed:,} bytes are needed, and {free_bytes(folder):,} are free there. "
+            "Free some, or keep fewer checkpoints (checkpoint.save_total_limit)."
+        )
+    if error.errno in FORBIDDEN:
+        return f"{where}: {error.strerror}. Let user {os.geteuid()} write there."
+    return f"{where}: {error.strerror or error}."
+
+
+def sync(folder: Path) -> None:
+    """Make the files of a folder, and their names, survive a loss of power."""
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -12,18 +12,18 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence
 from ft_service.rundir.checkpoints import step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import by_name, evaluated_steps, read_evaluation
 from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments, write_segment
-from ft_service.rundir.fence import SEAL_SECONDS, Fence
 from workers.output.event_files import EventFile
 
 FLUSH_SECONDS = 0.5
-"""Metrics wait this long for company, and are written beside training; messages and checkpoints do not wait."""
+"""Time for which metrics are collected before they are written; messages and checkpoints are written at once."""
 
 PRINT_SECONDS = 5.0
-"""Between two steps that rank 0 prints; validations, messages and the first and last step are printed too."""
+"""Least time between two steps that rank 0 prints; validations, messages, the first and last step are always printed."""
 
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
@@ -88,6 +88,9 @@ class Reporter:
     def message(self, text: str, level: Literal["info", "warn", "error"] = "info") -> None:
         self._add(Event(time=self._clock(), level=level, message=text), now=True)
 
+    def warn(self, text: str) -> None:
+        self.message(text, "warn")
+
     def begin(self, text: str, settled: Mapping[str, SettledOption]) -> None:
         """Report that training begins. `settled`: what it begins with where that was "auto", by the option's dotted name."""
         self._add(Event(time=self._clock(), message=text, settled=dict(settled) or None), now=True)
@@ -133,7 +136,7 @@ class Reporter:
             self._due.set()
 
     def _print(self, event: Event) -> None:
-        """Say in the rank's own output how training goes, so that who reads the logs sees it."""
+        """Print the progress of training to the rank's own log."""
         metrics = event.metrics if event.kind == "metrics" else None
         if metrics is not None and metrics.valid_loss is None and metrics.step != metrics.total_steps:
             if event.time < self._printed_at + PRINT_SECONDS:
@@ -151,7 +154,7 @@ class Reporter:
             print(f"{len(self._waiting)} events wait: {error}", file=sys.stderr, flush=True)
 
     def _write_metrics(self) -> None:
-        """In a thread of its own. What ends it, training's thread raises at its next event."""
+        """Run in a thread of its own. Training's thread raises its error at the next event."""
         try:
             while not self._over.is_set():
                 self._due.wait()
@@ -166,7 +169,7 @@ def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
     """One event with metrics for each step, in order. A step that was trained again after a resume counts as its newest attempt
     saw it.
 
-    Steps that an attempt trains anew are its own from its beginning: an earlier attempt that did not know its end may still
+    Steps that an attempt repeats are its own from its beginning: an earlier attempt that did not know its end may still
     report some of those steps. A step's checkpoint repeats its numbers and adds its own.
     """
     by_step: dict[int, Event] = {}
@@ -193,10 +196,10 @@ def with_evaluations(events: list[Event], run: RunDir) -> list[Event]:
 
 def _with_evaluation(event: Event, run: RunDir, keys: Mapping[int, str]) -> Event:
     row = event.metrics
-    found = read_evaluation(run, keys[row.step]) if row is not None and row.step in keys else None
-    if row is None or found is None:
+    evaluation = read_evaluation(run, keys[row.step]) if row is not None and row.step in keys else None
+    if row is None or evaluation is None:
         return event
-    more = {**(row.more or {}), **by_name(found.metrics)}
+    more = {**(row.more or {}), **by_name(evaluation.metrics)}
     return event.model_copy(update={"metrics": row.model_copy(update={"more": more})})
 
 

@@ -6,7 +6,7 @@ A weight [rows, cols] becomes two tensors whose dim 0 is the weight's dim 0, so 
     scale    float32        [rows, 1]      largest magnitude of the row / 448, the largest e4m3 number, in the weight's dtype
 
 That is 1 + 4/cols bytes a parameter. The arithmetic is torchao's, bit for bit, without torchao, which no worker depends on: its
-import takes two seconds and begins CUDA (`keep_torchao_out` in `workers/__init__.py`), and what is used of it are the three
+import takes two seconds and begins CUDA (`workers/patches/absent_torchao.py`), and what is used of it are the three
 lines of `quantize`. A test compares the two where it is installed; a base that torchao has quantised is read as it is.
 """
 

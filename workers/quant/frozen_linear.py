@@ -1,6 +1,6 @@
 """The linear layer on a quantised weight. Its parts are plain tensors; they are saved for backward, never a dequantised copy.
 
-Where somebody watches operators it is a pair of operators that cannot be looked into. If the compiler saw the dequantise of
+Under a compiler or a dispatch mode it is a pair of opaque operators. If the compiler saw the dequantise of
 forward and of backward, it would merge the two and keep a bf16 copy of every weight alive between them; selective checkpointing
 would keep the product and dequantise again for nothing. Everywhere else the same arithmetic is called directly: an operator
 written in Python costs more at each call than a small product does.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,42 +20,62 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 PLAIN = ""
-"""In place of a format's name: the weight is one plain tensor."""
+"""Used in place of a format's name where the weight is one plain tensor."""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """The arithmetic of one storage format: dequantise, then multiply.
-
-    `parts`: makes the format's own tuple from its tensors in order.
-    """
+    """The arithmetic of one storage format: dequantise, then multiply."""
 
     name: str
     parts: Callable[..., Any]
-    empty_parts: Callable[[int, int, torch.device | str], Any]
-    quantize: Callable[[Tensor], Any]
-    dequantize: Callable[[Any, int, torch.dtype], Tensor]
+    """Makes the format's own tuple from its tensors in order."""
+    module: ModuleType
+    """The format's functions `empty_parts`, `quantize` and `dequantize`."""
 
     @classmethod
-    def register(
-        cls,
-        name: str,
-        parts: Callable[..., Any],
-        empty_parts: Callable[[int, int, torch.device | str], Any],
-        quantize: Callable[[Tensor], Any],
-        dequantize: Callable[[Any, int, torch.dtype], Tensor],
-    ) -> Numerics:
+    def register(cls, name: str, parts: Callable[..., Any], module: ModuleType) -> Numerics:
         """Make a format known to `frozen_linear` by its name: operators take no functions."""
-        _KNOWN[name] = cls(name, parts, empty_parts, quantize, dequantize)
+        _KNOWN[name] = cls(name, parts, module)
         return _KNOWN[name]
+
+    def dense(self, parts: Sequence[Tensor], cols: int, dtype: torch.dtype) -> Tensor:
+        """The weight [rows, cols] that `parts` store, dequantised: once while such weights are kept (`DenseWeights`)."""
+        kept = DenseWeights.kept
+        if kept is None:
+            return self.module.dequantize(self.parts(*parts), cols, dtype)
+        key = parts[0].data_ptr(), dtype
+        if key not in kept:
+            kept[key] = self.module.dequantize(self.parts(*parts), cols, dtype)
+        return kept[key]
 
     def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         """x [.., cols] times the transposed weight → [.., rows], in x's dtype."""
-        return F.linear(x, self.dequantize(self.parts(*parts), cols, x.dtype))
+        return F.linear(x, self.dense(parts, cols, x.dtype))
 
     def linear_grad(self, grad: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         """grad [.., rows] times the weight → [.., cols], in grad's dtype."""
-        return grad @ self.dequantize(self.parts(*parts), cols, grad.dtype)
+        return grad @ self.dense(parts, cols, grad.dtype)
+
+
+class DenseWeights:
+    """Dequantised weights that are kept between `begin` and `end`: those of one layer, while several jobs compute it. Meanwhile
+    no
+    weight may be freed or changed.
+    """
+
+    kept: ClassVar[dict[tuple[int, torch.dtype], Tensor] | None] = None
+    """By the address of the first part. None: nothing is kept."""
+
+    @staticmethod
+    def begin() -> None:
+        """Keep what is dequantised from now on."""
+        DenseWeights.kept = {}
+
+    @staticmethod
+    def end() -> None:
+        """Free what was kept, and keep nothing. Repeating it does nothing."""
+        DenseWeights.kept = None
 
 
 _KNOWN: dict[str, Numerics] = {}
@@ -62,8 +83,7 @@ _KNOWN: dict[str, Numerics] = {}
 
 def dense(parts: list[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] that `parts` store in format `name`, dequantised."""
-    numerics = _KNOWN[name]
-    return numerics.dequantize(numerics.parts(*parts), cols, dtype)
+    return _KNOWN[name].dense(parts, cols, dtype)
 
 
 def frozen_linear(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
@@ -74,12 +94,12 @@ def frozen_linear(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> T
 
 
 def watched() -> bool:
-    """Whether operators are looked at as they run: by the compiler, or by a mode such as selective checkpointing's."""
+    """Return whether a compiler or a dispatch mode, such as that of selective checkpointing, sees the operators."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 def product(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
-    """`frozen_linear` for use inside an autograd function, also on a plain weight: nobody else sees the result."""
+    """`frozen_linear` for use inside an autograd function, also on a plain weight."""
     if name == PLAIN:
         return F.linear(x, parts[0])
     return _operator(x, list(parts), name, cols) if watched() else _KNOWN[name].linear(x, list(parts), cols)

@@ -1,105 +1,109 @@
-"""Many frozen matrices as one: each row of the input meets the matrix of its group, as opaque operators.
+"""Products of rows with the matrix of their group, as opaque operators: frozen matrices in any storage format, and adapters.
 
-A mixture of experts keeps the matrices of all its experts above each other, [groups · rows, cols], in any storage format. The
-input is sorted by group. As in `frozen_linear`, what backward keeps is the storage.
+A mixture of experts keeps the matrices of all its experts above each other, [groups · rows, cols]. The input is sorted by
+group. Backward keeps the storage, as in `frozen_linear`.
 
-Where the number of rows of each group is known to the host for nothing, on processors, the matrices that some row meets are
-dequantised one at a time. GPUs with a grouped product do not wait for those numbers: a bounded number of matrices is
-dequantised at a time, whether some row meets them or not, and multiplied by one kernel that reads the numbers itself.
+On the CPU the host knows how many rows each group has: the matrices of the groups that have rows are dequantised one at a time.
+GPUs with a grouped product do not wait for these counts: a bounded number of matrices is dequantised at a time, whether their
+groups have rows or not, and one kernel multiplies them and reads the counts itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.quant.frozen_linear import dense
-
-PLAIN = ""
-"""In place of a format's name: the storage is one plain tensor."""
-
+from workers.quant.frozen_linear import PLAIN, dense
 
 GROUPED_BYTES = 2**29
-"""What is dequantised at a time for a grouped product, at most, if it is more than one matrix."""
+"""Most bytes that are dequantised at a time for a grouped product; one matrix may have more."""
 GROUPED_CAPABILITIES = (9, 10)
-"""Major compute capabilities of the GPUs for which torch has a grouped product. For others it has a loop that waits."""
+"""Major compute capabilities of the GPUs for which torch has a grouped product. On others torch runs a loop that waits."""
 MULTIPLE = 8
-"""Rows and columns of the matrices of a grouped product: 16 bytes in bf16."""
+"""Rows and columns of the matrices of a grouped product are multiples of this: 16 bytes in bf16."""
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """The frozen matrices [rows, cols] of all groups, one above the other, stored as `parts` in format `name`."""
+
+    parts: list[Tensor]
+    name: str
+    rows: int
+    cols: int
+
+    def matrices(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """The matrices of groups [first, last), dense: [last - first, rows, cols]."""
+        stored = [part[first * self.rows : last * self.rows] for part in self.parts]
+        weight = stored[0].to(dtype) if self.name == PLAIN else dense(stored, self.name, self.cols, dtype)
+        return weight.contiguous().view(last - first, self.rows, self.cols)
 
 
 @torch.library.custom_op("ft_service::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int) -> Tensor:
-    """x [n, cols], sorted by group → [n, rows], in x's dtype. `counts` int64 [groups]: how many rows of x each group has."""
+    """x [n, cols], sorted by group → [n, rows], in x's dtype. `counts` int64 [groups]: number of rows of x in each group."""
+    weight = GroupedWeight(parts, name, rows, cols)
     if is_grouped(x, rows, cols):
-        return grouped_product(x, counts, parts, name, rows, cols, transposed=True)
+        return grouped_product(x, counts, weight, transposed=True)
     y = x.new_empty(x.shape[0], rows)
-    for own, weight in _groups(counts, parts, name, rows, cols, x.dtype):
-        y[own] = F.linear(x[own], weight)
+    for group, own in _groups(counts):
+        y[own] = F.linear(x[own], weight.matrices(group, group + 1, x.dtype)[0])
     return y
 
 
 @torch.library.custom_op("ft_service::grouped_linear_grad", mutates_args=())
 def _grouped_linear_grad(grad: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int) -> Tensor:
+    weight = GroupedWeight(parts, name, rows, cols)
     if is_grouped(grad, rows, cols):
-        return grouped_product(grad, counts, parts, name, rows, cols, transposed=False)
+        return grouped_product(grad, counts, weight, transposed=False)
     x_grad = grad.new_empty(grad.shape[0], cols)
-    for own, weight in _groups(counts, parts, name, rows, cols, grad.dtype):
-        x_grad[own] = grad[own] @ weight
+    for group, own in _groups(counts):
+        x_grad[own] = grad[own] @ weight.matrices(group, group + 1, grad.dtype)[0]
     return x_grad
 
 
 def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
-    """Whether torch has a kernel for x's rows times matrices [rows, cols] of their groups."""
+    """Return whether torch has a kernel for x's rows times matrices [rows, cols] of their groups."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or rows % MULTIPLE or cols % MULTIPLE:
         return False
     return torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES
 
 
-def grouped_product(
-    x: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int, *, transposed: bool
-) -> Tensor:
-    """Each row of x times its group's matrix [rows, cols], or `transposed` → [n, cols], or [n, rows]. The host never waits.
+def grouped_product(x: Tensor, counts: Tensor, weight: GroupedWeight, *, transposed: bool) -> Tensor:
+    """Multiply each row of x by its group's matrix → [n, cols], or `transposed` → [n, rows]. The host never waits.
 
     With more groups than are dequantised at a time, each lot takes its rows of x to the front, which costs a copy of x and of
-    the result: where they begin is known on the device alone.
+    the result: only the device knows where they begin.
     """
     groups, n = counts.shape[0], x.shape[0]
-    lot = max(1, GROUPED_BYTES // (rows * cols * x.element_size())) if name != PLAIN else groups
+    lot = max(1, GROUPED_BYTES // (weight.rows * weight.cols * x.element_size())) if weight.name != PLAIN else groups
     ends = counts.cumsum(0)
     row = torch.arange(n, device=x.device)
-    y = x.new_empty(n, rows if transposed else cols)
+    y = x.new_empty(n, weight.rows if transposed else weight.cols)
     for first in range(0, groups, lot):
         last = min(first + lot, groups)
-        weights = _matrices(parts, name, first, last, rows, cols, x.dtype)
-        weights = weights.transpose(1, 2) if transposed else weights
+        matrices = weight.matrices(first, last, x.dtype)
+        matrices = matrices.transpose(1, 2) if transposed else matrices
         if last - first == groups:
-            return F.grouped_mm(x.contiguous(), weights, offs=ends.int())
+            return F.grouped_mm(x.contiguous(), matrices, offs=ends.int())
         start = ends[first] - counts[first]
-        at_front = F.grouped_mm(x[(row + start).clamp_(max=n - 1)], weights, offs=(ends[first:last] - start).int())
+        at_front = F.grouped_mm(x[(row + start).clamp_(max=n - 1)], matrices, offs=(ends[first:last] - start).int())
         own = (row >= start) & (row < ends[last - 1])
         y = torch.where(own.unsqueeze(1), at_front[(row - start).clamp_(min=0)], y)
     return y
 
 
-def _matrices(parts: list[Tensor], name: str, first: int, last: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """The matrices of groups [first, last), dense: [last - first, rows, cols]."""
-    stored = [part[first * rows : last * rows] for part in parts]
-    weight = stored[0].to(dtype) if name == PLAIN else dense(stored, name, cols, dtype)
-    return weight.contiguous().view(last - first, rows, cols)
-
-
-def _groups(
-    counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int, dtype: torch.dtype
-) -> Iterator[tuple[slice, Tensor]]:
-    """Each group that has rows: those rows of x, and its matrix [rows, cols]."""
+def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
+    """Number and rows of each group that has rows."""
     start = 0
     for group, count in enumerate(counts.tolist()):
         if count:
-            yield slice(start, start + count), _matrices(parts, name, group, group + 1, rows, cols, dtype)[0]
+            yield group, slice(start, start + count)
         start += count
 
 
@@ -125,3 +129,51 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 grouped_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+# Adapters: small matrices, which have gradients ---------------------------------------------------------------------------
+
+
+def grouped_matrices(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """x [n, in], sorted by group, times its group's matrix of [groups, out, in] → [n, out] in x's dtype, differentiable."""
+    if is_grouped(x, matrices.shape[1], matrices.shape[2]):
+        return F.grouped_mm(x.contiguous(), matrices.transpose(1, 2), offs=counts.cumsum(0).int())
+    return _adapter_product(x, matrices, counts)
+
+
+@torch.library.custom_op("ft_service::grouped_matrices", mutates_args=())
+def _adapter_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], matrices.shape[1])
+    for group, own in _groups(counts):
+        y[own] = x[own] @ matrices[group].t()
+    return y
+
+
+@torch.library.custom_op("ft_service::grouped_matrices_grad", mutates_args=())
+def _adapter_grad(grad: Tensor, x: Tensor, matrices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    x_grad, matrices_grad = torch.empty_like(x), torch.zeros_like(matrices)
+    for group, own in _groups(counts):
+        x_grad[own] = grad[own] @ matrices[group]
+        matrices_grad[group] = grad[own].t() @ x[own]
+    return x_grad, matrices_grad
+
+
+@_adapter_product.register_fake
+def _(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], matrices.shape[1])
+
+
+@_adapter_grad.register_fake
+def _(grad: Tensor, x: Tensor, matrices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(matrices)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _adapter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_adapter_grad(grad.contiguous(), *ctx.saved_tensors), None
+
+
+_adapter_product.register_autograd(_adapter_backward, setup_context=_save_inputs)

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
-
 BLOCK = 64
 """Columns that share one scale."""
 
@@ -51,25 +49,35 @@ def empty_parts(rows: int, cols: int, device: torch.device | str) -> NF4Parts:
 
 def quantize(weight: Tensor) -> NF4Parts:
     """Quantise [rows, cols] of any float dtype. A row's parts depend on that row alone; a zero row stays zero."""
-    rows, cols = weight.shape
-    if rows == 0:
-        return empty_parts(0, cols, weight.device)
-    width = padded_columns(cols)
-    padded = pad(weight.detach(), (0, width - cols)).contiguous()
-    codes, block_max = torch.ops.bitsandbytes.quantize_4bit(padded, BLOCK, "nf4", torch.uint8)
-    block_max = block_max.view(rows, width // BLOCK)
+    if weight.shape[0] == 0:
+        return empty_parts(0, weight.shape[1], weight.device)
+    codes, block_max = quantize_blocks(weight)
     row_max = block_max.amax(dim=1, keepdim=True)
     share = block_max / row_max.clamp(min=torch.finfo(torch.float32).tiny)
-    scales = (share.sqrt() * 255).round().to(torch.uint8)
-    return NF4Parts(codes.view(rows, width // 2), scales, row_max)
+    return NF4Parts(codes, (share.sqrt() * 255).round().to(torch.uint8), row_max)
 
 
 def dequantize(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`."""
     codes, scales, row_max = parts
+    block_max = (scales / 255).square_().mul_(row_max)  # the division gives fp32 and reads the bytes as they are
+    return dequantize_blocks(codes, block_max, cols, dtype)
+
+
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes u8 [rows, cols' / 2] and block maxima [rows, cols' / 64] of a weight [rows, cols] with at least one row."""
+    rows, cols = weight.shape
+    width = padded_columns(cols)
+    padded = pad(weight.detach(), (0, width - cols)).contiguous()
+    codes, block_max = torch.ops.bitsandbytes.quantize_4bit(padded, BLOCK, "nf4", torch.uint8)
+    return codes.view(rows, width // 2), block_max.view(rows, width // BLOCK)
+
+
+def dequantize_blocks(codes: Tensor, block_max: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """The weight [rows, cols] in `dtype` of codes and fp32 block maxima."""
     rows, width = codes.shape[0], codes.shape[1] * 2
     if rows == 0:
         return torch.empty(0, cols, dtype=dtype, device=codes.device)
-    block_max = (scales / 255).square_().mul_(row_max).reshape(-1)  # the division gives fp32 and reads the bytes as they are
-    weight = torch.ops.bitsandbytes.dequantize_4bit(codes.reshape(-1, 1), block_max, BLOCK, "nf4", (rows, width), dtype)
+    maxima = block_max.reshape(-1)
+    weight = torch.ops.bitsandbytes.dequantize_4bit(codes.reshape(-1, 1), maxima, BLOCK, "nf4", (rows, width), dtype)
     return weight if width == cols else weight[:, :cols]

@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
-from workers.quant.nf4 import BLOCK, padded_columns
+from workers.quant.nf4 import BLOCK, dequantize_blocks, padded_columns, quantize_blocks
 
 
 class NF4FP32Parts(NamedTuple):
@@ -38,21 +36,12 @@ def empty_parts(rows: int, cols: int, device: torch.device | str) -> NF4FP32Part
 
 def quantize(weight: Tensor) -> NF4FP32Parts:
     """Quantise [rows, cols] of any float dtype. A row's parts depend on that row alone; a zero row stays zero."""
-    rows, cols = weight.shape
-    if rows == 0:
-        return empty_parts(0, cols, weight.device)
-    width = padded_columns(cols)
-    padded = pad(weight.detach(), (0, width - cols)).contiguous()
-    codes, block_max = torch.ops.bitsandbytes.quantize_4bit(padded, BLOCK, "nf4", torch.uint8)
-    return NF4FP32Parts(codes.view(rows, width // 2), block_max.view(rows, width // BLOCK).float())
+    if weight.shape[0] == 0:
+        return empty_parts(0, weight.shape[1], weight.device)
+    codes, block_max = quantize_blocks(weight)
+    return NF4FP32Parts(codes, block_max.float())
 
 
 def dequantize(parts: NF4FP32Parts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`: bit for bit what bitsandbytes makes of the same codes and scales."""
-    codes, block_max = parts
-    rows, width = codes.shape[0], codes.shape[1] * 2
-    if rows == 0:
-        return torch.empty(0, cols, dtype=dtype, device=codes.device)
-    scales = block_max.reshape(-1)
-    weight = torch.ops.bitsandbytes.dequantize_4bit(codes.reshape(-1, 1), scales, BLOCK, "nf4", (rows, width), dtype)
-    return weight if width == cols else weight[:, :cols]
+    return dequantize_blocks(parts.codes, parts.block_max, cols, dtype)

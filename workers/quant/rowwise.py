@@ -1,4 +1,4 @@
-"""The tensor subclass that carries a quantised weight through `fully_shard`: row-aligned parts behind a [rows, cols] face.
+"""The tensor subclass that carries a quantised weight through `fully_shard`: row-aligned parts behind a [rows, cols] tensor.
 
     face       the tensor that modules and FSDP2 see: shape [rows, cols], dtype of the computation; holds no memory
     parts      the tensors that hold memory: plain, dim 0 is the face's dim 0, plus padding rows at the end, if any
@@ -25,17 +25,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from workers.quant.frozen_linear import Numerics, frozen_linear
+
 aten = torch.ops.aten
 
 
 class RowQuantized(Tensor):
-    """A frozen weight [rows, cols] in a storage format. Subclasses name their parts and do the arithmetic."""
+    """A frozen weight [rows, cols] in a storage format. Subclasses name their parts and the arithmetic."""
 
     PARTS: ClassVar[tuple[str, ...]]
     """Attribute names of the parts, in the order in which they are gathered."""
+    NUMERICS: ClassVar[Numerics]
+    """The arithmetic of the format."""
 
     name = ""
-    """Of the parameter, once it is known: for messages."""
+    """Name of the parameter, once it is known, for messages."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -80,25 +84,23 @@ class RowQuantized(Tensor):
             raise NotImplementedError(f"{cls.__name__} {weight.name or 'without a name'} does not implement {func}")
         return handler(func, args, kwargs or {})
 
-    # What a format defines --------------------------------------------------------------------------------------------
-
     @classmethod
     def quantize(cls, weight: Tensor) -> Self:
         """A weight from [rows, cols] in a float dtype, which becomes the face's dtype. Rows are independent of each other."""
-        raise NotImplementedError
+        return cls(cls.NUMERICS.module.quantize(weight), weight.shape, weight.dtype)
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Self:
         """An uninitialised weight, also on meta."""
-        raise NotImplementedError
+        return cls(cls.NUMERICS.module.empty_parts(shape[0], shape[1], device), shape, dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The logical rows as a plain [rows, cols] tensor, in the face's dtype unless another is given."""
-        raise NotImplementedError
+        return self.NUMERICS.dense(self.parts, self.shape[1], dtype or self.dtype)[: self.shape[0]]
 
     def linear(self, x: Tensor) -> Tensor:
         """x [.., cols] → [.., rows] in x's dtype; saves the parts for backward, never a dequantised copy."""
-        raise NotImplementedError
+        return frozen_linear(x, self.parts, self.NUMERICS.name, self.shape[1])
 
     # FSDP2's extension points -----------------------------------------------------------------------------------------
 

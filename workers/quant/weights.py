@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
-
-import torch
 from torch import Tensor
 
 from ft_service.spec import WeightFormat
@@ -15,43 +11,22 @@ from workers.quant.frozen_linear import Numerics, frozen_linear
 from workers.quant.rowwise import RowQuantized
 
 
-class _Weight(RowQuantized):
-    """A `RowQuantized` whose arithmetic is a module of plain functions."""
-
-    NUMERICS: Numerics
-
-    @classmethod
-    def quantize(cls, weight: Tensor) -> Self:
-        return cls(cls.NUMERICS.quantize(weight), weight.shape, weight.dtype)
-
-    @classmethod
-    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Self:
-        return cls(cls.NUMERICS.empty_parts(shape[0], shape[1], device), shape, dtype)
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        parts: Any = self.NUMERICS.parts(*self.parts)
-        return self.NUMERICS.dequantize(parts, self.shape[1], dtype or self.dtype)[: self.shape[0]]
-
-    def linear(self, x: Tensor) -> Tensor:
-        return frozen_linear(x, self.parts, self.NUMERICS.name, self.shape[1])
-
-
-class NF4Weight(_Weight):
+class NF4Weight(RowQuantized):
     """A frozen weight [rows, cols] in NF4 (see `workers.quant.nf4` for the parts)."""
 
     PARTS = ("codes", "scales", "row_max")
-    NUMERICS = Numerics.register("nf4", nf4.NF4Parts, nf4.empty_parts, nf4.quantize, nf4.dequantize)
+    NUMERICS = Numerics.register("nf4", nf4.NF4Parts, nf4)
     codes: Tensor
     scales: Tensor
     row_max: Tensor
 
 
-class FP8Weight(_Weight):
+class FP8Weight(RowQuantized):
     """A frozen weight [rows, cols] in FP8 (see `workers.quant.fp8` for the parts)."""
 
     PARTS = ("codes", "scale")
-    NUMERICS = Numerics.register("fp8", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
-    IN_FP8 = InFP8.register("fp8_products", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
+    NUMERICS = Numerics.register("fp8", fp8.FP8Parts, fp8)
+    IN_FP8 = InFP8.register("fp8_products", fp8.FP8Parts, fp8)
     codes: Tensor
     scale: Tensor
 
@@ -60,24 +35,20 @@ class FP8Weight(_Weight):
         return frozen_linear(x, self.parts, self.IN_FP8.name, self.shape[1])
 
 
-class FP8BlocksWeight(_Weight):
+class FP8BlocksWeight(RowQuantized):
     """A frozen weight [rows, cols] in FP8 with scales of blocks (see `workers.quant.fp8_blocks` for the parts)."""
 
     PARTS = ("codes", "scales")
-    NUMERICS = Numerics.register(
-        "fp8_blocks", fp8_blocks.FP8BlocksParts, fp8_blocks.empty_parts, fp8_blocks.quantize, fp8_blocks.dequantize
-    )
+    NUMERICS = Numerics.register("fp8_blocks", fp8_blocks.FP8BlocksParts, fp8_blocks)
     codes: Tensor
     scales: Tensor
 
 
-class NF4FP32Weight(_Weight):
+class NF4FP32Weight(RowQuantized):
     """A frozen weight [rows, cols] in NF4 with fp32 block scales (see `workers.quant.nf4_fp32` for the parts)."""
 
     PARTS = ("codes", "block_max")
-    NUMERICS = Numerics.register(
-        "nf4_fp32", nf4_fp32.NF4FP32Parts, nf4_fp32.empty_parts, nf4_fp32.quantize, nf4_fp32.dequantize
-    )
+    NUMERICS = Numerics.register("nf4_fp32", nf4_fp32.NF4FP32Parts, nf4_fp32)
     codes: Tensor
     block_max: Tensor
 

@@ -1,11 +1,10 @@
 """What glibc's allocator does with blocks that a rank on the CPU frees: it keeps them, since the next step wants them again.
 
-By default free memory at the end of the heap is given back above 64 MiB, and each step faults it in anew. Blocks of more than
+By default free memory at the end of the heap is given back above 64 MiB, and each step faults it in again. Blocks of more than
 32 MiB, glibc's own limit, are still mapped one by one and given back at once: in the heap, aligned blocks of one size that come
 and go leave gaps (glibc before 2.38), and memory would grow.
 
-Set in the process and not by its environment: ranks that wait preloaded are forked before anybody knows on which device they
-will train, and nothing that a rank starts is to inherit it.
+Set in the process and not by its environment, which what a rank starts would inherit.
 """
 
 from __future__ import annotations

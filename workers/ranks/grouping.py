@@ -14,6 +14,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from ft_service.spec import DistributedOptions, WrapBySize
 
@@ -39,7 +40,7 @@ class ShardGroup:
         return any(id(p) in mine for module in other.modules for p in module.parameters())
 
 
-def grouped(model: PeftModel, layers: Sequence[nn.Module], options: DistributedOptions) -> list[ShardGroup]:
+def grouped(model: PreTrainedModel | PeftModel, layers: Sequence[nn.Module], options: DistributedOptions) -> list[ShardGroup]:
     """All groups but the root's, in the order of the forward; an outer group before those inside it."""
     if options.wrap == "none":
         return []
@@ -72,9 +73,9 @@ def _outer_modules(module: nn.Module, layers: set[int]) -> Iterator[nn.Module]:
         yield from _outer_modules(child, layers)
 
 
-def _by_size(model: PeftModel, min_params: int, reshard_after_forward: bool | int) -> list[ShardGroup]:
+def _by_size(model: PreTrainedModel | PeftModel, min_params: int, reshard_after_forward: bool | int) -> list[ShardGroup]:
     """Modules whose forward is called and that hold `min_params` not counting inner groups. Tied weights stay with the root."""
-    base: nn.Module = model.get_base_model()
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
     places = Counter(id(p) for m in base.modules() for p in m.parameters(recurse=False))
     tied = {key for key, count in places.items() if count > 1}
     chosen: set[int] = set()
@@ -88,7 +89,7 @@ def _by_size(model: PeftModel, min_params: int, reshard_after_forward: bool | in
 
 
 def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> list[nn.Parameter]:
-    """Add to `chosen`, inner modules first. Returns the parameters that are in none of them."""
+    """Add to `chosen`, inner modules first. Returns the parameters that are outside all of them."""
     # One uses its adapters' weights without calling them, the other calls what is in it for each sample.
     whole = isinstance(module, BaseTunerLayer) or getattr(module, "by_sample", False)
     left = list(module.parameters(recurse=whole))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import re
 import sys
+import threading
+import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +26,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ft_service.errors import FtError
 from ft_service.host import disk, missing_package
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.causes import COLLECTIVE_TIMEOUT
+from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Outcome, OutcomeKind, Start
-from ft_service.rundir.fence import Fence, SealedError
+from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
 from ft_service.spec import JobSpec
 from workers.ranks.allocator import keep_freed_memory
 from workers.ranks.sharding import make_mesh
@@ -39,7 +44,7 @@ _TIMED_OUT = re.compile(r"Timed out waiting|timeout", re.IGNORECASE)
 
 
 class TrainingError(FtError):
-    """Training cannot go on and trying again cannot help: the numbers themselves went wrong."""
+    """Training cannot continue and trying again cannot help: the numbers themselves went wrong."""
 
     code = "training_diverged"
 
@@ -77,7 +82,7 @@ class Runtime:
     stop_group: dist.ProcessGroup | None
     """Gloo, on the CPU: the agreement to stop must not mix with the collectives of training. None with one rank."""
     save_group: dist.ProcessGroup
-    """Gloo, on the CPU: checkpoints are written while training's own collectives go on."""
+    """Gloo, on the CPU: checkpoints are written while training's own collectives run."""
     fence: Fence
     """Looked at before anything is published or removed."""
 
@@ -230,3 +235,38 @@ def _reproducible(device: torch.device) -> None:
     torch.manual_seed(0)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def start_thread(name: str, device: torch.device, target: Callable[..., None], *args: Any) -> threading.Thread:
+    """Run `target` in a daemon thread whose current CUDA device is the rank's.
+
+    CUDA's current device belongs to a thread, and a new thread begins on GPU 0: its first use of CUDA would take some hundred
+    MB of GPU 0 on every rank.
+    """
+    thread = threading.Thread(target=_run_on_device, args=(device, target, args), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _run_on_device(device: torch.device, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    target(*args)
+
+
+def watch_seal(fence: Fence) -> None:
+    """End this process once its attempt is sealed, whatever it is doing.
+
+    The supervisor may be stopped, and the rank itself may wait in a collective for ever.
+    """
+    threading.Thread(target=_wait_for_seal, args=(fence,), name="fence", daemon=True).start()
+
+
+def _wait_for_seal(fence: Fence) -> None:
+    seal = None
+    while seal is None:
+        with contextlib.suppress(OSError):  # the file system may be away for a while
+            seal = fence.seal()
+        time.sleep(0.0 if seal else SEAL_SECONDS)
+    print(f"Attempt {fence.attempt} is over ({seal} is there): this rank leaves.", file=sys.stderr, flush=True)
+    leave(1)

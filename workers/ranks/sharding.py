@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ft_service.bases.module_rules import choose_ignored
 from ft_service.errors import SpecError
@@ -35,7 +36,7 @@ def make_mesh(device_type: str, world: int, replicate: Replicate) -> DeviceMesh:
 
 
 def shard(
-    model: PeftModel,
+    model: PreTrainedModel | PeftModel,
     layers: list[nn.Module],
     mesh: DeviceMesh,
     options: DistributedOptions,

@@ -1,9 +1,8 @@
-"""`python -m workers.serving DESCRIPTOR PARENT`: the preview's process, at the other end of a socket that the server holds.
+"""`python -m workers.serving`: the preview's process, which reads requests from stdin and writes answers to stdout.
 
 Lines of JSON both ways. First the base: {op: base, load, path, precision, threads, memory}, and later another in its place;
 then requests {op: complete, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n}. Answers carry their request's id
-(engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends when the socket does, however the server
-ended.
+(engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -12,53 +11,50 @@ import json
 import math
 import os
 import queue
-import socket
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from ft_service.host.lifetime import die_with_parent
-from workers import keep_torchao_out
+from workers.patches.absent_torchao import keep_torchao_out
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    die_with_parent(int(sys.argv[2]))
+if __name__ == "__main__":  # before torch is imported
     keep_torchao_out()
 
 Inbox = queue.SimpleQueue[dict[str, Any]]
 
 
-class Wire:
-    """The socket's two directions. What arrives is read in a thread, so that the server never waits for a forward."""
+class RequestChannel:
+    """Requests and answers. What arrives is read in a thread, so that the server never waits for a forward."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)  # what libraries print is no answer
         self.inbox: Inbox = queue.SimpleQueue()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
     def say(self, message: dict[str, Any]) -> None:
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._answers.write(json.dumps(message).encode() + b"\n")
         except OSError:
             os._exit(0)  # the server is gone
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                self.inbox.put(json.loads(line))
+        for line in sys.stdin.buffer:
+            self.inbox.put(json.loads(line))
         os._exit(0)
 
 
-class Station:
-    """What the process holds: a base that answers, or why it does not."""
+class PreviewWorker:
+    """The base that answers requests, or the reason why there is none."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: RequestChannel) -> None:
         self._wire = wire
         self._engine: Any = None
         self._failure: dict[str, Any] = {}
-        """What is told to all who ask while there is no base."""
+        """Answer to all requests while there is no base."""
         self._threads: dict[str, int] = {}
-        """Those that were found best, by the bases' folders."""
+        """Best number of threads by base folder."""
 
     @property
     def busy(self) -> bool:
@@ -84,12 +80,12 @@ class Station:
                 self._wire.say({"kind": "error", "id": message["id"], **self._failure})
 
     def _load(self, wanted: dict[str, Any]) -> None:
-        """In place of what there is, whose memory is free before."""
+        """Replace the base; the memory of the former one is freed first."""
         self._engine = None
         try:
             _return_memory()
             self._engine = self._built(wanted)
-        except Exception as error:  # whatever it is, whoever asks must hear of it
+        except Exception as error:  # every error is sent to the server
             import traceback
 
             traceback.print_exc()
@@ -103,7 +99,7 @@ class Station:
 
         from ft_service.bases.cache_folder import Cache
         from ft_service.spec import PrecisionOptions
-        from workers.serving.chat import Chats
+        from workers.serving.chat_tokens import Chats
         from workers.serving.engine import Engine
         from workers.serving.model import ServedModel
 
@@ -122,15 +118,15 @@ class Station:
         return Engine(model, chats, self._wire.say)
 
 
-def main(descriptor: int) -> int:
-    wire = Wire(descriptor)
-    station = Station(wire)
+def main() -> int:
+    wire = RequestChannel()
+    worker = PreviewWorker(wire)
     while True:
-        station.take(wire.inbox.get())
-        while station.busy or not wire.inbox.empty():
+        worker.take(wire.inbox.get())
+        while worker.busy or not wire.inbox.empty():
             while not wire.inbox.empty():
-                station.take(wire.inbox.get())
-            station.step()
+                worker.take(wire.inbox.get())
+            worker.step()
 
 
 def _request(message: dict[str, Any]) -> Any:
@@ -146,7 +142,7 @@ def _set_threads(count: int) -> None:
 
 
 def _return_memory() -> None:
-    """Of the base that is no longer held."""
+    """Free the memory of the former base."""
     import gc
 
     import torch
@@ -175,4 +171,4 @@ def _told(error: Exception) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main())

@@ -65,7 +65,7 @@ class AnswerText:
             self.whole = self.whole[: min(found)]
 
     def _certain(self) -> int:
-        """Where the text ends that nothing can take any more."""
+        """End of the text that neither a stop nor a tool call can still remove."""
         if self.stopped and self._prefix is None:
             return len(self.whole)
         end = len(self.whole)

@@ -1,5 +1,5 @@
-"""Attention of sequences that grow: the new tokens of any number of them stand one behind the other in one row, and each sees
-what its own sequence had before. No token is padding, and no mask is made.
+"""Attention of sequences that grow: the new tokens of any number of them are concatenated in one row, and each sees
+the earlier tokens of its own sequence. No token is padding, and no mask is made.
 
 It stands where transformers' attention stood, for the architectures that let it be chosen, as in training
 (workers/layers/segment_attention.py, whose words for window, softcap and sinks these are).
@@ -8,7 +8,7 @@ It stands where transformers' attention stood, for the architectures that let it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers.scored_attention import Shape, one_a_head, shares_of
+from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, shares_of
 
 NAME = "ft_cached"
-"""Of this attention among transformers' implementations."""
+"""Name of this attention among transformers' implementations."""
 FIRST_CAPACITY = 64
 
 
-class Memory:
+class KeyValueCache:
     """The keys and values of one sequence, layer by layer."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, _Kept] = {}
+        self._layers: dict[int, _LayerCache] = {}
         self.state: Any = None
         """What the architecture itself keeps, where its layers keep more than keys and values."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add new tokens, [1, groups, tokens, ..] each; what the layer then knows, new tokens included."""
-        kept = self._layers.setdefault(layer, _Kept())
+        kept = self._layers.setdefault(layer, _LayerCache())
         return kept.extend(key, value)
 
     @property
@@ -42,7 +42,7 @@ class Memory:
 
 
 @dataclass
-class _Kept:
+class _LayerCache:
     keys: Tensor = field(default_factory=lambda: torch.empty(0))
     """[1, groups, capacity, d], of which `count` are there."""
     values: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -70,47 +70,35 @@ def _grown(kept: Tensor, like: Tensor, count: int, capacity: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """The new tokens [start, end) of one sequence in the row in hand."""
+    """The new tokens [start, end) of one sequence in the current row."""
 
-    memory: Memory
+    memory: KeyValueCache
     start: int
     end: int
 
 
-class Row:
-    """What the row in hand is made of, for the forward that is under way."""
+class CurrentRow:
+    """The sequences in the row of the current forward."""
 
     def __init__(self) -> None:
         self.spans: Sequence[Span] = ()
 
 
-CURRENT = Row()
-"""Of this process, which runs one forward at a time."""
+CURRENT = CurrentRow()
+"""The row of this process, which runs one forward at a time."""
 
 
 def cached_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool | None = None,
-    **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [1, heads, tokens, d], key and value [1, groups, tokens, ..] → [1, tokens, heads, ..].
+    """The attention function that transformers calls: query [1, heads, tokens, d], key and value [1, groups, tokens, ..] →
+    [1, tokens, heads, ..].
 
     Raises NotImplementedError for what only a mask could say.
     """
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if position_bias is not None or not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
+    if not is_causal(module, options) or attention_mask is not None or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"{type(module).__name__} is not causal, has a bias by position, or needs a mask")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    shape = Shape(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    shape = replace(attention_pattern(query, options), chosen=None)
     parts = []
     for span in CURRENT.spans:
         own = slice(span.start, span.end)
@@ -123,7 +111,7 @@ def cached_attention(
 AttentionInterface.register(NAME, cached_attention)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) -> Tensor:
     """The last tokens of a sequence, query [1, heads, n, d], over all of it, key [1, groups, length, d] → [1, heads, n, ..]."""
     new, length = query.shape[2], key.shape[2]
     begin = max(0, length - new - shape.window + 1) if shape.window else 0  # the first key that any of them sees

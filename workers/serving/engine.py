@@ -1,7 +1,7 @@
-"""Continuous batching: every step takes the next token of every answer that is under way, and a part of the prompts that wait.
+"""Continuous batching: every step computes the next token of every running answer, and a part of the waiting prompts.
 
-All of it is one row of one forward, whatever adapters they go through. An answer that comes while others are under way joins at
-the next step, and a long prompt is read in parts, so that no request holds up the others.
+All of that is one row of one forward, whatever the adapters. A new answer joins at the next step, and a long prompt is read in
+parts, so that no request delays the others.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ft_service.errors import FtError, SpecError
-from workers.serving.adapters import Adapter
 from workers.serving.answer_text import AnswerText
-from workers.serving.cached_attention import Memory, Span
-from workers.serving.chat import Chat, Chats
-from workers.serving.model import Piece, ServedModel
-from workers.serving.sampling import Choice, Sampling, choose
+from workers.serving.batched_adapters import Adapter
+from workers.serving.cached_attention import KeyValueCache, Span
+from workers.serving.chat_tokens import Chats, ChatTokenizer
+from workers.serving.model import ServedModel, TokenSpan
 
 MOST_SEQUENCES = 32
-"""Answers under way at once; more wait their turn."""
+"""Most answers at a time; more requests wait."""
 PROMPT_TOKENS = 512
-"""Of prompts that are read in one step, at most."""
+"""Most tokens of prompts that are read in one step."""
 PROMPT_SECONDS = 0.01
 """Wait for a prompt that is being rendered, before it is looked for new requests again."""
 DEFAULT_MAX_TOKENS = 2048
-"""Of an answer whose request names no limit, if the base's context has room."""
+"""Most tokens of an answer whose request names no limit, if the base's context has room."""
 
 Say = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it arrives (ft_service/serving/request.py makes it)."""
+    """A request as it arrives (ft_service/serving/chat_request.py makes it)."""
 
     id: str
     messages: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Request:
     seed: int | None = None
     top_logprobs: int | None = None
     probes: list[list[int]] = field(default_factory=list)
-    """Tokens by which it is to be shown that the adapter's model answers."""
+    """Tokens whose log-probabilities show that the adapter's model answers."""
     parallel_tool_calls: bool = True
 
 
@@ -62,7 +62,7 @@ class _Sequence:
     """One answer of a request."""
 
     request: Request
-    chat: Chat
+    chat: ChatTokenizer
     index: int
     ids: list[int]
     """Prompt and answer."""
@@ -72,7 +72,7 @@ class _Sequence:
     adapter: Adapter | None
     text: AnswerText
     generator: torch.Generator
-    memory: Memory = field(default_factory=Memory)
+    memory: KeyValueCache = field(default_factory=KeyValueCache)
     read: int = 0
     """Tokens that the memory knows."""
     unsaid: list[dict[str, Any]] = field(default_factory=list)
@@ -84,11 +84,11 @@ class _Sequence:
 
 
 class Engine:
-    """Answers requests, step by step, and says what becomes of them. For one thread."""
+    """Answers requests step by step and reports their answers. For one thread."""
 
     def __init__(self, model: ServedModel, chats: Chats, say: Say) -> None:
         self._model, self._chats, self._say = model, chats, say
-        self._asked: dict[str, tuple[Request, Chat]] = {}
+        self._rendering: dict[str, tuple[Request, ChatTokenizer]] = {}
         """Requests whose prompts are being rendered."""
         self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
         self._waiting: deque[_Sequence] = deque()
@@ -100,10 +100,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._asked or self._waiting or self._running)
+        return bool(self._rendering or self._waiting or self._running)
 
     def add(self, request: Request) -> None:
-        """Have a request's prompt rendered, beside the answers that are under way."""
+        """Start to render a request's prompt, while current answers continue."""
         try:
             chat = self._chats.of(request.adapter)
             if request.tools and not chat.takes_tools:
@@ -111,23 +111,22 @@ class Engine:
         except FtError as error:
             self._fail(request.id, error)
             return
-        self._asked[request.id] = request, chat
+        self._rendering[request.id] = request, chat
         prompt = chat.prompt(request.messages, request.tools)
         prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
 
     def take_rendered(self, seconds: float = 0.0) -> None:
-        """Let the requests whose prompts are rendered wait for their turn; what is wrong with one is said. `seconds`: waits as
-        long for the first."""
+        """Queue the requests whose prompts are rendered, and report errors. `seconds`: wait so long for the first."""
         while True:
             try:
                 request_id, prompt = self._rendered.get(timeout=seconds) if seconds else self._rendered.get_nowait()
             except queue.Empty:
                 return
             seconds = 0.0
-            if (asked := self._asked.pop(request_id, None)) is not None:  # else nobody waits for it any more
-                self._begin(*asked, prompt)
+            if (request := self._rendering.pop(request_id, None)) is not None:  # else it was cancelled
+                self._begin(*request, prompt)
 
-    def _begin(self, request: Request, chat: Chat, prompt: Future[str]) -> None:
+    def _begin(self, request: Request, chat: ChatTokenizer, prompt: Future[str]) -> None:
         try:
             sequences = self._sequences(request, chat, chat.tokens(prompt.result()))
         except FtError as error:
@@ -138,20 +137,20 @@ class Engine:
         self._waiting.extend(sequences)
 
     def drop(self, request_id: str) -> None:
-        """Nobody waits for a request any more."""
-        self._asked.pop(request_id, None)
+        """Cancel a request."""
+        self._rendering.pop(request_id, None)
         self._waiting = deque(one for one in self._waiting if one.request.id != request_id)
         self._running = [one for one in self._running if one.request.id != request_id]
         self._tokens.pop(request_id, None)
 
     def prepare(self, adapter: str, probes: Sequence[Sequence[int]]) -> None:
-        """Have an adapter ready for those who ask for it; if it does not fit, they are told."""
+        """Load an adapter in advance; requests get the error if it does not fit."""
         with contextlib.suppress(FtError):
             self._chats.of(adapter)
             self._adapter(adapter, probes)
 
     def step(self) -> None:
-        """One forward, or a short wait for a prompt where nothing else is to be done."""
+        """Run one forward, or wait a little for a prompt if nothing else is to be done."""
         self.take_rendered(0.0 if self._waiting or self._running else PROMPT_SECONDS)
         while self._waiting and len(self._running) < MOST_SEQUENCES:
             self._running.append(self._waiting.popleft())
@@ -163,13 +162,13 @@ class Engine:
                     text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
                     self._fail(one.request.id, SpecError(text, code="out_of_memory"))
 
-    def _sequences(self, request: Request, chat: Chat, prompt: list[int]) -> list[_Sequence]:
+    def _sequences(self, request: Request, chat: ChatTokenizer, prompt: list[int]) -> list[_Sequence]:
         room = self._model.context - len(prompt)
         wanted = request.max_tokens
         if room < (wanted or 1):
-            asked = f" and {wanted} were asked for" if wanted else ""
+            more = f" and {wanted} were requested" if wanted else ""
             raise SpecError(
-                f"The base's context is {self._model.context} tokens: the prompt has {len(prompt)}{asked}. Shorten the messages"
+                f"The base's context is {self._model.context} tokens: the prompt has {len(prompt)}{more}. Shorten the messages"
                 f"{' or max_tokens' if wanted else ''}.",
                 param="messages",
                 code="context_length_exceeded",
@@ -193,12 +192,12 @@ class Engine:
         ]
 
     def _adapter(self, folder: str, probes: Sequence[Sequence[int]]) -> Adapter:
-        """The adapter, of whose model is said what it thinks of the probes, once."""
+        """Load an adapter, and report its log-probabilities of the probes once."""
         adapter = self._model.adapters.get(folder)
         if probes and folder not in self._probed:
             self._probed.add(folder)
-            thought = [self._model.logprobs(tokens, adapter) for tokens in probes]
-            self._say({"kind": "probed", "adapter": folder, "logprobs": thought})
+            logprobs = [self._model.logprobs(tokens, adapter) for tokens in probes]
+            self._say({"kind": "probed", "adapter": folder, "logprobs": logprobs})
         return adapter
 
     def _groups(self) -> list[list[_Sequence]]:
@@ -215,7 +214,7 @@ class Engine:
                 continue
             budget -= taken if unread > 1 else 0
             span = Span(one.memory, place, place + taken)
-            pieces.append(Piece(one.ids[one.read : one.read + taken], span, one.read, one.adapter))
+            pieces.append(TokenSpan(one.ids[one.read : one.read + taken], span, one.read, one.adapter))
             ends.append(one)
             one.read += taken
             place += taken
@@ -270,6 +269,48 @@ def _sampling(request: Request) -> Sampling:
     return Sampling(request.temperature, request.top_p, request.top_logprobs)
 
 
-def _shown(chat: Chat, choice: Choice) -> dict[str, Any]:
+def _shown(chat: ChatTokenizer, choice: Choice) -> dict[str, Any]:
     top = [{**chat.token(token), "logprob": logprob} for token, logprob in choice.top]
     return {**chat.token(choice.token), "logprob": choice.logprob, "top_logprobs": top}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """0: the most likely token."""
+    top_p: float = 1.0
+    top_logprobs: int | None = None
+    """Alternatives to report for each token; None: no log-probabilities at all."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token, and with `top_logprobs` its log-probability in nats and the likeliest ones (token, log-probability)."""
+
+    token: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
+    """`logits`: fp32 [words], on the CPU. Log-probabilities are the model's own, before temperature and top_p."""
+    if sampling.temperature == 0:
+        token = int(logits.argmax())
+    else:
+        token = _drawn(logits / sampling.temperature, sampling.top_p, generator)
+    if sampling.top_logprobs is None:
+        return Choice(token)
+    logs = logits.log_softmax(dim=-1)
+    values, tokens = logs.topk(min(sampling.top_logprobs, len(logs)))
+    return Choice(token, float(logs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True)))
+
+
+def _drawn(logits: Tensor, top_p: float, generator: torch.Generator) -> int:
+    shares = logits.softmax(dim=-1)
+    if top_p >= 1:
+        return int(torch.multinomial(shares, 1, generator=generator))
+    ordered, tokens = shares.sort(descending=True)
+    kept = ordered.cumsum(dim=-1) - ordered < top_p  # the first one always
+    return int(tokens[torch.multinomial(ordered * kept, 1, generator=generator)])

@@ -19,23 +19,22 @@ from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.layers.segments import chunk_in
 from workers.model.attention import chooses_keys, mixes_otherwise, own_attention
 from workers.model.build import base_on_meta, decoder_layers, restore_buffers
+from workers.model.multimodal import text_decoder
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
-from workers.model.wrapped import text_decoder
+from workers.model.special_types import NOT_PREVIEWED
 from workers.ranks.runtime import COMPUTE_DTYPE
-from workers.serving.adapters import Adapter, Adapters, AdapterSpan
-from workers.serving.cached_attention import CURRENT, NAME, Memory, Span
+from workers.serving.batched_adapters import Adapter, Adapters, AdapterSpan
+from workers.serving.cached_attention import CURRENT, NAME, KeyValueCache, Span
 
 _TRIALS = 3
 _STATE_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Relative difference of logits: rounding, in the dtype of the arithmetic."""
-_NOT_SERVED = ("kimi_linear",)
-"""Architectures whose answers here were seen to differ from those of the published class."""
 _POSITION_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that look at the longest of all positions in a forward."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenSpan:
     """The next tokens of one sequence."""
 
     ids: Sequence[int]
@@ -58,7 +57,7 @@ class ServedModel:
         self.by_state = own_kind or mixes_otherwise(type(decoder)) or chooses_keys(type(decoder))
         """Whether layers keep more than keys and values (of convolutions, recurrences, indexers), or attention is of its own
         kind: the architecture then keeps what it knows of a sequence itself. A forward has one sequence, its prompt whole."""
-        if decoder.config.model_type in _NOT_SERVED:
+        if decoder.config.model_type in NOT_PREVIEWED:
             raise _answers_otherwise(decoder.config.model_type)
         restore_buffers(model, device, compute)
         layers = decoder_layers(model)
@@ -81,7 +80,7 @@ class ServedModel:
         self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward(self, pieces: Sequence[TokenSpan]) -> Tensor:
         """The logits after the last token of each piece, fp32 [pieces, words]. Pieces of one adapter should be neighbours."""
         self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
         return self._row(pieces)
@@ -90,11 +89,11 @@ class ServedModel:
     def logprobs(self, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
         """Log-probabilities of each token but the first, in nats, after those before it."""
         self._last = torch.arange(len(tokens) - 1, device=self.device)
-        logits = self._row([Piece(tokens, Span(Memory(), 0, len(tokens)), 0, adapter)])
+        logits = self._row([TokenSpan(tokens, Span(KeyValueCache(), 0, len(tokens)), 0, adapter)])
         after = torch.tensor(tokens[1:], device=self.device)[:, None]
         return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
 
-    def _row(self, pieces: Sequence[Piece]) -> Tensor:
+    def _row(self, pieces: Sequence[TokenSpan]) -> Tensor:
         """The logits at the places of `_last`, fp32 [places, words]."""
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
         positions = torch.cat([torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces])
@@ -111,11 +110,11 @@ class ServedModel:
 
     def _require_kept_state(self, kind: str, compute: torch.dtype) -> None:
         """Raises SpecError for an architecture that knows less of a sequence in parts than of the whole."""
-        ids, memory = [1 + place % (self.words - 1) for place in range(1, 13)], Memory()
-        whole = self.forward([Piece(ids, Span(Memory(), 0, len(ids)), 0, None)])
-        last = self.forward([Piece(ids[:8], Span(memory, 0, 8), 0, None)])
+        ids, memory = [1 + place % (self.words - 1) for place in range(1, 13)], KeyValueCache()
+        whole = self.forward([TokenSpan(ids, Span(KeyValueCache(), 0, len(ids)), 0, None)])
+        last = self.forward([TokenSpan(ids[:8], Span(memory, 0, 8), 0, None)])
         for place in range(8, len(ids)):
-            last = self.forward([Piece(ids[place : place + 1], Span(memory, 0, 1), place, None)])
+            last = self.forward([TokenSpan(ids[place : place + 1], Span(memory, 0, 1), place, None)])
         if float((last - whole).norm() / whole.norm()) > _STATE_BOUND[compute]:
             raise _answers_otherwise(kind)
 
@@ -129,7 +128,7 @@ class ServedModel:
             times = []
             for _ in range(_TRIALS):
                 begin = time.perf_counter()
-                self.forward([Piece([1], Span(Memory(), 0, 1), 0, None)])
+                self.forward([TokenSpan([1], Span(KeyValueCache(), 0, 1), 0, None)])
                 times.append(time.perf_counter() - begin)
             took[threads] = sorted(times)[_TRIALS // 2]
         best = min(took, key=lambda threads: took[threads])
@@ -150,7 +149,7 @@ def _answers_otherwise(kind: str) -> SpecError:
     )
 
 
-def _adapter_spans(pieces: Sequence[Piece]) -> list[AdapterSpan]:
+def _adapter_spans(pieces: Sequence[TokenSpan]) -> list[AdapterSpan]:
     """Runs of neighbours with the same adapter."""
     spans: list[AdapterSpan] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The adapter of any complete checkpoint, from its shards: `python -m workers.tasks.consolidate RUN_DIR CHECKPOINT OUT`.
+"""Makes the adapter of any complete checkpoint from its shards: `python -m workers.tasks.consolidate RUN_DIR CHECKPOINT OUT`.
 
 No GPU, no process group, and no base weights: adapter matrices are read from the shards one after the other, wherever they
 were cut, and written in PEFT's layout with their manifest. The checkpoint was written by the service and is checked against
@@ -7,10 +7,10 @@ COMPLETE first, since DCP's metadata is a pickle.
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ft_service.errors import FtError, NotFoundError
+from ft_service.errors import NotFoundError
 from ft_service.rundir.checkpoints import checkpoint_faults, checkpoint_key, read_marker
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.manifest import Manifest
+from ft_service.rundir.manifest import AdapterSource, Manifest
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import JobSpec
 from workers.model.build import build
-from workers.output.export import new_folder, versions, write_adapter
+from workers.output.outcome import new_folder, versions, write_adapter
 from workers.output.report import metrics_of_all_attempts
+from workers.tasks import print_result
 
 PREFIX = "adapter/"
 """Prefix of the names under which checkpoints hold adapter matrices."""
@@ -49,11 +50,9 @@ def consolidate(run: RunDir, name: str, out: Path) -> Manifest:
         return describe_adapter(
             run,
             folder,
-            attempt=marker.attempt,
-            step=marker.step,
-            checkpoint=name,
-            metrics=rows.get(marker.step),
-            versions=versions(),
+            AdapterSource(
+                attempt=marker.attempt, step=marker.step, checkpoint=name, metrics=rows.get(marker.step), versions=versions()
+            ),
         )
 
 
@@ -65,7 +64,7 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
         for name, entry in held.items()
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # that there is no process group is the point
+    with warnings.catch_warnings():  # no process group is needed
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(dict(wanted), checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(PREFIX).replace(".default.", "."): tensor for name, tensor in wanted.items()}
@@ -74,13 +73,12 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
 def main(arguments: list[str]) -> int:
     """Print one line of JSON: the adapter's folder, or the error. Exit code 0 or 64."""
     run_dir, name, out = arguments
-    try:
+
+    def task() -> dict[str, Any]:
         manifest = consolidate(RunDir(run_dir), name, Path(out))
-    except FtError as error:
-        print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
-        return 64
-    print(json.dumps({"adapter": out, "step": manifest.step, "digest": manifest.digest}))
-    return 0
+        return {"adapter": out, "step": manifest.step, "digest": manifest.digest}
+
+    return print_result(task)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A tuned model in the form that another program reads: `python -m workers.tasks.export ADAPTER OUT --format FORMAT`.
+"""Writes a tuned model in the form that another program reads: `python -m workers.tasks.export ADAPTER OUT --format FORMAT`.
 
-Everything is read again before OUT is there, and `fidelity.json` in it says what the form costs. No GPU is needed, and no
-process group.
+Everything is read again before OUT appears, and its `fidelity.json` says how much accuracy the form costs. Needs neither a GPU
+nor a process group.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.origin import licence_of, portable_name
-from ft_service.errors import FtError
 from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
 from ft_service.rundir.model_card import CARD
 from ft_service.spec import JobSpec
-from workers.exports.card import export_card
+from workers.exports.export_card import export_card
 from workers.exports.gguf_file import Stored
 from workers.exports.to_gguf import export_adapter, export_model
-from workers.output.export import new_folder
+from workers.output.outcome import new_folder
+from workers.tasks import print_result
 from workers.tasks.fidelity import measure
 from workers.tasks.merge import COPIED, FIDELITY, base_of_job, check_base, merge_and_measure
 from workers.tasks.pad_ranks import pad_ranks
@@ -81,11 +81,11 @@ def _for_vllm(adapter: Path, folder: Path) -> dict[str, Any]:
 
 
 def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int) -> dict[str, Any]:
-    """The merged model as GGUF. It is merged to bf16 beside, and the losses are those of the weights as the file has them."""
+    """The merged model as GGUF. It is first merged to bf16; the losses are those of the weights as the file holds them."""
     merged, restored = folder / ".merged", folder / ".restored"
     exact = stored == "bf16"  # what the file holds is then what was merged
     report = merge_and_measure(adapter, merged, "bf16", base, samples if exact else 0)
-    told = export_model(
+    exported = export_model(
         merged,
         folder,
         stored,
@@ -101,7 +101,7 @@ def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path
                 shutil.copy(path, folder)
     for scratch in (merged, restored):
         shutil.rmtree(scratch, ignore_errors=True)
-    return {**report, **told}
+    return {**report, **exported}
 
 
 def main(arguments: list[str]) -> int:
@@ -113,13 +113,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the losses; 0: none")
     given = parser.parse_args(arguments)
-    try:
-        report = export(given.adapter, given.out, given.format, given.base, given.samples)
-    except FtError as error:
-        print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
-        return 64
-    print(json.dumps(report))
-    return 0
+    return print_result(lambda: export(given.adapter, given.out, given.format, given.base, given.samples))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from torch import nn
 
 from ft_service.data.examiner import Examiner
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens.keeping import find, tokens_key
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_cache import find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
@@ -55,7 +55,7 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
 
 def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | None]:
     if samples <= 0:
-        return [], "no samples were asked for"
+        return [], "no samples were requested"
     if not spec.validates:
         return [], "the job had no validation file"
     file = spec.validation_data or spec.training_data

@@ -1,9 +1,9 @@
-"""A base and its adapter as one model: `python -m workers.tasks.merge ADAPTER OUT --to bf16|fp8|int4`.
+"""Merges a base and its adapter into one model: `python -m workers.tasks.merge ADAPTER OUT --to bf16|fp8|int4`.
 
-Row by row: merged = base + scaling · B · A in fp32, then cast, so that memory does not grow with the model. No GPU is used,
-and no process group. What is written has the base's own tensor names, config and tokenizer, and loads wherever the base does;
+Row by row: merged = base + scaling · B · A in fp32, then cast, so that memory does not grow with the model. Needs neither a GPU
+nor a process group. What is written has the base's own tensor names, config and tokenizer, and loads wherever the base does;
 `--to fp8` and `--to int4` store the linear layers of the decoder layers in compressed-tensors' layouts
-(`workers.exports.compressed`), which vLLM and transformers load.
+(`workers.exports.compressed_tensors`), which vLLM and transformers load.
 """
 
 from __future__ import annotations
@@ -25,26 +25,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ft_service.bases.base_files import copy_base_file, is_base_file
-from ft_service.bases.contents import read_config
-from ft_service.errors import FtError, SpecError
+from ft_service.bases.base_files import copy_base_file, is_base_file, read_config
+from ft_service.errors import SpecError
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, spec_beside
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
-from workers.base.names import find_pieces
-from workers.base.plain_base import PlainBase
-from workers.base.stored import from_int4
-from workers.base.turned import turned_weights
-from workers.exports.compressed import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
-from workers.layers.experts import experts_of
-from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
+from workers.base.parameter_sources import find_pieces, turned_weights
+from workers.base.quantized_rows import PlainBase, from_int4
+from workers.exports.compressed_tensors import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
+from workers.layers.experts import SCALES_INPUT, experts_of
 from workers.model.build import base_on_meta, decoder_layers
-from workers.model.peft_adapter import PeftAdapter, Update
+from workers.model.multimodal import names_of_towers
+from workers.model.peft_adapter import ExpertsUpdate, PeftAdapter, Update, expected_shapes, updates_by_tensor
 from workers.model.precision import precision_map
-from workers.model.wrapped import names_of_towers
-from workers.output.export import new_folder
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
+from workers.output.outcome import new_folder
+from workers.tasks import print_result
 from workers.tasks.fidelity import measure
 
 CHUNK_BYTES = 16 * 1024**2
@@ -92,7 +89,7 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        stored = Stored(to, linears_of_layers(model, tensors, to) if to != "bf16" else set(), tensors)
+        stored = MergedStorage(to, linears_of_layers(model, tensors, to) if to != "bf16" else set(), tensors)
         files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
         rounding = Rounding()
         for file, units in files.items():
@@ -137,7 +134,9 @@ class Targets:
         updates: dict[str, Callable[[], ExpertsUpdate]] = {}
         for module, stack in self._stack_of.items():
             parameter = model.get_parameter(stack)
-            transposed = bool(getattr(model.get_submodule(stack.rpartition(".")[0]), "is_transposed", False))
+            experts = model.get_submodule(stack.rpartition(".")[0])
+            # As PEFT has it, whose layers ask the published class, and that says nothing where the shares scale the input.
+            transposed = getattr(experts, "is_transposed", False) and not getattr(experts, SCALES_INPUT, False)
             r = self.adapter.rank(stack)
             found = self.adapter.shape(f"{module}.lora_A.weight"), self.adapter.shape(f"{module}.lora_B.weight")
             if stack not in pieces or found != expected_shapes(parameter.shape, parameter.shape[0], r, transposed):
@@ -177,7 +176,7 @@ def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> se
     return names
 
 
-class Stored:
+class MergedStorage:
     """How the merged weights are stored."""
 
     def __init__(self, to: str, quantised: set[str], tensors: PlainBase) -> None:
@@ -207,7 +206,7 @@ class Stored:
         return codes, scale, from_int4(codes, scale)
 
 
-def _pieces(unit: tuple[TensorPlan, ...], stored: Stored, targets: Targets, rounding: Rounding) -> Iterator[Tensor]:
+def _pieces(unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Targets, rounding: Rounding) -> Iterator[Tensor]:
     """A tensor's rows in their stored form, CHUNK_BYTES of fp32 at a time; what belongs to codes comes last."""
     plan, tensors = unit[0], stored.tensors
     name = plan.name if len(unit) == 1 else unit[1].name.removesuffix(SCALE)
@@ -238,11 +237,11 @@ def _pieces(unit: tuple[TensorPlan, ...], stored: Stored, targets: Targets, roun
         yield torch.tensor(shape)
 
 
-def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Stored) -> None:
+def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: MergedStorage) -> None:
     """The base's config, with the dtype and layout of what was written."""
     config = read_config(base)
     for part in (config, config.get("text_config") or {}):
-        part.pop("quantization_config", None)  # what was quantised is written as the values that it stands for
+        part.pop("quantization_config", None)  # what was quantised is written as its values
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
     if stored.quantised:
@@ -262,20 +261,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-file-gib", type=float, default=5.0)
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the fidelity report; 0: none")
     given = parser.parse_args(arguments)
-    try:
-        size = int(given.max_file_gib * GIB)
-        report = merge_and_measure(given.adapter, given.out, given.to, given.base, given.samples, max_file_bytes=size)
-    except FtError as error:
-        print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
-        return 64
-    print(json.dumps(report))
-    return 0
+    size = int(given.max_file_gib * GIB)
+    return print_result(
+        lambda: merge_and_measure(given.adapter, given.out, given.to, given.base, given.samples, max_file_bytes=size)
+    )
 
 
 def merge_and_measure(
     adapter: Path, out: Path, to: str, base: Path | None, samples: int, *, max_file_bytes: int = 5 * GIB
 ) -> dict[str, Any]:
-    """Merge into the new folder `out`, and leave what that cost beside the weights: `fidelity.json`, which is the answer too.
+    """Merge into the new folder `out`, and write `fidelity.json` next to the weights; returns its content.
 
     `base`: None: where the job found it. Raises SpecError for another base than it was trained on.
     """
@@ -293,7 +288,7 @@ def merge_and_measure(
 
 @contextmanager
 def _readable(merged: Path, to: str) -> Iterator[Path]:
-    """The merged model as our loader reads it: INT4 as the plain weights that it stands for, while it is needed."""
+    """The merged model as our loader reads it: INT4 as plain weights, while it is needed."""
     if to != "int4":
         yield merged
         return

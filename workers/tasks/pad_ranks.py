@@ -1,7 +1,7 @@
 """An adapter without patterns of rank and alpha: `python -m workers.tasks.pad_ranks ADAPTER OUT`.
 
 vLLM and others read one rank and one alpha and ignore patterns without a word. Here every matrix is padded with zeros to the
-largest rank and each module's own scale is folded into B, so that one scale of 1 says the same.
+largest rank and each module's own scale is folded into B, so that one scale of 1 has the same effect.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ft_service.errors import FtError, SpecError
 from workers.model.peft_adapter import PeftAdapter
+from workers.tasks import print_result
 
 CONFIG = "adapter_config.json"
 
@@ -56,12 +57,7 @@ def _compare(before: PeftAdapter, after: PeftAdapter) -> None:
 def main(arguments: list[str]) -> int:
     """Print one line of JSON: the rank, or the error. Exit code 0 or 64."""
     source, out = map(Path, arguments)
-    try:
-        print(json.dumps({"r": pad_ranks(source, out)}))
-    except FtError as error:
-        print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
-        return 64
-    return 0
+    return print_result(lambda: {"r": pad_ranks(source, out)})
 
 
 if __name__ == "__main__":

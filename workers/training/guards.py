@@ -1,4 +1,4 @@
-"""What stops a job whose numbers cannot be right, before anybody trusts its adapter.
+"""Checks that stop a job whose numbers cannot be right, before its adapter is used.
 
 Trainers that shard quantised weights have been seen to train with garbage, silently. So at the start every rank proves that
 what a gather delivers is what the ranks read, and while it trains each step's numbers must be possible.
@@ -21,7 +21,7 @@ from ft_service.errors import SpecError
 from workers.base.load import own_rows, plain_name
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import TrainingError
-from workers.training.objective import Measured
+from workers.training.objective import BatchSums
 
 STEPS_UNTIL_CHANGE = 3
 """Optimizer steps of an attempt after which some lora_B must have changed."""
@@ -29,7 +29,7 @@ _CHUNK = 1 << 22
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of a tensor's bytes and their positions. Not cryptographic: it is to find mistakes, not attacks."""
+    """Return 64 bits that depend on a tensor's bytes and their positions. Finds mistakes, not attacks."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = nn.functional.pad(data, (0, -data.numel() % 8)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -73,7 +73,7 @@ def check_gathered_weights(model: nn.Module, compute_dtype: torch.dtype) -> None
 def check_ids(samples: TokenSet, rows: int) -> None:
     """Raises SpecError for a token id without a row in the embedding. `rows`: of the embedding.
 
-    Whoever starts a job compares the tokenizer with the base; its files may have changed since.
+    The tokenizer is compared with the base before a job starts; its files may have changed since.
     """
     if samples.largest_id < rows:  # the usual case, in which no token is read
         return
@@ -102,7 +102,7 @@ def _parts(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _checksums_of_all_ranks(parameter: DTensor, compute_dtype: torch.dtype) -> list[list[int]]:
-    """For each rank of the shard group, the checksums of the parts of its rows."""
+    """Checksums of the parts of each rank's rows, by rank of the shard group."""
     mesh = parameter.device_mesh
     local = parameter.to_local()
     rows = local.shape[0]
@@ -157,7 +157,7 @@ class AdapterWatch:
             )
 
     def _changed_anywhere(self) -> list[bool]:
-        """Of each adapter."""
+        """Whether each adapter has changed on any rank."""
         here = [now != before for now, before in zip(self._checksums(), self._before, strict=True)]
         changed = torch.tensor(here, dtype=torch.uint8, device=_device(self._parameters))
         dist.all_reduce(changed, op=dist.ReduceOp.MAX)
@@ -171,7 +171,7 @@ def _device(parameters: list[nn.Parameter]) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def check_step(step: int, sums: Measured, grad_norm: float) -> None:
+def check_step(step: int, sums: BatchSums, grad_norm: float) -> None:
     """Raises TrainingError, on all ranks alike, before an impossible step gets into a checkpoint. `step`: from 1."""
     if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
         what = "loss" if not math.isfinite(sums.loss) else "gradient norm"

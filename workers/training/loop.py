@@ -1,34 +1,52 @@
-"""The loop over optimizer steps: train, validate, report, checkpoint, stop when asked. `Schedule` decides what happens when."""
+"""The loop over optimizer steps: train, validate, report, checkpoint, stop on request. `Schedule` decides what happens when."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ft_service.rundir.evaluations import by_name
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
-from workers.data.batches import Lengths, batch_of_step, steps_per_epoch, total_steps
-from workers.data.sharing import Limits
-from workers.job.training_state import JobState, learning_rate_at
-from workers.job.validation import Validations
+from workers.data.batches import TokenCounts, batch_of_step, steps_per_epoch, total_steps
+from workers.job.training_state import JobState, Validations, learning_rate_at
 from workers.layers.dropout import key_of
 from workers.output.checkpoint_pruning import keeps_best
-from workers.output.report import Reporter
-from workers.output.saver import Saver
+from workers.output.checkpoint_saver import Saver
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import gather_first
-from workers.training.answers import Evaluator
+from workers.training.context import TrainingContext
+from workers.training.evaluation_answers import Evaluator
 from workers.training.guards import AdapterWatch, check_step
-from workers.training.moment import Moment
-from workers.training.objective import Measured, Objective, batches_of_rank
+from workers.training.objective import BatchSums, Objective, RankShare
 from workers.training.step import evaluate, forward_backward
-from workers.training.stop import StopRequest
+
+
+class DeviceEvent:
+    """The end of all work that this thread has handed to the device so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until that work is done. On the CPU it is done already."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: DeviceEvent) -> float:
+        """Seconds of the device between two moments that have passed."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1000
+        return self._time - earlier._time
 
 
 @dataclass(frozen=True)
@@ -78,19 +96,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepBegun:
-    """A step whose work is handed to the device, and what is known of it before that is done."""
+    """A step whose work is queued on the device, and what is known of it before that is done."""
 
     step: int
-    """From 1."""
+    """Counted from 1."""
     rate: float
     items: list[int]
-    """Of its global batch."""
+    """Items of its global batch."""
     tokens: int
     trained_tokens: int
     numbers: Tensor
     """fp64 [sums + 1], in the host's memory once `ended` has passed: the objective's sums, and the norm of the gradients."""
-    began: Moment
-    ended: Moment
+    began: DeviceEvent
+    ended: DeviceEvent
 
 
 @dataclass(frozen=True)
@@ -100,32 +118,32 @@ class Trainer:
     The host hands a GPU the next step before it reads what the last one made, so that the GPU never waits for it.
     """
 
-    runtime: Runtime
-    model: nn.Module
+    context: TrainingContext
     job: JobState
     train: Objective
     valid: Objective
     schedule: Schedule
-    reporter: Reporter
-    stop: StopRequest
     saver: Saver
     watch: AdapterWatch
-    limits: Limits
     evaluator: Evaluator | None = None
     """Asked at the last step, and with `on_validation` at every validation."""
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.context.runtime
 
     def fit(self) -> str | None:
         """Train to the end, or until a stop is agreed on. Returns the checkpoint to resume from; None: training is done."""
         late = self.runtime.reads_late
         unread: StepBegun | None = None
-        ended = Moment(self.runtime.device)
+        ended = DeviceEvent(self.runtime.device)
         while not self._done:
             begun = self._begin(ended)
             ended = begun.ended
             if unread is not None:
                 self._report(unread, self._check(unread), None)
             unread = begun
-            stopping = self.stop.agreed()
+            stopping = self.context.stop.agreed()
             if late and not stopping and not self._pauses:
                 continue
             unread = None
@@ -135,7 +153,7 @@ class Trainer:
                 return name if not self._done else None
             if self.schedule.saves_at(self.job.step, self.job.validations):
                 self.saver.save(self.job, metrics)
-            ended = Moment(self.runtime.device)  # validations and checkpoints are no time of steps
+            ended = DeviceEvent(self.runtime.device)  # validations and checkpoints are no time of steps
         return None
 
     @property
@@ -143,10 +161,10 @@ class Trainer:
         return self.schedule.ends_at(self.job.step, self.job.validations)
 
     @cached_property
-    def _item_lengths(self) -> Lengths:
+    def _item_lengths(self) -> TokenCounts:
         """Tokens of every item; of several samples those of the longest, to which the others are padded."""
         together = len(self.train.members([0]))
-        return Lengths(self.train.samples.lengths.reshape(-1, together).max(axis=1))
+        return TokenCounts(self.train.samples.lengths.reshape(-1, together).max(axis=1))
 
     @property
     def _pauses(self) -> bool:
@@ -159,17 +177,17 @@ class Trainer:
     def _validates(self) -> bool:
         return len(self.valid) > 0 and self.schedule.validates_at(self.job.step)
 
-    def _begin(self, began: Moment) -> StepBegun:
+    def _begin(self, began: DeviceEvent) -> StepBegun:
         options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
         lengths = self._item_lengths if options.group_by_length else None
         batch = batch_of_step(self.job.step, len(self.train), options.batch, self.runtime.spec.seed, lengths)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
         if distributed.prefetch is not None:
-            gather_first(self.model)  # while the batch is put together
+            gather_first(self.context.model)  # while the batch is put together
         mine = self._mine(self.train, batch, self.job.step)
         sums = forward_backward(
-            self.model,
+            self.context.model,
             mine,
             self.train.divisor(batch),
             self.runtime.world,
@@ -179,10 +197,10 @@ class Trainer:
         norm = self.job.update(rate, options.max_grad_norm)
         self.job.trained_tokens += tokens
         numbers = _to_host(torch.cat([sums, norm.detach().double().reshape(1)]))
-        ended = Moment(self.runtime.device)
+        ended = DeviceEvent(self.runtime.device)
         return StepBegun(self.job.step, rate, batch, tokens, self.job.trained_tokens, numbers, began, ended)
 
-    def _check(self, begun: StepBegun) -> tuple[Measured, float]:
+    def _check(self, begun: StepBegun) -> tuple[BatchSums, float]:
         """The step's numbers, once they are there. Raises TrainingError if they are impossible."""
         begun.ended.wait()
         *numbers, norm = begun.numbers.tolist()
@@ -202,16 +220,16 @@ class Trainer:
 
     def _answered(self, *, validated: bool) -> dict[str, float]:
         """Metrics of the answers at the newest step, if it is time for them."""
-        asked = self.evaluator is not None and (self._done or (validated and self.evaluator.on_validation))
-        if self.evaluator is None or not asked:
+        due = self.evaluator is not None and (self._done or (validated and self.evaluator.on_validation))
+        if self.evaluator is None or not due:
             return {}
         return by_name(self.evaluator.at(self.job.step, last=self._done) or {})
 
     def _report(
         self,
         begun: StepBegun,
-        numbers: tuple[Measured, float],
-        valid: Measured | None,
+        numbers: tuple[BatchSums, float],
+        valid: BatchSums | None,
         answered: dict[str, float] | None = None,
     ) -> Metrics:
         sums, norm = numbers
@@ -230,14 +248,15 @@ class Trainer:
             epoch=begun.step / self.schedule.steps_per_epoch,
             more=_together(sums.more, valid.more if valid else None, answered),
         )
-        self.reporter.metrics(metrics)
+        self.context.reporter.metrics(metrics)
         return metrics
 
-    def _validate(self) -> Measured:
+    def _validate(self) -> BatchSums:
         items = list(range(len(self.valid)))
-        self.model.eval()
-        sums = evaluate(self.model, self._mine(self.valid, items), self.runtime.world, self.valid.loss_of(items))
-        self.model.train()
+        model = self.context.model
+        model.eval()
+        sums = evaluate(model, self._mine(self.valid, items), self.runtime.world, self.valid.loss_of(items))
+        model.train()
         return self.valid.read(sums.tolist(), items)
 
     def _mine(self, objective: Objective, items: Sequence[int], step: int | None = None) -> Iterator[Any]:
@@ -245,7 +264,7 @@ class Trainer:
         spec, runtime = self.runtime.spec, self.runtime
         random = spec.lora.lora_dropout > 0 or spec.training.neftune_noise_alpha is not None
         key = partial(key_of, "sample", spec.seed, step) if random and step is not None else None
-        return batches_of_rank(objective, items, runtime.rank, runtime.world, self.limits, runtime.device, key)
+        return RankShare.of(runtime, self.context.limits).batches(objective, items, key)
 
 
 def _together(

@@ -1,8 +1,8 @@
-"""What a job's loss is taken of: samples one by one, or pairs. The loop knows items; an objective knows their samples."""
+"""The data and loss of a job: single samples, or pairs. The loop knows items; an objective knows their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,12 +14,13 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.windows import Rows, are_whole, in_rows
 from ft_service.spec import DpoOptions, JobSpec
 from workers.data.batches import Batch, make_batch
-from workers.data.sharing import Limits, Rounds, share_out, share_out_pairs
+from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out, share_out_pairs
+from workers.ranks.runtime import Runtime
 from workers.training.preference import PairBatch, PairSums, make_pairs, preference_loss
 from workers.training.step import LossOf, Sums, cross_entropies
 
 
-class Measured(Protocol):
+class BatchSums(Protocol):
     """The sums over a global batch, read."""
 
     @property
@@ -50,7 +51,7 @@ class Objective(Protocol):
         """The numbers of the items' samples, in their order."""
         ...
 
-    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+    def share_out(self, items: Sequence[int], world: int, limits: MicroBatchLimits) -> Rounds:
         """The micro-batches of all ranks, as positions in `items`."""
         ...
 
@@ -64,7 +65,7 @@ class Objective(Protocol):
 
     def loss_of(self, items: Sequence[int]) -> LossOf[Any]: ...
 
-    def read(self, sums: Sequence[float], items: Sequence[int]) -> Measured:
+    def read(self, sums: Sequence[float], items: Sequence[int]) -> BatchSums:
         """What `loss_of` summed up over all micro-batches of a global batch."""
         ...
 
@@ -81,7 +82,7 @@ class Supervised:
     def members(self, items: Sequence[int]) -> list[int]:
         return list(items)
 
-    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+    def share_out(self, items: Sequence[int], world: int, limits: MicroBatchLimits) -> Rounds:
         return share_out(self.samples.lengths[items].tolist(), world, limits)
 
     def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> Batch:
@@ -100,7 +101,7 @@ class Supervised:
 
 @dataclass(frozen=True)
 class WholeRows(Supervised):
-    """Cross entropy of what is learned whole; an item is a row of samples, one behind the other, of which none sees another."""
+    """Cross entropy of what is learned whole; an item is a row of concatenated samples, which do not see each other."""
 
     rows: Rows
 
@@ -110,7 +111,7 @@ class WholeRows(Supervised):
     def members(self, items: Sequence[int]) -> list[int]:
         return [sample for item in items for sample in self.rows[item]]
 
-    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+    def share_out(self, items: Sequence[int], world: int, limits: MicroBatchLimits) -> Rounds:
         lengths = self.samples.lengths
         return share_out([int(lengths[self.rows[item]].sum()) for item in items], world, limits)
 
@@ -120,7 +121,7 @@ class WholeRows(Supervised):
 
 def supervised(samples: TokenSet, spec: JobSpec, *, packed: bool) -> Supervised:
     """The objective of supervised training: full rows of what is learned whole if it is packed, else samples."""
-    if not (spec.windows and packed and are_whole(samples)):
+    if not (packed and are_whole(samples)):
         return Supervised(samples)
     return WholeRows(samples, in_rows(samples.lengths.tolist(), spec.training.max_length))
 
@@ -131,7 +132,7 @@ class Preference:
 
     samples: TokenSet
     reference: Tensor
-    """fp64 [samples], on the CPU: the answers' log-probabilities where training started (reference.py)."""
+    """fp64 [samples], on the CPU: the answers' log-probabilities where training started (reference_logprobs.py)."""
     options: DpoOptions
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ class Preference:
     def members(self, items: Sequence[int]) -> list[int]:
         return [2 * i + side for i in items for side in (0, 1)]
 
-    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+    def share_out(self, items: Sequence[int], world: int, limits: MicroBatchLimits) -> Rounds:
         lengths = self.samples.lengths.reshape(-1, 2)[np.asarray(items, dtype=np.int64)].tolist()
         return share_out_pairs([(one, other) for one, other in lengths], world, limits)
 
@@ -159,25 +160,30 @@ class Preference:
         return PairSums(loss, int(correct), tuple(rewards), len(items), self._targets(items))
 
     def _targets(self, items: Sequence[int]) -> int:
-        """Of the preferred answers."""
+        """Number of target tokens in the preferred answers."""
         return int(self.samples.target_counts[[2 * i for i in items]].sum())
 
 
-def batches_of_rank(
-    objective: Objective,
-    items: Sequence[int],
-    rank: int,
-    world: int,
-    limits: Limits,
-    device: torch.device,
-    key: KeyOf | None = None,
-) -> Iterator[Any]:
-    """A rank's micro-batches of a global batch. `key`: gives a sample's key for dropout; None: nothing is dropped."""
-    for micro in objective.share_out(items, world, limits):
-        own = objective.members([items[i] for i in micro[rank]])
-        keys = None if key is None else [key(i) for i in own]
-        yield objective.micro_batch(own, device, keys, limits.packed)
+@dataclass(frozen=True)
+class RankShare:
+    """What decides which micro-batches of a global batch a rank computes."""
 
+    rank: int
+    world: int
+    device: torch.device
+    limits: MicroBatchLimits
 
-class KeyOf(Protocol):
-    def __call__(self, sample: int, /) -> int: ...
+    @classmethod
+    def of(cls, runtime: Runtime, limits: MicroBatchLimits) -> RankShare:
+        return cls(runtime.rank, runtime.world, runtime.device, limits)
+
+    def members(self, objective: Objective, items: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of the samples in each micro-batch."""
+        for micro in objective.share_out(items, self.world, self.limits):
+            yield objective.members([items[i] for i in micro[self.rank]])
+
+    def batches(self, objective: Objective, items: Sequence[int], key: Callable[[int], int] | None = None) -> Iterator[Any]:
+        """The micro-batches. `key` returns a sample's key for dropout and noise; None: nothing is random."""
+        for own in self.members(objective, items):
+            keys = None if key is None else [key(i) for i in own]
+            yield objective.micro_batch(own, self.device, keys, self.limits.packed)

@@ -1,8 +1,8 @@
 """Direct preference optimisation: of two answers to the same conversation the preferred one is to gain on the other.
 
 What counts is by how much each answer has become likelier than it was for the model that training started from, its reference
-(reference.py). The loss of a global batch is the mean over its pairs; with `rpo_alpha`, plus that times the mean cross entropy
-over the tokens of its preferred answers.
+(reference_logprobs.py). The loss of a global batch is the mean over its pairs; with `rpo_alpha`, plus that times the mean cross
+entropy over the tokens of its preferred answers.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class PairSums:
     """Sums over the pairs of a global batch."""
 
     loss: float
-    """Of pairs, in nats; of ipo, squares."""
+    """Sum over the pairs, in nats; for ipo, of squares."""
     correct: int
     """Targets of preferred answers that were the most likely token."""
     rewards: tuple[float, ...]
-    """As REWARDS."""
+    """Sums in the order of REWARDS."""
     pairs: int
     targets: int
-    """Of preferred answers."""
+    """Number of target tokens in preferred answers."""
 
     is_impossible = False
-    """A loss of 0 is what the loss of pairs told apart goes to."""
+    """The loss of pairs approaches 0 as the model prefers the right answers."""
 
     @property
     def mean_loss(self) -> float:
@@ -75,7 +75,7 @@ class PairSums:
 
     @property
     def accuracy(self) -> float:
-        """Of the tokens of preferred answers."""
+        """Share of the preferred answers' target tokens that were the most likely ones."""
         return self.correct / max(1, self.targets)
 
     @property

@@ -13,24 +13,23 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from workers.data.batches import Batch
 from workers.layers.linear import use_keys
 from workers.layers.noise import use_noise
 from workers.layers.segments import CURRENT
+from workers.model.head import Losses, log_probabilities_in_head, logits_in_head, loss_in_head, works_in_chunks
+from workers.model.multimodal import causal_model
 from workers.ranks.sharding import average_unsharded_gradients, reshard, set_last_micro_batch
-from workers.training.head import Losses, log_probabilities_in_head, logits_in_head, loss_in_head, works_in_chunks
 
 B = TypeVar("B")
 """A micro-batch: of samples (`Batch`), or of pairs of answers."""
 
 LossOf = Callable[[nn.Module, B, float], tuple[Tensor, Tensor]]
-"""Of a model, a micro-batch and a scale: the sum of losses times the scale, fp32 for the backward, and the sums to be read, the
-loss first, fp64."""
+"""Function of model, micro-batch and scale: returns the sum of losses times the scale, fp32 for the backward, and the sums to
+read, the loss first, fp64."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Sums:
 
     @classmethod
     def read(cls, sums: Tensor, targets: int) -> Sums:
-        """From what `forward_backward` and `evaluate` return; waits until it is computed."""
+        """The sums that `forward_backward` and `evaluate` return; waits until they are computed."""
         loss, correct = sums.tolist()
         return cls(loss, int(correct), targets)
 
@@ -56,7 +55,7 @@ class Sums:
 
     @property
     def more(self) -> dict[str, float] | None:
-        """Nothing (Metrics.more)."""
+        """None: supervised training has no other metrics (Metrics.more)."""
         return None
 
     @property
@@ -163,13 +162,6 @@ def _of_whole_logits(logits: Tensor, batch: Batch) -> Losses:
 def _own_logits(logits: Tensor, batch: Batch) -> Tensor:
     """The logits before each target, fp32 [targets, words], of logits [rows, length, words]."""
     return logits.flatten(0, 1).index_select(0, batch.places).float()
-
-
-def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The base inside its adapters."""
-    causal = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(causal, PreTrainedModel)
-    return causal
 
 
 def _over_ranks(sums: Tensor, world: int) -> Tensor:

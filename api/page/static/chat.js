@@ -1,9 +1,9 @@
-// Talking to a model, or to two at once: each has its own thread, and answers are streamed from POST /v1/chat/completions.
+// A conversation with one model or two: each has its own thread, and answers are streamed from POST /v1/chat/completions.
 "use strict";
 (() => {
   const { $, $$, say, token } = window.page;
   const [who, form, words, log] = [$("#who"), $("#ask"), $("#words"), $("#talk")];
-  const KEPT = "conversation";
+  const KEPT = "messages";
   let turns = [];
   let stopping = null;
 
@@ -16,11 +16,11 @@
   const chosen = () => [...new Set([who.elements.model.value, who.elements.beside.value].filter(Boolean))];
   const keep = () => { try { sessionStorage.setItem(KEPT, JSON.stringify(turns)); } catch { /* too long to keep: it is still here */ } };
 
-  // A turn: what was asked, and each model's answer {text, note, whole}.
+  // A turn: the message, and each model's answer {text, note, whole}.
   const draw = (turn) => {
     const box = element("section", "turn");
     const answers = element("div", "answers");
-    box.append(element("p", "asked-words", turn.asked), answers);
+    box.append(element("p", "message", turn.message), answers);
     for (const [model, answer] of Object.entries(turn.answers)) {
       const one = element("article", "answer");
       one.append(element("h2", "mono", model), element("p", "text", answer.text), element("p", "sub", answer.note));
@@ -39,12 +39,12 @@
     if (atEnd) scrollTo(0, document.documentElement.scrollHeight);
   };
 
-  // What a model is told: its own answers only, and of those the whole ones.
+  // The messages that a model gets: with its own complete answers only.
   const before = (model, until) => {
-    const told = turns.slice(0, turns.indexOf(until)).filter((turn) => turn.answers[model]?.whole);
+    const earlier = turns.slice(0, turns.indexOf(until)).filter((turn) => turn.answers[model]?.whole);
     const system = $("#system").value.trim();
-    const thread = told.flatMap((turn) => [{ role: "user", content: turn.asked }, { role: "assistant", content: turn.answers[model].text }]);
-    return [...(system ? [{ role: "system", content: system }] : []), ...thread, { role: "user", content: until.asked }];
+    const thread = earlier.flatMap((turn) => [{ role: "user", content: turn.message }, { role: "assistant", content: turn.answers[model].text }]);
+    return [...(system ? [{ role: "system", content: system }] : []), ...thread, { role: "user", content: until.message }];
   };
   const pause = (seconds, signal) => new Promise((resolve, reject) => {
     const timer = setTimeout(resolve, 1000 * seconds);
@@ -55,7 +55,7 @@
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let rest = ""; ;) {
       const { value, done } = await reader.read();
-      if (done) throw new Error("The answer broke off.");
+      if (done) throw new Error("The answer was interrupted.");
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines.filter((one) => one.startsWith("data: "))) {
@@ -72,7 +72,7 @@
     }
   };
 
-  // One model's answer. While training has the slots it is asked again when the server says so.
+  // One model's answer. While training holds the slots, the request is repeated when the server says so.
   const ask = async (turn, model, changed, begun, signal) => {
     const answer = turn.answers[model];
     const body = { model, messages: before(model, turn), stream: true, stream_options: { include_usage: true }, temperature: Number($("#temperature").value), max_completion_tokens: Number($("#longest").value) };
@@ -85,34 +85,34 @@
         await read(response, answer, changed);
         answer.whole = true;
         const seconds = (performance.now() - since) / 1000;
-        answer.note = `${answer.tokens ?? "?"} tokens in ${seconds.toFixed(1)} s${answer.cut ? ", cut there: longer answers are above, under sampling" : ""}`;
+        answer.note = `${answer.tokens ?? "?"} tokens in ${seconds.toFixed(1)} s${answer.cut ? ", cut off: set longer answers above, under sampling" : ""}`;
         return;
       }
       const { message } = (await response.json().catch(() => ({}))).error ?? { message: `The server answered ${response.status}.` };
       const wait = Number(response.headers.get("retry-after"));
       if (response.status !== 503 || !wait) throw new Error(message);
       for (let left = wait; left > 0; left--) {
-        answer.note = `${message.replace(/ Try again\.$/, "")} Asked again in ${left} s.`;
+        answer.note = `${message.replace(/ Try again\.$/, "")} Trying again in ${left} s.`;
         changed();
         await pause(1, signal);
       }
-      answer.note = "Asked again…";
+      answer.note = "Trying again…";
       changed();
     }
   };
 
   const send = async () => {
-    const asked = words.value.trim();
-    if (!asked || stopping) return;
+    const message = words.value.trim();
+    if (!message || stopping) return;
     const models = chosen();
-    const turn = { asked, answers: Object.fromEntries(models.map((model) => [model, { text: "", note: "Waiting for the model…" }])) };
+    const turn = { message, answers: Object.fromEntries(models.map((model) => [model, { text: "", note: "Waiting for the model…" }])) };
     turns.push(turn);
     words.value = "";
     const box = draw(turn);
     box.scrollIntoView({ block: "end" });
     stopping = new AbortController();
     busy(true);
-    // The second is asked once the first is being answered: so it is the first one's stored formats that are loaded.
+    // The second request waits for the first answer to begin, so that the first model's stored formats are loaded.
     let go;
     const first = new Promise((resolve) => { go = resolve; });
     await Promise.all(models.map(async (model, place) => {
@@ -146,7 +146,7 @@
     send();
   });
   $("[data-stop]").addEventListener("click", () => { stopping?.abort(); words.focus(); });
-  $("[data-anew]").addEventListener("click", () => {
+  $("[data-restart]").addEventListener("click", () => {
     stopping?.abort();
     turns = [];
     sessionStorage.removeItem(KEPT);
@@ -159,7 +159,7 @@
     if (!wanted.get("beside")) wanted.delete("beside");
     history.replaceState(null, "", `/try?${wanted}`);
   });
-  try { turns = JSON.parse(sessionStorage.getItem(KEPT)) ?? []; } catch { say("The conversation before could not be read."); }
+  try { turns = JSON.parse(sessionStorage.getItem(KEPT)) ?? []; } catch { say("The previous conversation could not be read."); }
   turns.forEach(draw);
   words.focus();
 })();

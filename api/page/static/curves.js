@@ -1,4 +1,4 @@
-// Curves of one job, live, or of several over each other. Numbers come from GET /v1/fine_tuning/…/metrics, thinned by the server.
+// Curves of one job, live, or of several jobs in one chart. Numbers come from GET /v1/fine_tuning/…/metrics, thinned by the server.
 "use strict";
 (() => {
   const { $, $$ } = window.page;
@@ -15,8 +15,8 @@
     { title: "Learning rate", lines: [["learning_rate", "Learning rate"]] },
     { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },
   ];
-  const asked = new URLSearchParams(location.search);
-  const view = { time: asked.get("axis") === "time", log: asked.has("log"), smooth: Math.min(0.98, Number(asked.get("smooth")) || 0) };
+  const query = new URLSearchParams(location.search);
+  const view = { time: query.get("axis") === "time", log: query.has("log"), smooth: Math.min(0.98, Number(query.get("smooth")) || 0) };
   let data = new Map();
   let drawn = [];
 
@@ -46,7 +46,7 @@
     });
   };
 
-  // One line of a chart: its places, values, and how it looks. With smoothing the measured values stay, faintly.
+  // One line of a chart: x, y and style. With smoothing, the measured values stay visible as a faint line.
   const linesOf = (chart) => jobs.flatMap((id, nth) => {
     const metrics = data.get(id);
     if (!metrics) return [];
@@ -63,7 +63,7 @@
     });
   });
 
-  // What happened on the way, of one job: attempts and pauses as lines, checkpoints as ticks on the axis.
+  // Marks of one job: attempts and pauses as lines, checkpoints as ticks on the axis.
   const drawMarks = (u, large) => {
     const metrics = data.get(jobs[0]);
     if (several || !metrics) return;
@@ -100,7 +100,7 @@
     for (let back = place; back >= 0; back--) if (values[back] != null) return values[back];
     return null;
   };
-  const tellKey = (card, u) => {
+  const showKey = (card, u) => {
     const { idx } = u.cursor;
     const place = idx ?? u.data[0].length - 1;
     const at = u.data[0][place];
@@ -133,7 +133,7 @@
       series: [{}, ...card.lines.map((line) => ({ stroke: colour(line.paint, line.faint ? 0.28 : 1), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.points && !line.faint, size: 5, fill: colour("--panel") } }))],
       hooks: {
         draw: [(u) => drawMarks(u, card.chart.large)],
-        setCursor: [(u) => tellKey(card, u)],
+        setCursor: [(u) => showKey(card, u)],
         setSelect: [(u) => { card.zoomed = u.select.width > 0; }],
         ready: [(u) => u.over.addEventListener("dblclick", () => { card.zoomed = false; })],
       },
@@ -166,13 +166,13 @@
     return card;
   };
 
-  const draw = (card, anew) => {
+  const draw = (card, rebuild) => {
     card.lines = linesOf(card.chart);
     card.root.hidden = card.lines.length === 0;
     if (card.root.hidden) return;
     const table = uPlot.join(card.lines.map((line) => [line.xs, line.ys]));
     const shape = JSON.stringify(card.lines.map(({ paint, label, faint, points }) => [paint, label, faint, points]));
-    if (anew || !card.u || shape !== card.shape) {
+    if (rebuild || !card.u || shape !== card.shape) {
       card.u?.destroy();
       card.u = new uPlot(options(card, card.plot.clientWidth, card.plot.clientHeight), table, card.plot);
       card.shape = shape;
@@ -180,18 +180,18 @@
       card.u.setData(table, !card.zoomed);
       if (card.zoomed) card.u.redraw();
     }
-    tellKey(card, card.u);
-    const told = card.lines.filter((line) => !line.faint).map((line) => `${line.label}: from ${written(card.chart, line.ys[0])} to ${written(card.chart, line.ys.at(-1))}`);
-    card.plot.setAttribute("aria-label", `${card.chart.title}. ${told.join(". ")}. Left and right move along the curve.`);
+    showKey(card, card.u);
+    const ranges = card.lines.filter((line) => !line.faint).map((line) => `${line.label}: from ${written(card.chart, line.ys[0])} to ${written(card.chart, line.ys.at(-1))}`);
+    card.plot.setAttribute("aria-label", `${card.chart.title}. ${ranges.join(". ")}. Left and right move along the curve.`);
   };
-  const drawAll = (anew = false) => {
+  const drawAll = (rebuild = false) => {
     const any = [...data.values()].some((metrics) => Object.keys(metrics.series).length);
     $("[data-empty]", box).hidden = any;
     if (!drawn.length) drawn = CHARTS.map(newCard);
-    drawn.forEach((card) => draw(card, anew));
+    drawn.forEach((card) => draw(card, rebuild));
   };
 
-  // The server's numbers; a 304 says that nothing is new.
+  // The server's numbers; a 304 means that nothing is new.
   const tags = new Map();
   const fetchOne = async (id) => {
     const headers = tags.has(id) ? { "if-none-match": tags.get(id) } : {};
@@ -210,12 +210,12 @@
   const ended = () => data.size === jobs.length && [...data.values()].every(({ status }) => ["succeeded", "failed", "cancelled"].includes(status));
   const forever = async () => {
     while (!ended()) {
-      if (!document.hidden || !data.size) try { await refresh(); } catch { /* the server is away: again, in a moment */ }
+      if (!document.hidden || !data.size) try { await refresh(); } catch { /* the server does not answer: try again */ }
       await new Promise((resolve) => setTimeout(resolve, ended() ? 0 : EVERY));
     }
   };
 
-  // The tools above, which the address remembers.
+  // The controls above the charts, whose values are kept in the address.
   const tools = () => {
     $$("[data-axis]").forEach((button) => button.setAttribute("aria-pressed", String((button.dataset.axis === "time") === view.time)));
     $("[data-log]").setAttribute("aria-pressed", String(view.log));

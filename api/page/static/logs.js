@@ -1,4 +1,4 @@
-// Logs of a job as its processes print them: a stream that is taken up again when it breaks off.
+// Logs of a job as its processes print them: a stream that reconnects when it is interrupted.
 "use strict";
 (() => {
   const { $ } = window.page;
@@ -42,7 +42,7 @@
   };
   const forever = async () => {
     for (;;) {
-      try { await listen(); return; } catch { /* the server is away, or restarts */ }
+      try { await listen(); return; } catch { /* the server does not answer, or restarts */ }
       await new Promise((resolve) => setTimeout(resolve, 3000));
     }
   };

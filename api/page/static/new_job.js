@@ -1,11 +1,11 @@
-// The form of a new job: uploads with their progress, the plan while one types, and where a refusal belongs.
+// The form of a new job: uploads with progress, a plan that follows the fields, and refusals at the field that they name.
 "use strict";
 (() => {
   const { $, $$, say, token } = window.page;
   const form = $("#new");
   const drop = $("[data-drop]");
   const bar = $("progress", drop);
-  const told = $("[data-told]", drop);
+  const status = $("[data-upload-status]", drop);
 
   let waiting;
   const planSoon = () => {
@@ -14,7 +14,7 @@
   };
   form.addEventListener("input", (event) => { event.target.removeAttribute("aria-invalid"); planSoon(); });
 
-  // The single change that helps, by one click.
+  // A button applies a change that the plan suggests.
   const written = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-apply]");
@@ -28,7 +28,7 @@
     planSoon();
   });
 
-  // A refusal names a field: it is shown there too.
+  // A refusal names a field, which is marked.
   form.addEventListener("htmx:responseError", (event) => {
     try {
       const { param } = JSON.parse(event.detail.xhr.responseText).error;
@@ -36,7 +36,7 @@
       field?.closest("details")?.setAttribute("open", "");
       field?.setAttribute("aria-invalid", "true");
       field?.focus();
-    } catch { /* page.js has said what there is to say */ }
+    } catch { /* page.js shows the message */ }
   });
 
   const upload = (file) => {
@@ -47,22 +47,22 @@
     bar.hidden = false;
     request.upload.addEventListener("progress", ({ loaded, total }) => {
       bar.value = loaded / total;
-      told.textContent = `${file.name}: ${Math.round((100 * loaded) / total)} %`;
+      status.textContent = `${file.name}: ${Math.round((100 * loaded) / total)} %`;
     });
     request.addEventListener("loadend", () => {
       bar.hidden = true;
       let answer;
       try { answer = JSON.parse(request.responseText); } catch { answer = null; }
       if (request.status !== 200) {
-        told.textContent = "";
-        say(answer?.error?.message ?? "The upload broke off. Try again.");
+        status.textContent = "";
+        say(answer?.error?.message ?? "The upload was interrupted. Try again.");
         return;
       }
       for (const select of $$("[data-files]")) select.options.add(new Option(`${answer.filename} · ${answer.id.slice(-6)} · just now`, answer.id), 1);
       const share = form.elements.validation_split.value;
       const empty = $$("[data-files]").find((select) => !select.value && !(share && select.id === "validation_file"));
       if (empty) empty.value = answer.id;
-      told.textContent = `${answer.filename} uploaded${empty ? ` as ${empty.labels[0].textContent.toLowerCase()}` : ""}.`;
+      status.textContent = `${answer.filename} uploaded${empty ? ` as ${empty.labels[0].textContent.toLowerCase()}` : ""}.`;
       planSoon();
     });
     request.open("POST", "/v1/files");

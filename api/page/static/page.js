@@ -1,4 +1,4 @@
-// What every page needs: times in the reader's words, the theme, copying, choosing rows, messages, and tabs that live on.
+// Common to all pages: relative times, the theme, copying, choosing rows, messages, and parts that refresh themselves.
 "use strict";
 (() => {
   const $ = (selector, root = document) => root.querySelector(selector);
@@ -18,7 +18,7 @@
     const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
     return h ? `${h} h ${m} min` : m ? `${m} min${m < 10 ? ` ${s} s` : ""}` : `${s} s`;
   };
-  const tellTimes = (root = document) => {
+  const showTimes = (root = document) => {
     const now = Date.now();
     for (const node of $$("time[datetime]", root)) {
       const time = new Date(node.dateTime);
@@ -37,7 +37,7 @@
   };
   window.page = { $, $$, say, token: () => JSON.parse(document.body.getAttribute("hx-headers") || "{}") };
 
-  // The theme: the system's unless the reader chooses.
+  // The theme is the system's unless the reader chooses one.
   const dark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const themeChanged = () => document.dispatchEvent(new Event("theme"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
@@ -52,22 +52,22 @@
     const copy = event.target.closest("[data-copy]");
     if (copy) {
       const source = copy.dataset.copyFrom ? $(copy.dataset.copyFrom).textContent : copy.dataset.copy;
-      try { await navigator.clipboard.writeText(source); say("Copied.", "good"); } catch { say("The browser did not let the page copy."); }
+      try { await navigator.clipboard.writeText(source); say("Copied.", "good"); } catch { say("The browser refused to copy."); }
     }
   });
   document.addEventListener("change", (event) => {
     event.target.closest("[data-submit-on-change]")?.requestSubmit();
-    if (event.target.matches(".pick input")) tellChoice();
+    if (event.target.matches(".pick input")) showChoice();
   });
-  document.addEventListener("reset", () => setTimeout(tellChoice));
-  // Empty fields of a filter say nothing, and need not stand in the address.
+  document.addEventListener("reset", () => setTimeout(showChoice));
+  // Empty fields of a filter are left out of the address.
   document.addEventListener("submit", (event) => {
     if (event.target.method !== "get") return;
     for (const field of $$("select, input", event.target)) if (!field.value) field.disabled = true;
   });
   addEventListener("pageshow", () => $$("form[method=get] :disabled").forEach((field) => { field.disabled = false; }));
 
-  const tellChoice = () => {
+  const showChoice = () => {
     const bar = $(".choice-bar");
     if (!bar) return;
     const count = $$(".pick input:checked").length;
@@ -76,21 +76,21 @@
     $("[data-compare]", bar).disabled = count < 2 || count > 8;
   };
 
-  // Who comes back to a list that is painted in part at first stands where he stood, once all of it is there.
+  // Going back to a list restores the scroll position after the whole list has been loaded.
   const here = `at ${location.pathname}${location.search}`;
-  let stood = performance.getEntriesByType("navigation")[0]?.type === "back_forward" ? Number(sessionStorage.getItem(here)) : 0;
+  let scrollTarget = performance.getEntriesByType("navigation")[0]?.type === "back_forward" ? Number(sessionStorage.getItem(here)) : 0;
   addEventListener("pagehide", () => sessionStorage.setItem(here, scrollY));
-  const goBackDown = (part) => {
-    if (!stood || part.id !== "jobs") return;
-    scrollTo(0, Math.max(scrollY, stood));
-    stood = 0;
+  const restoreScroll = (part) => {
+    if (!scrollTarget || part.id !== "jobs") return;
+    scrollTo(0, Math.max(scrollY, scrollTarget));
+    scrollTarget = 0;
   };
 
-  // Requests of parts that refresh themselves rest while nobody looks, and go on over a restart of the server.
+  // Parts refresh themselves only while the page is visible, and continue after a restart of the server.
   document.addEventListener("htmx:beforeRequest", ({ detail }) => { if (detail.requestConfig.path === "/sign-out") sessionStorage.clear(); });
   let lost = false;
   const connection = (gone) => {
-    if (gone && !lost) say("The server does not answer. This page goes on by itself as soon as it does.");
+    if (gone && !lost) say("The server does not answer. This page continues by itself once it does.");
     if (!gone && lost) say("The server answers again.", "good");
     lost = gone;
   };
@@ -105,10 +105,10 @@
     if (status === 401) return;
     try { say(JSON.parse(responseText).error.message); } catch { say(`The server answered ${status}.`); }
   });
-  document.addEventListener("htmx:afterSettle", (event) => { tellTimes(event.target); tellChoice(); goBackDown(event.target); });
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) tellTimes(); });
-  tellTimes();
-  tellChoice();
+  document.addEventListener("htmx:afterSettle", (event) => { showTimes(event.target); showChoice(); restoreScroll(event.target); });
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) showTimes(); });
+  showTimes();
+  showChoice();
   for (const here of $$(".side nav [aria-current], .tabs [aria-current]")) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.offsetLeft - 60;
-  setInterval(tellTimes, 5000);
+  setInterval(showTimes, 5000);
 })();

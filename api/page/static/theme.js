@@ -1,4 +1,4 @@
-// Before anything is drawn, so that a page does not flash in the other theme.
+// Runs before the first paint, so that a page does not flash in the other theme.
 "use strict";
 {
   const chosen = localStorage.getItem("theme");

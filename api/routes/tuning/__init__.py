@@ -1,1 +1,1 @@
-"""What belongs to jobs beside the jobs themselves: sweeps of them, and plans of what they take."""
+"""Sweeps of jobs, and plans of the resources that jobs take."""

@@ -1,5 +1,5 @@
-"""What a job takes before it runs, and whether it would be taken: `POST /v1/fine_tuning/plan` and `check`; the plan and the
-create body of a job that is there."""
+"""`POST /v1/fine_tuning/plan` and `check`: the resources that a job would take, and whether it would be accepted; the plan and
+the create body of an existing job."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from ft_service.control import planning
+from ft_service.control.admission import AdmissionContext
 from ft_service.control.checks import dry_run
 from ft_service.control.checks.dry_run import CheckRequest
 from ft_service.spec import JobRequest
@@ -22,49 +23,39 @@ _PLAN: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": 
 
 
 class CheckView(BaseModel):
-    """A job or a sweep that would be taken."""
+    """A job or a sweep that would be accepted."""
 
     object: Literal["fine_tuning.check"] = "fine_tuning.check"
     accepted: Literal[True] = True
     jobs: int
-    """How many it would be: 1, or those of the sweep."""
+    """Number of jobs: 1, or those of the sweep."""
 
 
 @router.post("/plan", openapi_extra=body_schema(JobRequest), responses=_PLAN)
 def of_body(body: JsonBody, caller: Caller, services: Svc) -> Response:
-    """Not in OpenAI's API. What a job with this create body would take on each rank, on the wire and in time, whether it fits,
-    and which changes would help. `training_file` may be missing. Nothing is stored."""
-    return JSONResponse(
-        planning.plan_body(
-            body,
-            principal=caller,
-            store=services.store,
-            settings=services.settings,
-            catalogue=services.catalogue,
-            places=services.places,
-        )
-    )
+    """Not in OpenAI's API. Plan a job with this create body: memory of each rank, network traffic and time, whether it fits,
+    and changes that would help. `training_file` may be missing. Nothing is stored."""
+    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    return JSONResponse(planning.plan_body(body, context, services.places))
 
 
 @router.post("/check", openapi_extra=body_schema(CheckRequest))
 def check(body: JsonBody, caller: Caller, services: Svc) -> CheckView:
-    """Not in OpenAI's API. Whether a job or a sweep with this create body would be taken, before its files are uploaded: what
-    the creation would refuse is refused in the same words. Nothing is stored."""
-    asked = parse_body(body, CheckRequest)
-    jobs = dry_run.check(
-        asked, principal=caller, store=services.store, settings=services.settings, catalogue=services.catalogue
-    )
+    """Not in OpenAI's API. Check whether a job or a sweep with this create body would be accepted, before its files are
+    uploaded. A refusal has the words of the creation's. Nothing is stored."""
+    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    jobs = dry_run.check(parse_body(body, CheckRequest), context)
     return CheckView(jobs=jobs)
 
 
 @router.get("/jobs/{job_id}/plan", responses=_PLAN)
 def of_job(job_id: str, caller: Caller, services: Svc) -> Response:
-    """Not in OpenAI's API. The same of a job that is there, as its options were chosen."""
-    job = services.store.get_job(caller.project_id, job_id)
-    return JSONResponse(planning.plan_of_job(job, services.store, services.settings, services.places))
+    """Not in OpenAI's API. The plan of an existing job, with its options as they were chosen."""
+    job = services.store.jobs.get_job(caller.project_id, job_id)
+    return JSONResponse(planning.plan_of_job(job, services.settings, services.places, services.catalogue.descriptions))
 
 
 @router.get("/jobs/{job_id}/request", responses=_PLAN)
 def request(job_id: str, caller: Caller, services: Svc) -> Response:
-    """Not in OpenAI's API. The body that the job was created with, to create another one."""
-    return JSONResponse(services.store.get_job(caller.project_id, job_id).request)
+    """Not in OpenAI's API. The body that the job was created with, for the creation of another one."""
+    return JSONResponse(services.store.jobs.get_job(caller.project_id, job_id).request)

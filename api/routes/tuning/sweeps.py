@@ -12,12 +12,11 @@ from api.http.dependencies import After, JsonBody, Services, Svc, body_schema
 from api.http.routing import keyed_router
 from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
-from ft_service.control import intake
-from ft_service.control.sweeps import keeper
-from ft_service.control.sweeps.admission import create_sweep
-from ft_service.errors import ConflictError
-from ft_service.store.sweeps.records import Sweep
-from ft_service.sweeps.asked import SweepRequest
+from ft_service.control import ingest, sweep_loop
+from ft_service.control.admission import AdmissionContext
+from ft_service.control.sweep_admission import create_sweep
+from ft_service.store.records import Sweep
+from ft_service.sweeps.search_space import SweepRequest
 
 router = keyed_router("/v1/fine_tuning/sweeps", "fine-tuning")
 
@@ -26,48 +25,36 @@ router = keyed_router("/v1/fine_tuning/sweeps", "fine-tuning")
 def create(
     request: Request, body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
 ) -> Any:
-    """Create a sweep with all its jobs: the body of a job, and `sweep` beside it. Every combination of values is checked first,
-    and nothing is stored unless all are fine."""
+    """Not in OpenAI's API. Create a sweep with all its jobs: the body of a job with `sweep` added. Every combination of values
+    is checked first, and nothing is stored unless all are valid."""
     sweep_id = idempotency.keyed_sweep_id(idempotency_key, caller)
-    earlier = idempotency.earlier_sweep(services.store, caller, sweep_id, request.headers, body)
-    if earlier is not None:
-        return _view(earlier, services)
-    try:
-        made = create_sweep(
-            body,
-            principal=caller,
-            store=services.store,
-            settings=services.settings,
-            catalogue=services.catalogue,
-            sweep_id=sweep_id,
-        )
-    except ConflictError:  # the same request arrived twice at once, and the other one has just created the sweep
-        earlier = idempotency.earlier_sweep(services.store, caller, sweep_id, request.headers, body)
-        if earlier is None:
-            raise
-        made = earlier
-    return _view(made, services)
+    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    sweep, _ = idempotency.once(
+        lambda: idempotency.earlier_sweep(services.store, caller, sweep_id, request.headers, body),
+        lambda: create_sweep(body, context, sweep_id),
+    )
+    return _view(sweep, services)
 
 
 @router.get("", response_model=ListView[SweepView])
 def list_sweeps(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
-    """Newest first."""
-    page = services.store.list_sweeps(caller.project_id, after=after, limit=limit)
-    jobs = services.store.jobs_of_sweeps([sweep.id for sweep in page.data])
-    views = [sweep_view(sweep, jobs[sweep.id], keeper.best_job(jobs[sweep.id])) for sweep in page.data]
+    """Not in OpenAI's API. List sweeps, the newest first."""
+    page = services.store.sweeps.list_sweeps(caller.project_id, after=after, limit=limit)
+    jobs = services.store.sweeps.jobs_of_sweeps([sweep.id for sweep in page.data])
+    views = [sweep_view(sweep, jobs[sweep.id], sweep_loop.best_job(jobs[sweep.id])) for sweep in page.data]
     return list_view(views, page.has_more)
 
 
 @router.get("/{sweep_id}")
 def retrieve(sweep_id: str, caller: Caller, services: Svc) -> SweepView:
-    """With its jobs, best first."""
-    return _view(services.store.get_sweep(caller.project_id, sweep_id), services)
+    """Not in OpenAI's API. A sweep with its jobs, best first."""
+    return _view(services.store.sweeps.get_sweep(caller.project_id, sweep_id), services)
 
 
 @router.post("/{sweep_id}/cancel")
 def cancel(sweep_id: str, caller: Caller, services: Svc) -> SweepView:
-    """End all its jobs that are not over."""
-    return _view(intake.cancel_sweep(services.store, services.places, caller.project_id, sweep_id), services)
+    """Not in OpenAI's API. Cancel all its jobs that are not over."""
+    return _view(ingest.cancel_sweep(services.store, services.places, caller.project_id, sweep_id), services)
 
 
 @router.delete("/{sweep_id}")
@@ -75,13 +62,13 @@ def delete(
     sweep_id: str,
     caller: Caller,
     services: Svc,
-    keep_best: Annotated[bool, Query(description="All but the tuned model of the best job.")] = False,
+    keep_best: Annotated[bool, Query(description="Keep the tuned model of the best job.")] = False,
 ) -> DeletedSweepView:
-    """Delete a sweep that is over, with the tuned models of its jobs. The jobs themselves stay, as jobs do."""
-    services.store.delete_sweep(caller.project_id, sweep_id, keep_best=keep_best)
+    """Not in OpenAI's API. Delete a sweep that is over, with the tuned models of its jobs. The jobs themselves stay."""
+    services.store.sweeps.delete_sweep(caller.project_id, sweep_id, keep_best=keep_best)
     return DeletedSweepView(id=sweep_id)
 
 
 def _view(sweep: Sweep, services: Services) -> SweepView:
-    jobs = services.store.jobs_of_sweeps([sweep.id])[sweep.id]
-    return sweep_view(sweep, jobs, keeper.best_job(jobs))
+    jobs = services.store.sweeps.jobs_of_sweeps([sweep.id])[sweep.id]
+    return sweep_view(sweep, jobs, sweep_loop.best_job(jobs))

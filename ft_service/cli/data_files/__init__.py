@@ -1,1 +1,1 @@
-"""`ft data`: data files before they are trained on."""
+"""`ft data`: inspect data files before training."""

@@ -1,1 +1,1 @@
-"""Commands about the jobs of a server: submit, list, look into, watch, stop, compare, fetch and remove."""
+"""Commands for the jobs of a server: submit, list, show, watch, stop, compare, download and remove."""

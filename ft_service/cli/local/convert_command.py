@@ -1,4 +1,4 @@
-"""`ft convert`: from other tools' configurations to a SPEC."""
+"""`ft convert`: convert other tools' configurations to a SPEC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ft_service.cli.output import Json, complain, print_json, say
+from ft_service.cli.output import Json, print_error, print_json, print_note
 from ft_service.convert import Conversion, convert_file
 from ft_service.convert.convert import OUTCOMES
 from ft_service.errors import SpecError
@@ -46,17 +46,17 @@ def convert(
     elif out is None:
         print(outcome.spec_yaml(), end="")
     else:
-        say(f"Wrote {out}.")
+        print_note(f"Wrote {out}.")
     lost = outcome.open()
     if not lost:
         return 0
     said = "an option is not taken over" if len(lost) == 1 else f"{len(lost)} options are not taken over"
     where = "the comments above" if out is None else f"the comments of {out}"
-    return complain(f"{said}, and the result may differ: {', '.join(lost)}. Why, and what to do, is in {where}.", 1)
+    return print_error(f"{said}, and the result may differ: {', '.join(lost)}. Why, and what to do, is in {where}.", 1)
 
 
 def _write(path: Path, text: str, force: bool) -> None:
-    """Raises SpecError where the file cannot be written, or is there already."""
+    """Write the SPEC. Raises SpecError if the file cannot be written, or already exists."""
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)

@@ -1,4 +1,4 @@
-"""`ft plan`: what a SPEC will take, before anything runs."""
+"""`ft plan`: estimate a SPEC's memory and time before anything runs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.local.data import DataFound, examine_data
-from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, load_given
+from ft_service.bases.description import Description
+from ft_service.cli.local.job_inputs import JobData, describe_base, examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, load_spec_arguments
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_fields, print_json, print_table, say, tell
-from ft_service.client.answers import shown
+from ft_service.cli.output import Json, print_fields, print_json, print_note, print_table, print_text
+from ft_service.client.responses import shown
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
-from ft_service.plan.job import Plan, bounded, plan_job, training_time
-from ft_service.plan.lengths import Lengths
+from ft_service.plan.auto_options import within_context
+from ft_service.plan.job import Plan, plan_job, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
+from ft_service.plan.plan_text import advice_lines, memory_table, modules_table, time_text, verdict, work_lines
 from ft_service.plan.quantities import bytes_text
-from ft_service.plan.text import advice_lines, memory_table, modules_table, time_text, verdict, work_lines
+from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
-from ft_service.sweeps.asked import AskedSweep
 
 _UNITS = {
     "": 1,
@@ -71,42 +73,46 @@ def plan(
     if memory is not None:
         machine = replace(machine, memory=parse_size(memory))
     settings = settings_with_models()
-    loaded = load_given(spec, changes, model, sweep=None)
-    resolved = bounded(resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False))
-    plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
-    data = examine_data(resolved, settings, say, need_counts=False)
+    loaded = load_spec_arguments(spec, changes, model, sweep=None)
+    found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
+    base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
+    resolved = within_context(base, found)
+    plan_job(base, resolved, machine)  # an unusable base is reported before the data is read
+    data = examine_data(resolved, settings, print_note, need_counts=False)
     if loaded.sweep is not None:
-        _plan_sweep(loaded, loaded.sweep, resolved, settings, machine, data, as_json)
+        _plan_sweep(loaded, resolved, settings, machine, data, as_json)
         return
-    its_plan = plan_job(resolved, machine, data.lengths, to_train=False)
+    its_plan = plan_job(base, resolved, machine, data.lengths)
     examples = _examples(data)
     duration = training_time(its_plan, resolved, examples)
-    largest = _largest(resolved, machine, data.lengths, examples)
+    largest = _largest(base, resolved, machine, data.lengths, examples)
     if as_json:
         more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
         print_json(its_plan.as_dict() | {"time": duration, "data": _counts(data)} | more)
         return
     _show(its_plan, duration)
     if largest is not None:
-        tell(f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:")
+        print_text(f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:")
         _show(largest[0], largest[2])
     _show_data(data, resolved)
     if verbose:
         _show_details(its_plan)
     elif its_plan.chosen:
-        tell(f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. Why: ft plan --verbose")
+        print_text(f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. Why: ft plan --verbose")
 
 
-def _plan_sweep(
-    spec: SpecFile, sweep: AskedSweep, first: JobSpec, settings: Settings, machine: Machine, data: DataFound, as_json: bool
-) -> None:
-    """Show what all jobs of a sweep take. `first`: the first of them."""
+def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Machine, data: JobData, as_json: bool) -> None:
+    """Show what all jobs of a sweep take. `first`: the first job; all have the same base."""
+    sweep = spec.sweep
+    assert sweep is not None
+    base = describe_base(Path(first.model.path), first.model.name, settings, print_note)
     examples = _examples(data)
     planned: list[tuple[Plan, dict[str, Any]]] = []
     for job in sweep.jobs:
         its_spec = replace(spec, request=job.request)
-        own = bounded(resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first))
-        its_plan = plan_job(own, machine, data.lengths, to_train=False)
+        own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first)
+        own = within_context(base, own)
+        its_plan = plan_job(base, own, machine, data.lengths)
         planned.append((its_plan, training_time(its_plan, own, examples)))
     total = {
         "examples": examples,
@@ -122,14 +128,14 @@ def _plan_sweep(
         return
     largest = max(planned, key=lambda one: one[0].rank.total)[0]
     its_verdict = verdict(largest)
-    tell(f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}")
-    tell(f"One after the other, their {time_text(total)}")
+    print_text(f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}")
+    print_text(f"One after the other, their {time_text(total)}")
     if sweep.settings["eta"] is not None:
-        tell("Jobs without hope are stopped early, which saves a part of that.")
+        print_text("Jobs without hope are stopped early, which saves a part of that.")
     for line in advice_lines(largest):
-        tell(line)
+        print_text(line)
     _show_data(data, first)
-    tell()
+    print_text()
     rows = [
         [*map(shown, job.values.values()), f"{time['steps']:,}", bytes_text(its_plan.rank.total), _fit(its_plan)]
         for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
@@ -138,7 +144,7 @@ def _plan_sweep(
 
 
 def _sum(seconds: Iterable[float | None]) -> float | None:
-    """None: one of them is not known."""
+    """Return the sum; None: one of them is unknown."""
     known = list(seconds)
     return None if None in known else math.fsum(one for one in known if one is not None)
 
@@ -147,30 +153,30 @@ def _fit(plan: Plan) -> str:
     return "not known" if plan.fits is None else "yes" if plan.fits else "no"
 
 
-def _examples(data: DataFound) -> int:
+def _examples(data: JobData) -> int:
     return data.statistics.items if data.statistics else data.reports["training_file"].examples
 
 
-def _counts(data: DataFound) -> dict[str, Any]:
+def _counts(data: JobData) -> dict[str, Any]:
     return {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
 
 
 def _largest(
-    spec: JobSpec, machine: Machine, lengths: Lengths | None, examples: int
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None, examples: int
 ) -> tuple[Plan, int, dict[str, Any]] | None:
-    """The plan on the most ranks that the job may have, their number and the time; None: it has one number of ranks. Raises
-    SpecError."""
+    """Return the plan on the largest number of ranks that the job may have, that number and the time; None: the job has a
+    fixed number. Raises SpecError."""
     options = spec.distributed
     if options.max_nnodes is None and options.max_nproc_per_node is None:
         return None
     most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, gpu_count())[0]
     there = spec.on(*most)
-    plan = plan_job(there, machine, lengths, to_train=False)
+    plan = plan_job(base, there, machine, lengths)
     return plan, there.world_size, training_time(plan, there, examples)
 
 
 def parse_size(text: str) -> int:
-    """`24GiB`, `80GB` or a number of bytes. Raises SpecError."""
+    """Parse `24GiB`, `80GB` or a number of bytes. Raises SpecError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
@@ -179,24 +185,24 @@ def parse_size(text: str) -> int:
 
 
 def _show(plan: Plan, duration: dict[str, Any]) -> None:
-    tell(verdict(plan))
-    tell(time_text(duration))
+    print_text(verdict(plan))
+    print_text(time_text(duration))
     for line in advice_lines(plan):
-        tell(line)
+        print_text(line)
 
 
 def _show_details(plan: Plan) -> None:
-    tell()
+    print_text()
     for line in (*plan.chosen, *work_lines(plan)):
-        tell(line)
-    tell()
+        print_text(line)
+    print_text()
     print_table(("FROZEN MODULE", "COUNT", "SHAPE", "FORMAT", "BYTES", "PER RANK"), modules_table(plan.modules))
-    tell()
+    print_text()
     print_fields(memory_table(plan))
 
 
-def _show_data(data: DataFound, spec: JobSpec) -> None:
+def _show_data(data: JobData, spec: JobSpec) -> None:
     for level, message in data.messages(spec):
-        tell(message if level == "info" else f"Warning: {message}")
+        print_text(message if level == "info" else f"Warning: {message}")
     if data.counts is None:
-        tell("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")
+        print_text("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")

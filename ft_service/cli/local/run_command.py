@@ -1,4 +1,4 @@
-"""`ft run`: a job without a server, in a run directory."""
+"""`ft run`: run a job without a server, in a run directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
-from ft_service.cli.local.data import examine_data
-from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
+from ft_service.cli.local.job_inputs import describe_base, examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_spec_arguments
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, complain, print_json, tell
-from ft_service.control.tracking.door import refuse_without_server
+from ft_service.cli.output import Json, print_error, print_json, print_note, print_text
+from ft_service.control.tracking.integration_check import refuse_without_server
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.host.home import create_home
@@ -28,33 +28,36 @@ from ft_service.local.parent import prepare_local
 from ft_service.local.run import run_local, wait_begun
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.admit import admit, settle_counted
-from ft_service.plan.lengths import Lengths
+from ft_service.plan.auto_options import keep_choices
 from ft_service.plan.machines import this_host
-from ft_service.plan.settle import keep_choices
+from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason
 from ft_service.rundir.events import Event
 from ft_service.settings import Settings
 from ft_service.spec import JobRequest, JobSpec
-from ft_service.supervisor.node import Node
+from ft_service.supervisor.command_line import SupervisorOptions
+from ft_service.supervisor.torchrun import Node
 
 RunDirectory = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Train into DIR, going on with what is there. Default: anew, in a new folder of FT_HOME."),
+    typer.Option(metavar="DIR", help="Run directory; an existing run in it is continued. Default: a new folder in FT_HOME."),
 ]
 NodeRank = Annotated[
     int,
     typer.Option(
-        metavar="K", min=0, help="For distributed.nnodes above 1: number of this host, from 0. Run it on each, DIR shared."
+        metavar="K",
+        min=0,
+        help="For distributed.nnodes above 1: number of this host, from 0. Run the command on each, with a shared DIR.",
     ),
 ]
 Endpoint = Annotated[
     str,
-    typer.Option(metavar="HOST:PORT", help="For distributed.nnodes above 1: where host 0 is reached, and a free port of it."),
+    typer.Option(metavar="HOST:PORT", help="For distributed.nnodes above 1: address of host 0, with a free port."),
 ]
 Address = Annotated[
-    str, typer.Option(metavar="HOST", help="By which the other hosts reach this one. Default: what its host name resolves to.")
+    str, typer.Option(metavar="HOST", help="Address at which the other hosts reach this one. Default: that of its host name.")
 ]
 
 
@@ -73,9 +76,9 @@ def run(
     address: Address = "",
     as_json: Json = False,
 ) -> int:
-    """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; with the same --run-dir it goes on."""
+    """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; the same --run-dir continues it."""
     settings = settings_with_models()
-    loaded = load_given(spec, changes, model, suffix)
+    loaded = load_spec_arguments(spec, changes, model, suffix)
     refuse_without_server(loaded.request)
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
@@ -84,21 +87,22 @@ def run(
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = _with_ranks_of_this_host(resolve_for(loaded, settings, folder, job_id))
-    admitted = admit(resolved, lengths=Lengths.of_size(loaded.training_file.bytes))
+    base = describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note)
+    admitted = admit(base, resolved, lengths=SampleLengths.of_size(loaded.training_file.bytes))
     if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
     with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
         display.status("starting")
-        for level, message in admitted.told:
+        for level, message in admitted.events:
             display.message(level, message, time.time())
         data = examine_data(admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time()))
         for level, message in data.messages(admitted.spec):
             display.message(level, message, time.time())
         spec_of_job = admitted.spec
         if data.lengths is not None:
-            counted = settle_counted((this_host(),), admitted.spec, data.lengths)
+            counted = settle_counted(base, admitted.spec, this_host(), data.lengths)
             spec_of_job = counted.spec
-            display.message(*counted.told[0], time.time())  # the rest was told before
+            display.message(*counted.events[0], time.time())  # the rest was told before
         with _time_limit(loaded.request.max_seconds) as stop:
             ended = run_local(
                 spec_of_job,
@@ -106,14 +110,14 @@ def run(
                 lambda event: _show(display, event),
                 stop=stop,
                 node=node,
-                stop_grace_seconds=settings.stop_grace_seconds,
+                options=SupervisorOptions(grace_seconds=settings.stop_grace_seconds),
             )
     return _report(ended, folder, spec, as_json)
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: int | None) -> Iterator[threading.Event]:
-    """An event that is set after so many seconds; None: never."""
+    """Yield an event that is set after so many seconds; None: never."""
     over = threading.Event()
     timer = None if seconds is None else threading.Timer(seconds, over.set)
     if timer:
@@ -127,7 +131,7 @@ def _time_limit(seconds: int | None) -> Iterator[threading.Event]:
 
 
 def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str) -> Node | None:
-    """The number of this host in the job. None: the job has one host. Raises SpecError for options that do not fit the job."""
+    """Return this host's place in the job; None: the job has one host. Raises SpecError for options that do not fit the job."""
     nodes, most = request.distributed.nnodes, request.distributed.max_nnodes
     if most is not None:
         raise SpecError(
@@ -154,7 +158,7 @@ def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, a
 
 
 def _with_ranks_of_this_host(spec: JobSpec) -> JobSpec:
-    """A spec with a range of ranks, on as many of them as this host has."""
+    """Return a spec with a range of ranks, set to as many ranks as this host has."""
     if spec.distributed.max_nproc_per_node is None:
         return spec
     fewest = spec.world_size // spec.distributed.nnodes
@@ -163,9 +167,8 @@ def _with_ranks_of_this_host(spec: JobSpec) -> JobSpec:
 
 
 def resolve_for(loaded: SpecFile, settings: Settings, folder: Path, job_id: str) -> JobSpec:
-    """The spec to train in a run directory. A run that began before keeps its id, and the seed, the format and the length of
-    samples that were drawn and chosen for it.
-    """
+    """Return the spec to train in a run directory. A run that has begun keeps its id, and the seed, the format and the
+    length of samples that were chosen for it."""
     begun = RunDir(folder).read("spec.json", JobSpec)
     if begun is None:
         return resolve_spec_file(loaded, settings, job_id=job_id, seed=secrets.randbelow(2**31))
@@ -185,10 +188,10 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
     if as_json:
         print_json({**ended.model_dump(), "run_dir": str(folder)})
     elif ended.reason is ExitReason.SUCCEEDED:
-        tell(f"The adapter is in {folder / 'adapter'}")
+        print_text(f"The adapter is in {folder / 'adapter'}")
     elif ended.reason is ExitReason.STOPPED:
-        print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
+        print(f"Stopped at a checkpoint. To continue: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        complain(f"{reason}\nThe logs are in {folder / ATTEMPTS}", ended.code)
+        print_error(f"{reason}\nThe logs are in {folder / ATTEMPTS}", ended.code)
     return ended.code

@@ -1,4 +1,4 @@
-"""What commands are given that take a SPEC: the file itself, or a data file, and options on the command line."""
+"""Arguments of commands that take a SPEC: the file itself, or a data file, and options on the command line."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Changes = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="M", help="The SPEC's model: a base; or a job (ID, suffix, `last`) to go on from."),
+    typer.Option("--model", "-m", metavar="M", help="The SPEC's model: a base; or a job (ID, suffix, `last`) to continue."),
 ]
 Suffix = Annotated[str | None, typer.Option("--suffix", metavar="NAME", help="The SPEC's suffix: a name for job and model.")]
 
 
-def load_given(
+def load_spec_arguments(
     spec: Path,
     changes: list[str] | None = None,
     model: str | None = None,
@@ -39,8 +39,8 @@ def load_given(
     *,
     sweep: bool | None = False,
 ) -> SpecFile:
-    """The SPEC with what the command line says. `sweep`: as for `load_spec_file`. Raises SpecError as that does, and for an
-    option given twice."""
+    """Read the SPEC with the options of the command line. `sweep`: as for `load_spec_file`. Raises SpecError as that does,
+    and for an option given twice."""
     options: dict[str, Any] = {name: value for name, value in (("model", model), ("suffix", suffix)) if value is not None}
     for text in changes or ():
         name, value = parse_option(text)

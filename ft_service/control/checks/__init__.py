@@ -1,1 +1,1 @@
-"""Reading data files beside the loop that moves jobs: checks before a job may start, samples for those who want to see them."""
+"""Checks, samples and statistics of data files, read by processes of their own."""

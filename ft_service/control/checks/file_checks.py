@@ -1,10 +1,9 @@
-"""Reports on data files without a base, before any job: each by a process that ends with the answer. No thread waits for it."""
+"""Reports on data files without a base or a job, each by a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,25 +13,26 @@ from pathlib import Path
 from ft_service.data.data_file import MEMORY_BYTES, DataReport
 from ft_service.data.file_check import COMMAND, REPORT, REQUEST, FileCheckRequest, file_at_fault
 from ft_service.errors import LimitError, UnavailableError
-from ft_service.host.environment import child_environment
 from ft_service.host.hardware import memory_bytes
+from ft_service.host.helper_process import Failure, HelperFailed, Program, run_once
 
 SECONDS = 10.0
-"""That a file is read for; of a larger one the beginning is reported on."""
+"""Time to read a file; the report on a larger one covers its beginning."""
 START_SECONDS = 30.0
-"""That the process may take beside that, on a busy host."""
+"""Additional time for the process on a busy host."""
 AT_ONCE = 2
-"""Such processes beside this one; of each project one."""
+"""Limit of such processes; each project has at most one."""
 WAITING = 8
-"""Checks of one project that may wait."""
+"""Limit of a project's waiting checks."""
 KNOWN_REPORTS = 1000
 CHECK_BYTES = 1024**3
-"""Memory that such a process may take, at most."""
+"""Memory limit of such a process."""
 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file as a job would read it. `columns`: what it calls its own; `pairs`: it must hold pairs of answers, or must not."""
+    """A file, and how a job would read it. `columns`: its names for columns; `pairs`: whether it must hold pairs of answers;
+    None: either."""
 
     sha256: str
     columns: tuple[tuple[str, str], ...] = ()
@@ -40,10 +40,10 @@ class FileCheck:
 
 
 class FileChecks:
-    """The checks of one service, in one event loop. What was reported once is known."""
+    """The checks of one service, in one event loop. Reports are cached."""
 
     def __init__(self, command: Sequence[str] = COMMAND, seconds: float = SECONDS) -> None:
-        """`command`: that starts the process."""
+        """`command`: starts the process."""
         self._command = command
         self._seconds = seconds
         self._free = asyncio.Semaphore(AT_ONCE)
@@ -51,8 +51,8 @@ class FileChecks:
         self._known: OrderedDict[FileCheck, DataReport] = OrderedDict()
 
     async def report(self, project_id: str, asked: FileCheck, path: Path) -> DataReport:
-        """The report on the file at `path`: of its beginning where it takes longer than a request may. Raises LimitError while
-        a project has too many such requests, UnavailableError if the process ended without an answer.
+        """The report on the file at `path`, or on its beginning if it takes too long for a request. Raises LimitError while a
+        project has too many such requests, UnavailableError if the process ended without an answer.
         """
         if (known := self._known.get(asked)) is not None:
             self._known.move_to_end(asked)
@@ -84,27 +84,16 @@ class FileChecks:
     async def _made(self, asked: FileCheck, path: Path) -> DataReport:
         limit = min(CHECK_BYTES, MEMORY_BYTES, memory_bytes() // 4)
         request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs)
-        process = await asyncio.create_subprocess_exec(
-            *(*self._command, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=child_environment(os.environ),
-            start_new_session=True,
-        )
+        program, over = Program(command=self._command, expendable=True), threading.Event()
+        seconds = self._seconds + START_SECONDS
         try:
-            async with asyncio.timeout(self._seconds + START_SECONDS):
-                said, _ = await process.communicate(REQUEST.dump_json(request) + b"\n")
-        except TimeoutError:
-            return file_at_fault(f"one of its records takes longer than {self._seconds:g} s to read")
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        try:
-            return REPORT.validate_json(said)
-        except ValueError:
+            said = await asyncio.to_thread(run_once, program, REQUEST.dump_json(request), seconds=seconds, stop=over.is_set)
+        except HelperFailed as error:
+            if error.failure is Failure.TIME:
+                return file_at_fault(f"one of its records takes longer than {self._seconds:g} s to read")
             raise UnavailableError(
-                f"The process that checks files ended without an answer (exit status {process.returncode}). Try again."
+                f"The process that checks files ended without an answer (exit status {error.exit_code}). Try again."
             ) from None
+        finally:  # the client may have gone
+            over.set()
+        return REPORT.validate_python(said)

@@ -1,12 +1,11 @@
-"""The metrics of jobs with `integrations`, sent to Weights & Biases, MLflow and trackio.
+"""Metrics of jobs with `integrations`, sent to Weights & Biases, MLflow and trackio.
 
-door        whether a job may ask for it here
-points      what is sent, and when what goes wrong is tried again: pure
-sender      the stored metrics of jobs, each step once, into their runs
-wandb_run   one run, by W&B's own SDK; mlflow_run and trackio_run the same by theirs
-keeper      keeps the process that does it, beside the server
-__main__    that process: the SDK starts processes and threads, and is not for a server's
+integration_check   whether this server can serve a job's integrations
+metric_points       what is sent, and when a failed request is repeated: pure
+metric_sender       reads the stored metrics of each such job and passes them to a process of their own
+__main__            that process, one per run, since a tracker's package starts threads and processes
+wandb_run           a run of W&B, by its SDK; mlflow_run and trackio_run: the same for MLflow and trackio
 
-What the database keeps is only where a run is and whether all is there. Which step comes next is the tracker's to say: whenever
-a run is opened, after whatever end of the process before, it names the last one that it has.
+The database keeps where a run is and whether everything has arrived. The tracker tells which step comes next: whenever a run is
+opened, it names the last step that it has.
 """

@@ -1,110 +1,96 @@
-"""The process that sends metrics: `python -m ft_service.control.tracking OWNER PARENT`, with its Orders as a line on stdin.
+"""The process that sends the metrics of one run: `python -m ft_service.control.tracking`.
 
-It ends when stdin does, when there was nothing to do for a while, when something went wrong that only its end puts right, and
-with its parent. Runs that are open then stay open for W&B: the next process goes on with them.
+It reads requests as lines of JSON and answers each with a line: {"do": "open", "account": …, "run": …}, answered with `url` and
+`next_step`; {"do": "log", "points": [[step, numbers], …]}; {"do": "confirm", "step": …}; {"do": "rest"}; {"do": "finish",
+"exit_code": …}. If the tracker fails, the answer is {"failed": why}, without the key, and the process ends. When its input ends
+it leaves the run open for the next process.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import json
 import os
-import select
-import shutil
 import signal
 import sys
-import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ft_service import logs
-from ft_service.control.tracking.orders import Orders
-from ft_service.control.tracking.points import RunDescription
-from ft_service.control.tracking.sender import LEASE_SECONDS, Run, RunError, Sender
-from ft_service.errors import UnavailableError
-from ft_service.host.lifetime import die_with_parent
-from ft_service.store.sql import open_store
-
-log = logging.getLogger("ft_service.control.tracking")
-
-IDLE_SECONDS = 60.0
-"""Without anything to look after, until the process ends and frees its memory."""
-AGAIN = 75
-"""Exit code: to be started again."""
+from ft_service.control.tracking.metric_points import Run, RunDescription, RunError
 
 
-def main(arguments: Sequence[str]) -> int:
-    owner, parent = arguments
-    die_with_parent(int(parent))
-    orders = Orders.model_validate_json(sys.stdin.readline())
-    logs.configure(orders.log_level, orders.log_format)
-    shutil.rmtree(orders.folder, ignore_errors=True)
-    orders.folder.mkdir(mode=0o700, parents=True)
-    sender = Sender(open_store(orders.database_url), partial(_open, orders), owner)
-    try:
-        return _send(sender, orders.turn_seconds)
-    except UnavailableError as error:
-        log.warning("%s", error.message)
-        return AGAIN
-    finally:
-        _end_children()
-        shutil.rmtree(orders.folder, ignore_errors=True)
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # so that output of packages is not read as a reply
+    run: Run | None = None
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        reply: dict[str, Any] = {}
+        try:
+            if request["do"] == "open":
+                run = _open(request["account"], RunDescription(**request["run"]))
+                reply = {"url": run.url, "next_step": run.next_step}
+            else:
+                assert run is not None, "it is opened first"
+                _do(run, request)
+        except RunError as error:
+            reply = {"failed": str(error)}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        if "failed" in reply:
+            break
 
 
-def _open(orders: Orders, run: RunDescription) -> Run:
-    """A run of the kind that the job asks for. Its package is imported when the first is. Raises RunError."""
+def _open(account: dict[str, Any], run: RunDescription) -> Run:
+    """Open a run at its tracker. Raises RunError."""
     if run.kind == "mlflow":
-        if orders.mlflow_tracking_uri is None:
-            raise RunError("the server has no FT_MLFLOW_TRACKING_URI any more", clean=True)
         from ft_service.control.tracking.mlflow_run import MlflowAccount, MlflowRun
 
-        own = MlflowAccount(orders.mlflow_tracking_uri, orders.mlflow_token, orders.transmit_seconds)
-        own.enter()
-        return MlflowRun(own, run)
+        server = MlflowAccount(**account)
+        server.enter()
+        return MlflowRun(server, run)
     if run.kind == "trackio":
-        if orders.trackio_url is None:
-            raise RunError("the server has no FT_TRACKIO_URL any more", clean=True)
         from ft_service.control.tracking.trackio_run import TrackioAccount, TrackioRun
 
-        place = TrackioAccount(orders.trackio_url, orders.trackio_token, orders.transmit_seconds)
+        place = TrackioAccount(**account)
         place.enter()
         return TrackioRun(place, run)
-    if orders.api_key is None:
-        raise RunError("the server has no FT_WANDB_API_KEY any more", clean=True)
     from ft_service.control.tracking.wandb_run import Account, WandbRun
 
-    return WandbRun(Account(orders.base_url, orders.api_key, orders.folder, orders.transmit_seconds), run)
+    return WandbRun(Account(**account), run)
 
 
-def _send(sender: Sender, turn_seconds: float) -> int:
-    sender.release()  # what the process before had, which is gone
-    busy_at = time.monotonic()
-    while not (sender.broken or sender.spent):
-        signal.alarm(int(LEASE_SECONDS))  # a turn that hangs in the SDK ends the process
-        if sender.turn():
-            busy_at = time.monotonic()
-        idle = time.monotonic() - busy_at > IDLE_SECONDS
-        if idle or select.select([sys.stdin], [], [], turn_seconds)[0]:
-            sender.release()
-            return 0
-    sender.release()
-    return AGAIN if sender.broken else 0
+def _do(run: Run, request: dict[str, Any]) -> None:
+    match request["do"]:
+        case "log":
+            for step, numbers in request["points"]:
+                run.log(step, numbers)
+        case "confirm":
+            run.confirm(request["step"])
+        case "rest":
+            run.rest()
+        case "finish":
+            run.finish(request["exit_code"])
 
 
 def _end_children() -> None:
-    """The SDK's own process would end by itself, but as nobody's child: in a container nobody would reap it."""
+    """Kill child processes: W&B's own would otherwise end as an orphan, which a container may not reap."""
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, path.read_text().split()):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
-    # Not by way of the interpreter's end, where the SDK would wait for its runs and end them.
-    code = AGAIN
+    # os._exit skips the interpreter's exit handlers, in which W&B's SDK would wait for its runs and end them.
+    code = 1
     try:
-        code = main(sys.argv[1:])
+        main()
+        code = 0
     except Exception:
-        log.exception("sending metrics has failed")
+        import traceback
+
+        traceback.print_exc()
     finally:
+        _end_children()
         os._exit(code)

@@ -1,28 +1,25 @@
-"""One run of trackio, in a folder of this host or on a trackio server. Only for the process of `__main__`: the package reads
-its environment when it is imported, and may wait.
+"""A run of trackio, in a folder of this host or on a trackio server. Only for the process of `__main__`: the package reads the
+environment when it is imported, and may block.
 
-Steps go there by the calls below trackio's own `log`, which neither waits nor says what has not arrived. trackio knows a run by
-its id, here the job's, and an entry by its own: what is sent twice is there once. Whatever it raises leaves here as a RunError.
+Steps are sent with the calls below trackio's own `log`, which neither waits nor reports what has not arrived. trackio
+identifies a run by its id, here the job's, and an entry by its own, so that an entry sent twice is stored once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from ft_service.control.tracking.points import RunDescription
-from ft_service.control.tracking.sender import RunError
+from ft_service.control.tracking.metric_points import RunDescription, RunError, run_errors
 
 AT_ONCE = 500
-"""Steps in a request."""
+"""Steps per request."""
 REQUEST_SECONDS = 15.0
-_SAID = 300
 
 
 @dataclass(frozen=True)
@@ -30,47 +27,47 @@ class TrackioAccount:
     url: str
     """http(s)://… of a trackio server, or file:///… of a folder."""
     token: str | None = field(repr=False)
-    """What a server wants of those who write."""
+    """The server's token for writing."""
     transmit_seconds: float
-    """For how long numbers wait for company."""
+    """How long metrics are collected before they are sent together."""
 
     @property
     def folder(self) -> str | None:
-        """Where trackio keeps its files on this host; None: a server does."""
+        """The folder of this host that holds trackio's files; None: a server holds them."""
         parts = urlsplit(self.url)
         return unquote(parts.path) if parts.scheme == "file" else None
 
     def enter(self) -> None:
-        """Set what the package reads of this process's environment, before it is imported."""
+        """Set the environment variables that the package reads when it is imported."""
         if self.folder is not None:
             os.environ["TRACKIO_DIR"] = self.folder
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a place has of a run."""
+class SentRun:
+    """The part of a run that a target has."""
 
     name: str | None
     last_step: int | None
 
 
-class Place(Protocol):
-    """Where runs are."""
+class TrackioTarget(Protocol):
+    """A folder or a server with runs."""
 
-    def known(self, project: str, run_id: str) -> Known: ...
+    def known(self, project: str, run_id: str) -> SentRun: ...
     def send(self, entries: list[dict[str, Any]]) -> None: ...
 
 
 class TrackioRun:
-    """An open run. `url`: where people see it; `next_step`: the first step that it does not have."""
+    """An open run; see `Run`."""
 
-    def __init__(self, account: TrackioAccount, run: RunDescription, place: Place | None = None) -> None:
-        """Begin the run, or go on with it. Raises RunError."""
+    def __init__(self, account: TrackioAccount, run: RunDescription, place: TrackioTarget | None = None) -> None:
+        """Begin or continue the run. Raises RunError."""
         self._account = account
         self._waiting: list[dict[str, Any]] = []
         self._sent_at = float("-inf")
         self._id, self._project = run.id, run.project
-        with self._errors():
+        with run_errors(self._account.token):
             self._place = place or (_Folder() if account.folder is not None else _Server(account))
             known = self._place.known(run.project, run.id)
         self._name = known.name or run.name or run.id
@@ -79,7 +76,7 @@ class TrackioRun:
         self.url = f"{account.url.rstrip('/')}/?project={quote(run.project)}"
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take a step's numbers on their way; steps must rise. Raises RunError."""
+        """Queue a step's metrics; steps must rise. Raises RunError."""
         at = datetime.fromtimestamp(numbers.get("_timestamp", time.time()), UTC).isoformat()
         entry: dict[str, Any] = {"project": self._project, "run": self._name, "run_id": self._id, "step": step}
         entry |= {"metrics": {name: value for name, value in numbers.items() if name != "_timestamp"}}
@@ -92,49 +89,40 @@ class TrackioRun:
     def confirm(self, step: int) -> None:
         """Raises RunError unless trackio has the step."""
         self._send()
-        with self._errors():
+        with run_errors(self._account.token):
             last = self._place.known(self._project, self._id).last_step
         if last is None or last < step:
-            raise RunError(f"step {step} has not arrived", clean=True)
+            raise RunError(f"step {step} has not arrived")
 
     def rest(self) -> None:
-        """Leave the run, to go on with it later: trackio's runs have no state. Raises RunError."""
+        """Leave the run, to continue it later: trackio's runs have no state. Raises RunError."""
         self._send()
 
     def finish(self, exit_code: int) -> None:
-        """Bring the rest there. Raises RunError unless trackio has the last step then."""
+        """Send the rest. Raises RunError unless trackio then has the last step."""
         last = self._waiting[-1]["step"] if self._waiting else self.next_step - 1
         if last >= 0:
             self.confirm(last)
 
     def _send(self) -> None:
         while self._waiting:
-            with self._errors():
+            with run_errors(self._account.token):
                 self._place.send(self._waiting[:AT_ONCE])
             del self._waiting[:AT_ONCE]
         self._sent_at = time.monotonic()
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            secret = self._account.token
-            raise RunError((said.replace(secret, "…") if secret else said)[:_SAID], clean=True) from None
-
 
 class _Folder:
-    """A folder of this host, as `trackio show` reads it."""
+    """A folder of this host, in the layout that `trackio show` reads."""
 
     def __init__(self) -> None:
         from trackio.sqlite_storage import SQLiteStorage
 
         self._storage = SQLiteStorage
 
-    def known(self, project: str, run_id: str) -> Known:
+    def known(self, project: str, run_id: str) -> SentRun:
         named = [record["name"] for record in self._storage.get_run_records(project) if record["id"] == run_id]
-        return Known(named[0] if named else None, self._storage.get_max_step_for_run(project, run_id=run_id))
+        return SentRun(named[0] if named else None, self._storage.get_max_step_for_run(project, run_id=run_id))
 
     def send(self, entries: list[dict[str, Any]]) -> None:
         config = next((entry["config"] for entry in entries if entry["config"] is not None), None)
@@ -151,7 +139,7 @@ class _Folder:
 
 
 class _Server:
-    """A trackio server of one's own."""
+    """A self-hosted trackio server."""
 
     def __init__(self, account: TrackioAccount) -> None:
         from trackio.remote_client import RemoteClient
@@ -159,15 +147,15 @@ class _Server:
         timeout = {"timeout": REQUEST_SECONDS}
         self._client = RemoteClient(account.url, write_token=account.token, httpx_kwargs=timeout)
 
-    def known(self, project: str, run_id: str) -> Known:
+    def known(self, project: str, run_id: str) -> SentRun:
         found = cast("dict[str, Any]", self._client.predict(project=project, run_id=run_id, api_name="/get_run_summary"))
-        return Known(found["run"], found["last_step"])
+        return SentRun(found["run"], found["last_step"])
 
     def send(self, entries: list[dict[str, Any]]) -> None:
         self._client.predict(logs=entries, hf_token=None, api_name="/bulk_log")
 
 
 def _config(run: RunDescription) -> dict[str, Any]:
-    """The options, with what trackio's dashboard reads of a run beside them."""
+    """The options, with the fields that trackio's dashboard reads."""
     own = {"_Username": None, "_Created": datetime.now(UTC).isoformat(), "_Group": run.group}
     return {**(run.config or {}), **own}

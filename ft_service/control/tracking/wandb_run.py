@@ -1,49 +1,43 @@
-"""One run of Weights & Biases, by its SDK. Only for the process of `__main__`: the SDK starts a process of its own.
-
-W&B's server is slow, away or of another opinion now and then: whatever the SDK then raises leaves here as a RunError.
-"""
+"""A run of Weights & Biases, by its SDK. Only for the process of `__main__`: the SDK starts a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import wandb
 
-from ft_service.control.tracking.points import RunDescription
-from ft_service.control.tracking.sender import RunError
+from ft_service.control.tracking.metric_points import RunDescription, RunError, run_errors
 
 INIT_SECONDS = 20.0
 FINISH_SECONDS = 20.0
 CONFIRM_WAITS = (0.0, 1.0, 3.0, 6.0)
-"""Seconds before each look at whether W&B has the last step: its numbers are there a little after they have arrived."""
+"""Seconds before each check that W&B has the last step, which it shows a little after it has arrived."""
 RESTING = 75
-"""Exit code of a run that is to go on later."""
-_SAID = 300
+"""Exit code of a run that will be continued."""
 
 
 @dataclass(frozen=True)
 class Account:
     base_url: str
     api_key: str = field(repr=False)
-    folder: Path
-    """Where the SDK keeps what it has not sent yet."""
+    folder: str
+    """The SDK's folder for data that it has not sent yet."""
     transmit_seconds: int
-    """For how long points wait for company."""
+    """How long metrics are collected before they are sent together."""
 
 
 class WandbRun:
-    """An open run. `url`: where people see it; `next_step`: the first step that it does not have."""
+    """An open run; see `Run`."""
 
     def __init__(self, account: Account, run: RunDescription) -> None:
-        """Begin the run, or go on with it. Raises RunError."""
+        """Begin or continue the run. Raises RunError."""
         self._account = account
         self._last_step = -1
-        with self._errors(clean=True):
+        with run_errors(self._account.api_key):
             self._run = wandb.init(
                 project=run.project,
                 entity=run.entity,
@@ -60,26 +54,26 @@ class WandbRun:
         self.next_step = self._run.starting_step
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take a step's numbers on their way; steps must rise. Raises RunError if the SDK's own process is gone."""
-        with self._errors():
+        """Queue a step's metrics; steps must rise. Raises RunError if the SDK's own process is gone."""
+        with run_errors(self._account.api_key):
             self._run.log(dict(numbers), step=step, commit=True)
         self._last_step = step
 
     def confirm(self, step: int) -> None:
-        """Raises RunError unless W&B has the step. When W&B takes nothing more, the SDK goes on and raises nothing."""
-        with self._errors():
+        """Raise RunError unless W&B has the step. The SDK itself raises nothing when W&B stops taking metrics."""
+        with run_errors(self._account.api_key):
             if not self._arrived(step, waits=(0.0,)):
                 raise RunError(f"step {step} has not arrived")
 
     def rest(self) -> None:
-        """Leave the run, to go on with it later: W&B shows it as preempted. Raises RunError."""
-        with self._errors():
+        """Leave the run, to continue it later; W&B shows it as preempted. Raises RunError."""
+        with run_errors(self._account.api_key):
             self._run.mark_preempting()
         self.finish(RESTING)
 
     def finish(self, exit_code: int) -> None:
-        """Bring the rest there and end the run. Raises RunError unless W&B has the last step then."""
-        with self._errors():
+        """Send the rest and end the run. Raises RunError unless W&B then has the last step."""
+        with run_errors(self._account.api_key):
             self._run.finish(exit_code=exit_code)
             if not self._arrived(self._last_step, CONFIRM_WAITS):
                 raise RunError(f"step {self._last_step} has not arrived")
@@ -96,25 +90,14 @@ class WandbRun:
                 return True
         return False
 
-    @contextlib.contextmanager
-    def _errors(self, *, clean: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except RunError:
-            raise
-        except Exception as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            said = said.replace(self._account.api_key, "…")[:_SAID]
-            raise RunError(said, clean=clean and isinstance(error, wandb.Error)) from None
-
 
 def _settings(account: Account) -> wandb.Settings:
-    """Nothing of this host is sent: no system metrics, output, code, environment or file. Whoever stops the run at W&B stops
-    nothing here."""
+    """Settings that send nothing of this host (no system metrics, output, code, environment or file) and ignore a stop of the
+    run at W&B."""
     return wandb.Settings(
         base_url=account.base_url,
         api_key=account.api_key,
-        root_dir=str(account.folder),
+        root_dir=account.folder,
         reinit="create_new",
         init_timeout=INIT_SECONDS,
         finish_timeout=FINISH_SECONDS,

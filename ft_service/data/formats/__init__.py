@@ -1,10 +1,9 @@
-"""The shapes in which people's data comes, recognised by content.
+"""Formats of data files, recognised by content.
 
-recognise    which format a record has, by its keys; which container a file is, by its first bytes: pure
-containers   a file's records by number, whichever container holds them (JSON lines, a JSON array, CSV, Parquet, Arrow)
-tables       the containers that are tables
-alike        a record of any format as one of ft_service/data/records.py
-folders      which files of a folder hold a dataset
-writing      records as lines of JSON
-reading      both together: a file's numbered Records and Faults
+columns        the names that a user's file gives to a format's columns
+detect_format  a file's container, from its first bytes; a record's format, from its keys
+containers     numbered records of JSON lines and JSON arrays        tabular  those of CSV, Parquet and Arrow
+normalize      a record of any format as one of the kinds in ft_service/data/sample_kinds.py
+reading        a file's numbered records and faults, by all of the above
+folders        the files of a folder that hold a dataset             writing  records as lines of JSON
 """

@@ -1,18 +1,15 @@
-"""A data file's records by number, as objects of JSON, whichever container holds them. In memory bounded by a record, or by a
-few rows of a table.
-"""
+"""Numbered records of JSON lines and JSON arrays, and decompression. Memory is bounded by the longest record."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import re
-import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 from ft_service.data.chat_line import MAX_LINE_BYTES, load_object
-from ft_service.data.formats.recognise import Compression
+from ft_service.data.formats.detect_format import Compression
 from ft_service.data.line_errors import Fault, LineError
 
 Row = dict[str, Any] | Fault
@@ -20,23 +17,23 @@ Numbered = Iterator[tuple[int, Row]]
 
 CHUNK_BYTES = 256 * 1024
 MAX_EXPANSION = 500
-"""Times its size that a compressed file may expand to; text rarely exceeds 30."""
+"""Largest ratio of decompressed to compressed size; text rarely exceeds 30."""
 LEAST_EXPANDED = 256 * 1024**2
-"""Bytes that any file may expand to."""
+"""Decompressed bytes that are allowed at any ratio."""
 _IN_STRING = re.compile(rb'["\\]')
 _BRACKETS = re.compile(rb'["\[\]{}]')
 _IN_ARRAY = re.compile(rb'["\[\]{},]')
 
 
 class UnreadableError(Exception):
-    """The rest of the file cannot be read. The text: why."""
+    """The rest of the file cannot be read. The message says why."""
 
 
 class Expanding(io.RawIOBase):
-    """A compressed file's contents. Raises UnreadableError for what is damaged, or expands beyond measure."""
+    """The contents of a compressed file. Raises UnreadableError if it is damaged or expands too much."""
 
     def __init__(self, file: BinaryIO, compression: Compression, size: int) -> None:
-        """`size`: of the compressed file, in bytes."""
+        """`size`: bytes of the compressed file."""
         self._name = compression.value
         self._limit = max(LEAST_EXPANDED, MAX_EXPANSION * size)
         self._read = 0
@@ -48,9 +45,7 @@ class Expanding(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             content = self._inner.read(len(buffer))
-        except (OSError, EOFError, zlib.error) as error:
-            raise UnreadableError(f"its {self._name} data is damaged: {error}") from None
-        except Exception as error:  # zstandard has an error of its own
+        except Exception as error:  # gzip, zlib and zstandard each raise errors of their own
             raise UnreadableError(f"its {self._name} data is damaged: {error}") from None
         self._read += len(content)
         if self._read > self._limit:
@@ -72,13 +67,7 @@ def _expanded(file: BinaryIO, compression: Compression) -> BinaryIO:
 
 
 def lines(file: BinaryIO) -> Numbered:
-    """Every line of JSON lines by its number."""
-    for number, line in _lines(file):
-        yield number, _loaded(number, line)
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines without their ends; None for one that is too long. Blank lines count only when something follows them."""
+    """Numbered rows of JSON lines, from 1. Blank lines at the end are left out; others are faults."""
     blank: list[int] = []
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 2):
@@ -89,25 +78,25 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         if not too_long and not line.strip():
             blank.append(number)
             continue
-        yield from ((earlier, b"") for earlier in blank)
+        yield from ((earlier, _row(earlier, b"")) for earlier in blank)
         blank.clear()
-        yield number, None if too_long else line.rstrip(b"\r\n")
+        yield number, _row(number, None if too_long else line.rstrip(b"\r\n"))
 
 
 def elements(file: BinaryIO) -> Numbered:
-    """Every element of a JSON array by its number, from 1. Raises UnreadableError where the array does not end as one."""
+    """Numbered elements of a JSON array, from 1. Raises UnreadableError if the array does not end, or something follows it."""
     splitter = _Splitter()
     number = 0
     while chunk := file.read(CHUNK_BYTES):
         for text in splitter.feed(chunk):
             number += 1
-            yield number, _loaded(number, text) if text != b"" else Fault(number, "", "is empty: there is a comma too many")
+            yield number, _row(number, text) if text != b"" else Fault(number, "", "is empty: there is a comma too many")
     if not splitter.ended:
         raise UnreadableError("the JSON array does not end: the file is cut off, or a bracket or a quote is missing")
 
 
 class _Splitter:
-    """Cuts the text of a JSON array into those of its elements, without understanding more than quotes and brackets."""
+    """Splits the text of a JSON array into its elements by quotes, brackets and commas."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -117,7 +106,7 @@ class _Splitter:
         self._length = self._elements = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        """The elements that end in this piece; None for one that is too long. Raises UnreadableError."""
+        """The text of each element that ends in this chunk; None for one that is too long. Raises UnreadableError."""
         begin, at = 0, int(self._escaped)
         self._escaped = False
         while found := self._pattern().search(chunk, at):
@@ -161,7 +150,8 @@ class _Splitter:
         return text
 
 
-def _loaded(number: int, text: bytes | None) -> Row:
+def _row(number: int, text: bytes | None) -> Row:
+    """The object of a record, or its fault. `text`: None if it is too long."""
     if text is None:
         return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
     if number == 1:  # Windows' editors put a byte order mark before the first line

@@ -1,6 +1,6 @@
-"""Data files as numbered Records and Faults: uncompressed, taken out of their container, each by the file's format.
+"""Data files as numbered records and faults: decompressed, taken out of their container, parsed by the file's format.
 
-Shared by the service and the workers, so that what one accepts the other trains on. One pass, in bounded memory.
+The service and the workers read files with this module, so both accept the same ones. One pass, in bounded memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
-from ft_service.data.formats.alike import as_record, columns_of
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns, listed
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
-from ft_service.data.formats.recognise import (
+from ft_service.data.formats.detect_format import (
     HEAD_BYTES,
     Compression,
     Container,
@@ -30,31 +29,32 @@ from ft_service.data.formats.recognise import (
     delimiter_of,
     recognise,
 )
-from ft_service.data.formats.tables import arrow_rows, csv_rows
+from ft_service.data.formats.normalize import as_record, columns_of
+from ft_service.data.formats.tabular import arrow_rows, csv_rows
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.records import Record
+from ft_service.data.sample_kinds import Record
 from ft_service.rundir.directory import sha256_of
 
 NOTED = 20
-"""Keys beside those of a file's format that its report names."""
+"""Unknown keys that a file's report names, at most."""
 _NAME = 80
-"""Characters of such a key."""
+"""Characters of such a key, at most."""
 
 
 @dataclass
-class Shape:
-    """What a file turned out to be."""
+class FileFormat:
+    """The detected container, compression and format of a file."""
 
     container: Container = Container.LINES
     compression: Compression | None = None
     format: Format | None = None
-    """None: no record was of a known one, so far."""
+    """None: no record of a known format was read so far."""
     unused: tuple[str, ...] = ()
-    """Keys that records have and their format does not, the first NOTED of them: they are left out."""
+    """Keys of records that the format does not have and that are left out; the first NOTED of them."""
 
     @property
     def word(self) -> str:
-        """What a record of the file is called."""
+        """The name of a record in messages."""
         return self.container.word
 
     def __str__(self) -> str:
@@ -68,8 +68,8 @@ class DataReader:
 
     paths: Sequence[Path]
     columns: Columns = AS_THEY_ARE
-    """What the files' columns are called."""
-    shape: Shape = field(default_factory=Shape)
+    """The files' names of columns."""
+    shape: FileFormat = field(default_factory=FileFormat)
 
     def __post_init__(self) -> None:
         self._stack = ExitStack()
@@ -90,23 +90,23 @@ class DataReader:
 
     @property
     def share(self) -> float:
-        """Of the bytes that have been read."""
+        """The share of the bytes that has been read, in [0, 1]."""
         here = self._file.tell() if self._file is not None and not self._file.closed else 0
         return min(1.0, (self._done + here) / max(1, self.size))
 
     def digest(self) -> str:
-        """SHA-256 of a file's bytes; of several files, of the SHA-256 of each. Raises OSError."""
+        """SHA-256 of one file's bytes; for several files, SHA-256 of their digests. Raises OSError."""
         if len(self.paths) == 1:
             return sha256_of(self.paths[0])
         return hashlib.sha256("\n".join(map(sha256_of, self.paths)).encode()).hexdigest()
 
     def look(self) -> None:
-        """Find the file's shape, by its first record that tells. Closes the file again. Raises OSError."""
+        """Detect the file's format from its first record of a known one, and close the file. Raises OSError."""
         with self, closing(iter(self)) as records:
             next((record for _, record in records if self.shape.format is not None), None)
 
     def __iter__(self) -> Generator[tuple[int, Record | Fault]]:
-        """Every record by its number, from 1, through all files; or its fault. Raises OSError."""
+        """Numbered records or their faults, from 1 through all files; fault 0: the rest cannot be read. Raises OSError."""
         before = number = 0
         for path in self.paths:
             try:
@@ -153,7 +153,8 @@ class DataReader:
             return Fault(number, error.field, error.reason)
 
     def _format(self, named: dict[str, object], row: dict[str, object]) -> Format:
-        """The file's format, which its first record of a known one decides. `named`: `row` by our names. Raises LineError."""
+        """The file's format, which its first record of a known format decides. `named`: `row` under the format's names. Raises
+        LineError."""
         if self.shape.format is None:
             format = recognise([ours for ours, _ in self.columns.pairs]) or recognise(named)
             if format is None and not row:
@@ -166,7 +167,7 @@ class DataReader:
         return self.shape.format
 
     def _note_unused(self, names: Iterable[str]) -> None:
-        """Note the file's names of columns that its format does not have."""
+        """Collect the file's names of columns that its format does not have."""
         assert self.shape.format is not None
         known = columns_of(self.shape.format)
         unused = [name[:_NAME] for name in names if self.columns.name(name) not in known]
@@ -175,44 +176,42 @@ class DataReader:
 
 
 def unknown_format(container: Container, keys: Sequence[str]) -> str:
-    """What is said of a file whose columns, or keys, no format has: which they are, which formats there are, and a mapping that
-    would fit where one can be seen."""
+    """The reason for refusing a file with unknown columns or keys: their names, the known formats, and a mapping to set."""
     is_json = container in (Container.LINES, Container.ARRAY)
-    found = f"its keys are {listed(keys)}" if is_json else f"it is {container.value}, and its columns are {listed(keys)}"
+    names = f"its keys are {listed(keys)}" if is_json else f"it is {container.value}, and its columns are {listed(keys)}"
     known = "; ".join(format.value for format in Format)
-    return f"is of no known format: {found}. Known are {known}. Say which is which: {mapping_for(keys)}"
+    return f"is of no known format: {names}. Known are {known}. Say which is which: {mapping_for(keys)}"
 
 
-_ASKED = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
-_ANSWERED = ("answer", "response", "reply", "assistant", "output", "completion", "solution")
-"""Names that columns of questions and of answers often have."""
+_QUESTIONS = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
+_ANSWERS = ("answer", "response", "reply", "assistant", "output", "completion", "solution")
+"""Frequent names for columns of questions and of answers."""
 
 
 def mapping_for(keys: Sequence[str]) -> str:
-    """A mapping that a user would write for a file with these columns, as an example where none can be seen."""
+    """A suggested `data` mapping for a file with these columns; an example if their names give no clue."""
     lower = {key.strip().lower(): key for key in reversed(keys)}
     if (format := recognise(lower)) is not None:
         pairs = [f"{name}: {lower[name]}" for name in columns_of(format) if name in lower]
         return f"data: {{{', '.join(pairs)}}}"
-    question, answer = (next((lower[name] for name in names if name in lower), "COLUMN") for names in (_ASKED, _ANSWERED))
+    question, answer = (next((lower[name] for name in names if name in lower), "COLUMN") for names in (_QUESTIONS, _ANSWERS))
     return f"data: {{instruction: {question}, output: {answer}}} makes conversations of them"
 
 
 def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE) -> DataReader:
-    """The reader of a file, or of a folder's files (dataset_files), which are named from the folder. `columns`: what they call
-    the columns of their format."""
+    """The reader of a file, or of some `files` of the folder `path` (dataset_files). `columns`: their names of columns."""
     return DataReader([path / name for name in files] if files else [path], columns)
 
 
 def count_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
-    """Records without a fault, counted up to `most`. Raises OSError."""
+    """The number of records without a fault, counted up to `most`. Raises OSError."""
     with open_data(path, files, columns) as reader, closing(iter(reader)) as records:
         return sum(1 for _ in islice((record for _, record in records if not isinstance(record, Fault)), most))
 
 
 def estimate_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
-    """Records, at fault or not: counted up to `most`, and beyond that by the share of the bytes that so many take. Raises
-    OSError.
+    """The number of records, faulty ones included: counted up to `most`, estimated beyond that from the share of the bytes that
+    they take. Raises OSError.
     """
     with open_data(path, files, columns) as reader, closing(iter(reader)) as records:
         counted = sum(1 for _ in islice(records, most))

@@ -1,4 +1,4 @@
-"""Records as lines of OpenAI's formats, which every trainer reads. Pure."""
+"""Records as lines in OpenAI's formats, which every trainer reads. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ft_service.data.line_errors import LineError
-from ft_service.data.records import Chat, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text
 
 
 def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
-    """The object of a record's line: a chat, a preference pair, or bare text as it was. `as_chat`: a prompt becomes a user's
-    message, its completion the answer. Raises LineError for a document that is to be a chat.
+    """The JSON object of a record: a chat, a preference pair, or bare text unchanged. `as_chat`: a prompt becomes the user's
+    message, and its completion the answer; raises LineError for a document, which cannot become a chat.
     """
     match record:
-        case Chat():
+        case Conversation():
             return {"messages": _messages(record, 0), **_tools(record)}
         case PromptCompletion() if as_chat:
-            return {"messages": [*_user(record.prompt), _answer(record.completion)]}
+            turns = ("user", record.prompt), ("assistant", record.completion)
+            return {"messages": [{"role": role, "content": content} for role, content in turns]}
         case PromptCompletion():
             return {"prompt": record.prompt, "completion": record.completion}
         case Text() if as_chat:
@@ -32,7 +33,7 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
 def _pair(pair: Pair) -> dict[str, Any]:
     chosen, rejected = pair.preferred, pair.rejected
     begin = next(index for index, weight in enumerate(chosen.weights) if weight)
-    given = Chat(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
+    given = Conversation(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
     return {
         "input": {"messages": _messages(given, 0), **_tools(given)},
         "preferred_output": _messages(chosen, begin, weights=False),
@@ -40,8 +41,8 @@ def _pair(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _messages(chat: Chat, begin: int, *, weights: bool = True) -> list[dict[str, Any]]:
-    """Its messages from one on; `weights`: with weight 0 where an answer is not learned."""
+def _messages(chat: Conversation, begin: int, *, weights: bool = True) -> list[dict[str, Any]]:
+    """The messages from number `begin` on. `weights`: with weight 0 for answers that are not learned."""
     return [
         _message(message)
         | ({"weight": 0} if weights and message["role"] == "assistant" and not weight and any(chat.weights) else {})
@@ -50,7 +51,7 @@ def _messages(chat: Chat, begin: int, *, weights: bool = True) -> list[dict[str,
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With arguments of calls as OpenAI writes them, and a tool's answer to OpenAI's older calls in its older words."""
+    """A message in OpenAI's format: arguments as text; calls without an id and their results in its older form."""
     written = dict(message)
     if message["role"] == "tool" and "tool_call_id" not in message:
         written["role"] = "function"
@@ -69,13 +70,5 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
-def _tools(chat: Chat) -> dict[str, Sequence[Any]]:
+def _tools(chat: Conversation) -> dict[str, Sequence[Any]]:
     return {"tools": list(chat.tools)} if chat.tools else {}
-
-
-def _user(prompt: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}]
-
-
-def _answer(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}

@@ -1,14 +1,19 @@
-"""A chat template, and the one function that renders by it.
+"""Chat templates, and the only function that renders with one.
 
-Templates come with bases and from jobs, and conversations from anybody, so either may take any time and any memory. Therefore
-only two processes call `ChatTemplate.write`, both under limits: the one that examines data files (examine.py), and the one that
-renders for everybody else (rendering.py), of which ft_service/data/template_process.py is the other end.
+Templates come from bases and jobs, and conversations from any user, so rendering may take any time and memory. Therefore only
+two processes call `ChatTemplate.write`, both under limits: the one that examines data files (examine.py), and
+template_worker.py for all other rendering, through ft_service/data/template_process.py.
+
+Some templates take messages in another form than the usual one: contents as lists of parts (many bases that see images), or a
+call's arguments as text (DeepSeek V3). Lines in front of such a template convert the conversation, so callers need not know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cached_property, lru_cache
@@ -18,13 +23,69 @@ import jinja2
 from transformers.utils import chat_template_utils
 
 from ft_service.data.line_errors import LineError
-from ft_service.data.tokens.fitted import fitted_template
 from ft_service.errors import SpecError
 
 CLOCK = "strftime_now"
-"""What templates call for today's date."""
+"""The function that templates call for today's date."""
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 """Names of a base's templates, where it has several."""
+
+
+_PARTS = """\
+{%- set ft = namespace(messages=[]) %}
+{%- for message in messages %}
+{%- set parts = [{"type": "text", "text": message.content}] if message.content is string else message.content %}
+{%- set ft.messages = ft.messages + [dict(message, content=parts)] %}
+{%- endfor %}
+{%- set messages = ft.messages %}
+"""
+_ARGUMENTS = """\
+{%- set ft = namespace(messages=[], calls=[]) %}
+{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- set ft.calls = [] %}
+{%- for call in message.tool_calls %}
+{%- set given = call.function.arguments %}
+{%- set text = given if given is string else given | tojson %}
+{%- set ft.calls = ft.calls + [dict(call, function=dict(call.function, arguments=text))] %}
+{%- endfor %}
+{%- set message = dict(message, tool_calls=ft.calls) %}
+{%- endif %}
+{%- set ft.messages = ft.messages + [message] %}
+{%- endfor %}
+{%- set messages = ft.messages %}
+"""
+_OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
+"""Patterns of templates that may need these lines. Other templates are not tried: rendering is for conversations, under
+limits."""
+_QUESTION, _ANSWER, _VALUE = "ft_question", "ft_answer", "ft_value"
+_USER = {"role": "user", "content": _QUESTION}
+_CHAT = [_USER, {"role": "assistant", "content": _ANSWER}]
+_CALL = {"id": "ftcallone", "type": "function", "function": {"name": "ft_name", "arguments": {"ft_key": _VALUE}}}
+_CHAT_WITH_CALL = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+
+
+Render = Callable[[str, list[dict[str, Any]]], str]
+"""A template's text and a conversation → the conversation as text. Raises LineError."""
+
+
+def fitted_template(template: str, render: Render) -> str:
+    """A chat template with the lines that it needs in front; unchanged if it works without them."""
+    if _OF_PARTS.search(template):
+        template = _with_lines(render, template, _PARTS, _CHAT, (_QUESTION, _ANSWER))
+    if _OF_CALLS.search(template):
+        template = _with_lines(render, template, _ARGUMENTS, _CHAT_WITH_CALL, (_QUESTION, _VALUE))
+    return template
+
+
+def _with_lines(render: Render, template: str, lines: str, chat: list[dict[str, Any]], words: Sequence[str]) -> str:
+    """The template, with `lines` in front if it writes the words of the chat only then."""
+    for candidate in (template, lines + template):
+        with contextlib.suppress(LineError):
+            text = render(candidate, chat)
+            if all(word in text for word in words):
+                return candidate
+    return template
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +98,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, chat_template: str = "") -> ChatTemplate | None:
-        """The one that a tokenizer has. `chat_template`: in place of it. None: there is none."""
+        """The template of a tokenizer. `chat_template`: used in place of it. None: there is none."""
         given = chat_template or tokenizer.chat_template
         if not given:
             return None
@@ -46,16 +107,16 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """All of its texts, to look for words in."""
+        """All its sources as one text, for searches."""
         return " ".join(self.sources.values())
 
     @property
     def writes_date(self) -> bool:
-        """Whether it may write the date."""
+        """True if it may write the date."""
         return CLOCK in self.text
 
     def require_usable(self) -> None:
-        """Raises SpecError for a text that is not written as a template."""
+        """Raise SpecError for a source with wrong syntax."""
         for text in self.sources.values():
             try:
                 chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
@@ -63,8 +124,8 @@ class ChatTemplate:
                 raise SpecError(f"chat_template: line {error.lineno}: {error.message}.", param="chat_template") from None
 
     def write(self, messages: list[dict[str, Any]], tools: list[Any] | None, day: date, *, prompt: bool = False) -> str:
-        """A conversation as text. `prompt`: up to where the assistant answers, as it is asked for an answer. `day`: today's
-        date, for templates that write it. Raises LineError for what the template does not take.
+        """A conversation as text. `prompt`: with the generation prompt, which asks for an answer. `day`: the date for templates
+        that write today's. Raises LineError if the template refuses the conversation.
         """
         source = self._fitted[_WITH_TOOLS if tools and _WITH_TOOLS in self.sources else self._usual]
         return _rendered(source, self.special_tokens, self._named(messages), tools, day, prompt=prompt)
@@ -72,20 +133,20 @@ class ChatTemplate:
     @cached_property
     def _usual(self) -> str:
         if _DEFAULT not in self.sources:
-            raise LineError("", "the base has several chat templates, none of which is called 'default': give chat_template")
+            raise LineError("", "the base has several chat templates, but not one that is called 'default': give chat_template")
         return _DEFAULT
 
     @cached_property
     def _fitted(self) -> dict[str, str]:
-        """The texts, behind the lines that they need for the usual form of messages."""
+        """The sources, with the lines that they need for the usual form of messages."""
 
-        def talked(source: str, talk: list[dict[str, Any]]) -> str:
-            return _rendered(source, self.special_tokens, talk, None, date.min, prompt=False)
+        def render(source: str, chat: list[dict[str, Any]]) -> str:
+            return _rendered(source, self.special_tokens, chat, None, date.min, prompt=False)
 
-        return {name: fitted_template(text, talked) for name, text in self.sources.items()}
+        return {name: fitted_template(text, render) for name, text in self.sources.items()}
 
     def _named(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with reasonings also in the field `thinking`, for templates that look for it there."""
+        """Messages with their reasoning also in the field `thinking`, for templates that read it there."""
         if "thinking" not in self.text or "reasoning_content" in self.text:
             return messages
         return [
@@ -112,7 +173,7 @@ def _rendered(
     *,
     prompt: bool,
 ) -> str:
-    """As `apply_chat_template` of a tokenizer renders. Raises LineError."""
+    """The text that a tokenizer's `apply_chat_template` makes. Raises LineError."""
     if not messages:
         raise LineError("", "the base's chat template writes no conversation without a message before the answer")
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -123,7 +184,7 @@ def _rendered(
         (text,), _ = chat_template_utils.render_jinja_template(
             [given], tools=tools, chat_template=source, add_generation_prompt=prompt, **special_tokens
         )
-    except (ImportError, MemoryError):  # no word of the template's
+    except (ImportError, MemoryError):  # not an error of the template
         raise
     except Exception as error:  # templates raise what they like, to refuse roles and orders
         raise LineError("", f"the base's chat template refuses this conversation: {error}") from error

@@ -1,8 +1,8 @@
-"""The process that the service keeps beside it to examine data files for a base: lines at fault, or tokens to train on.
+"""The helper process of the service that examines data files for a base: which lines are at fault, and which tokens result.
 
-`python -m ft_service.data.tokens.examine PARENT FILE` reads one request a line and answers each with one line, before which
-others may report progress (ft_service/data/examiner.py). Its current task stands in FILE, a descriptor
-(ft_service/data/whereabouts.py). It ends with its parent, and when its input ends.
+`python -m ft_service.data.tokens.examine FILE` reads one request a line and writes one reply a line; before it, further lines
+may report progress (ft_service/data/examiner.py). FILE is the descriptor through which it shows its current task
+(ft_service/data/current_task.py). It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ import os
 import sys
 import time
 
-from ft_service.host.lifetime import die_with_parent
-
-if __name__ == "__main__":  # before anything slow
-    die_with_parent(int(sys.argv[1]))
-    # transformers imports torch wherever it finds it, and tokenizers do not need it: seconds, and a quarter of a gigabyte.
+if __name__ == "__main__":  # before the slow imports
+    # transformers imports torch if it is installed. Tokenizers do not need it, and it takes seconds and 250 MB.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
 import contextlib
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.data.current_task import CurrentTask, Task
 from ft_service.data.data_file import (
     GIVE_UP_AFTER,
     REPLY,
@@ -46,83 +45,84 @@ from ft_service.data.data_file import (
     ReadProgress,
     answers,
 )
+from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.reading import DataReader, open_data
-from ft_service.data.formats.recognise import Format
 from ft_service.data.line_errors import Fault
-from ft_service.data.samples import Page, SamplePage, ShownSample
-from ft_service.data.statistics import Measure, Statistics
+from ft_service.data.sample_request import SamplePage, ShownSample
+from ft_service.data.statistics import DataStatistics
 from ft_service.data.token_folder import NOT_KEPT
-from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.chat_template import ChatTemplate
-from ft_service.data.tokens.keeping import Recording, find, tokens_key, unkept
-from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.show import page_of
+from ft_service.data.tokens.sample_limits import SampleLimits, TimeUp, held_memory, limit_memory
+from ft_service.data.tokens.sample_view import page_of
+from ft_service.data.tokens.token_cache import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
-from ft_service.data.tokens.training_set.measure import Part, measure
-from ft_service.data.whereabouts import Task, Whereabouts
+from ft_service.data.tokens.training_set.token_statistics import RecordGroup, measure
 from ft_service.errors import DataError, SpecError
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import DataFileRef
 
 
 def main() -> None:
-    whereabouts = Whereabouts(int(sys.argv[2]))
-    go_first()
-    with _answers() as answers:
+    current_task = CurrentTask(int(sys.argv[1]))
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # stdout is for replies alone: what libraries print goes to stderr
 
-        def say(answer: ExamineReply) -> None:
-            answers.write(REPLY.dump_json(answer) + b"\n")
-            answers.flush()
+    def send(reply: ExamineReply) -> None:
+        replies.write(REPLY.dump_json(reply) + b"\n")
+        replies.flush()
 
-        whereabouts.ready()
-        held = held_memory()
-        for line in sys.stdin.buffer:
-            request = REQUEST.validate_json(line)
-            limit_memory(held + request.memory_bytes)
-            teller = Teller(request.progress_seconds, lambda progress: say(ExamineReply(progress=progress)))
-            say(answer(request, teller, whereabouts))
+    current_task.ready()
+    held = held_memory()
+    for line in sys.stdin.buffer:
+        request = REQUEST.validate_json(line)
+        limit_memory(held + request.memory_bytes)
+        progress = ProgressReporter(request.progress_seconds, lambda progress: send(ExamineReply(progress=progress)))
+        send(reply_to(request, progress, current_task))
 
 
-class Teller:
-    """Reports every few seconds how far a file has been read."""
+class ProgressReporter:
+    """Reports at intervals how much of a file has been read."""
 
-    def __init__(self, seconds: float, tell: Callable[[ReadProgress], object]) -> None:
+    def __init__(self, seconds: float, report: Callable[[ReadProgress], object]) -> None:
+        """`seconds`: from the beginning to the first report, and from one to the next."""
         self._seconds = seconds
-        self._tell = tell
+        self._report = report
         self._due = time.monotonic() + seconds
 
-    def at(self, lines: int, reader: DataReader) -> None:
-        """Note that `lines` lines were examined. The file may have been read a little further."""
+    def update(self, lines: int, reader: DataReader) -> None:
+        """Report that `lines` lines were examined, if a report is due. The file may have been read a little further."""
         if time.monotonic() >= self._due:
-            self._tell(ReadProgress(lines, reader.share))
+            self._report(ReadProgress(lines, reader.share))
             self._due = time.monotonic() + self._seconds
 
 
-def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) -> ExamineReply:
+def reply_to(request: ExamineRequest, progress: ProgressReporter, current_task: CurrentTask) -> ExamineReply:
     try:
-        with whereabouts.at(Task.LOADING):
+        with current_task.at(Task.LOADING):
             tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
-        with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+        with SampleLimits(current_task, request.render_seconds, request.memory_bytes) as limits:
             _require_usable_template(tokenizer, limits)
+            examination = Examination(tokenizer, request, progress, limits)
             if request.show is not None:
-                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
+                return ExamineReply(page=examination.page())
             if request.measure is not None:
-                return ExamineReply(statistics=_measured(tokenizer, request, request.measure, teller, limits))
-            key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
-            keep = Keep(Path(request.tokens), key) if request.tokens else None
-            data = open_data(Path(request.path), request.files, request.options.columns)
-            asked = (tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
-            report = examine(*asked, pairs=request.pairs)
+                return ExamineReply(statistics=examination.statistics())
+            return ExamineReply(report=examination.report(examination.destination()))
     except (SpecError, DataError) as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
-    return ExamineReply(report=report)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(model_path: str, digest: str, chat_template: str) -> PreTrainedTokenizerBase:
+    """A base's tokenizer. `digest`: of its files, so that changed files are read again."""
+    return load_tokenizer(model_path, chat_template)
 
 
 def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> None:
-    """Raises SpecError for a chat template that is not written as one, or exceeds a limit before there is a conversation."""
+    """Raise SpecError for a chat template with wrong syntax, or one that exceeds a limit before it renders a conversation."""
     template = ChatTemplate.of(tokenizer)
     if template is None:
         return
@@ -134,212 +134,168 @@ def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleL
         raise SpecError(f"chat_template: reading it takes more than {limit}.", param="chat_template") from None
 
 
-def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Page, limits: SampleLimits) -> SamplePage:
-    data = open_data(Path(request.path), request.files, request.options.columns)
-    try:
-        with limits.rendering(page.after + 1):
-            return page_of(tokenizer, data, request.options, request.max_length, after=page.after, limit=page.limit)
-    except (TimeUp, OSError) as error:
-        took = f"what is behind {data.shape.word} {page.after} took longer than {limits.time} to read and to render"
-        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else took
-        return SamplePage((ShownSample(0, error=why),), False, data.shape.word, str(data.shape))
-
-
-def _measured(
-    tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, asked: Measure, teller: Teller, limits: SampleLimits
-) -> Statistics:
-    """Raises DataError for a file that cannot be trained on."""
-    with contextlib.ExitStack() as stack:
-
-        def part(param: Param, file: DataFileRef) -> Part:
-            samples, word = stack.enter_context(_kept(tokenizer, request, param, file, teller, limits))
-            return Part(samples, word, file.name, pairs=request.pairs)
-
-        training, file = part("training_file", asked.training_file), asked.validation_file
-        return measure(asked, training, None if file is None else part("validation_file", file))
-
-
-@contextlib.contextmanager
-def _kept(
-    tokenizer: PreTrainedTokenizerBase,
-    request: ExamineRequest,
-    param: Param,
-    file: DataFileRef,
-    teller: Teller,
-    limits: SampleLimits,
-) -> Iterator[tuple[TokenSet, str]]:
-    """A file's samples, uncut, as they are kept or else made for as long as the block runs; and what a record is called."""
-    data = open_data(Path(file.path), file.files, request.options.columns)
-    data.look()
-    key = tokens_key(request.model_path, file.sha256, request.options, pairs=request.pairs)
-    found = find(Path(request.tokens), key) if request.tokens else None
-    with contextlib.ExitStack() as stack:
-        keep: Keep | None = None
-        if found is None:
-            keep = Keep(Path(request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))), key)
-            asked = (
-                tokenizer,
-                open_data(Path(file.path), file.files, request.options.columns),
-                file.sha256,
-                request.max_length,
-                teller,
-                limits,
-                keep,
-            )
-            error = examine(*asked, request.options, pairs=request.pairs).error(param, file.name)
-            if error is not None:
-                raise DataError(error.message, param=error.param, code=error.code)
-            found = find(keep.folder, key)
-        if found is None:
-            assert keep is not None, "it was made without being found"
-            raise DataError(f"{file.name}: {unkept(keep.folder, keep.error)}", param=param, code=NOT_KEPT)
-        stack.callback(found.entry.close)
-        yield found.samples, data.shape.word
-
-
 @dataclass
-class Keep:
-    """The place of a file's tokens."""
+class TokenDestination:
+    """An entry of a folder of token sets in which a file's tokens are kept."""
 
     folder: Path
     key: str
     error: OSError | None = None
-    """Why they are not there after the file was read; None: nothing was in the way."""
+    """The error that prevented storing the tokens. None: there was none so far."""
 
 
-def examine(
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataReader,
-    sha256: str,
-    max_length: int,
-    teller: Teller,
-    limits: SampleLimits | None = None,
-    keep: Keep | None = None,
-    options: TokenOptions = DEFAULT,
-    *,
-    pairs: bool = False,
-) -> DataReport:
-    """The report on a file, in memory bounded by a chunk of it. Raises OSError if it cannot be read.
+@dataclass(frozen=True)
+class Examination:
+    """The examination of a request's file with the base's tokenizer."""
 
-    `limits`: of every sample. The rest of the file is not read once a few samples have exceeded them. `keep`: where the tokens
-    go if no line is at fault, and are counted without making them anew; None: nowhere. `pairs`: lines hold pairs of answers.
-    """
-    findings = Findings()
-    if data.digest() != sha256:
-        findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
-        return findings.report(data.shape)
-    found = find(keep.folder, keep.key) if keep is not None else None
-    if found is not None:
-        data.look()
-        findings.examples = len(found.samples) // (2 if pairs else 1)
-        counts, exceeded = _counts_of(found.samples, _kept_of(data, max_length, options, pairs=pairs), pairs=pairs), 0
-        found.entry.close()
-    else:
-        with _recording(keep, data) as recording:
-            read = (tokenizer, data, max_length, teller, limits, findings, recording, options)
-            counts, exceeded = _read(*read, pairs=pairs)
-            if recording is not None and not findings.faults_total:
-                recording.publish(dated=writes_date(tokenizer))
-        if keep is not None and recording is not None:
-            keep.error = recording.error
-    if findings.examples and not counts.samples and not findings.faults_total:
-        findings.fault(Fault(0, "", nothing_to_learn(max_length)))
-    return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
+    tokenizer: PreTrainedTokenizerBase
+    request: ExamineRequest
+    progress: ProgressReporter
+    limits: SampleLimits | None = None
+    """Limits for each sample. The rest of the file is not read once a few samples have exceeded them."""
+
+    def destination(self) -> TokenDestination | None:
+        """The place for the file's tokens. None: they are not kept."""
+        request = self.request
+        key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
+        return TokenDestination(Path(request.tokens), key) if request.tokens else None
+
+    def page(self) -> SamplePage:
+        """The samples that the request asks for."""
+        request, page, limits, data = self.request, self.request.show, self.limits, self._open()
+        assert page is not None
+        assert limits is not None
+        try:
+            with limits.rendering(page.after + 1):
+                return page_of(self.tokenizer, data, request.options, request.max_length, page)
+        except TimeUp:
+            reason = f"what follows {data.shape.word} {page.after} took longer than {limits.time} to read and to render"
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+        return SamplePage((ShownSample(0, error=reason),), False, data.shape.word, str(data.shape))
+
+    def statistics(self) -> DataStatistics:
+        """The statistics that the request asks for. Raises DataError for a file that cannot be trained on."""
+        measured = self.request.measure
+        assert measured is not None
+        with contextlib.ExitStack() as stack:
+
+            def group(param: Param, file: DataFileRef) -> RecordGroup:
+                samples, word = stack.enter_context(self._token_set(param, file))
+                return RecordGroup(samples, word, file.name, pairs=self.request.pairs)
+
+            training, validation = group("training_file", measured.training_file), measured.validation_file
+            return measure(measured, training, None if validation is None else group("validation_file", validation))
+
+    @contextlib.contextmanager
+    def _token_set(self, param: Param, file: DataFileRef) -> Iterator[tuple[TokenSet, str]]:
+        """A file's uncut samples while the block runs, tokenised first unless they are kept; and the name of a record. Raises
+        DataError."""
+        with contextlib.ExitStack() as stack:
+            folder = self.request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))
+            request = replace(self.request, path=file.path, files=file.files, sha256=file.sha256, tokens=folder)
+            examination = replace(self, request=request)
+            destination = examination.destination()
+            assert destination is not None
+            found = find(destination.folder, destination.key)
+            if found is None:
+                error = examination.report(destination).error(param, file.name)
+                if error is not None:
+                    raise DataError(error.message, param=error.param, code=error.code)
+                found = find(destination.folder, destination.key)
+            if found is None:
+                reason = unkept(destination.folder, destination.error)
+                raise DataError(f"{file.name}: {reason}", param=param, code=NOT_KEPT)
+            stack.callback(found.entry.close)
+            data = examination._open()
+            data.look()
+            yield found.samples, data.shape.word
+
+    def report(self, destination: TokenDestination | None = None) -> DataReport:
+        """The report on the file, in memory bounded by a chunk of it and 8 bytes a sample. Raises OSError.
+
+        `destination`: where the tokens are kept if no line is at fault, and counted if they are there already.
+        """
+        request, data, findings = self.request, self._open(), Findings()
+        if data.digest() != request.sha256:
+            findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
+            return findings.report(data.shape)
+        exceeded = 0
+        found = find(destination.folder, destination.key) if destination is not None else None
+        if found is not None:
+            data.look()
+            findings.examples = len(found.samples) // (2 if request.pairs else 1)
+            limit = self._length_limit(data)
+            counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, pairs=request.pairs)
+            found.entry.close()
+        elif destination is None:
+            counts, exceeded = self._tokenize(data, findings, None)
+        else:
+            with Recording(Cache(destination.folder), destination.key, data.size) as recording:
+                counts, exceeded = self._tokenize(data, findings, recording)
+                if not findings.faults_total:
+                    recording.publish(dated=writes_date(self.tokenizer))
+            destination.error = recording.error
+        if findings.examples and not counts.samples and not findings.faults_total:
+            findings.fault(Fault(0, "", nothing_to_learn(request.max_length)))
+        return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
+
+    def _tokenize(self, data: DataReader, findings: Findings, recording: Recording | None) -> tuple[Counts, int]:
+        """Counts of all samples, and how many samples exceeded a limit. Faults go into `findings` and end the recording."""
+        pairs, options = self.request.pairs, self.request.options
+        exceeded = 0
+        lengths, targets = array("i"), array("i")  # 8 bytes a sample
+        samples_per_record: deque[int] = deque()
+        with data as reader, contextlib.ExitStack() as stack:
+            source = answers(reader, samples_per_record) if pairs else reader
+            samples = stack.enter_context(closing(tokenize(self.tokenizer, source, self.limits, options)))
+            for first in samples:
+                of_record = [first, *islice(samples, samples_per_record.popleft() - 1)] if pairs else [first]
+                fault = next((sample for sample in of_record if isinstance(sample, Fault)), None)
+                if fault is not None:
+                    findings.fault(fault)
+                    exceeded += fault.over_limit
+                    if recording is not None:
+                        recording.stop()
+                else:
+                    findings.examples += 1
+                    for sample in of_record:
+                        assert isinstance(sample, Tokens)
+                        lengths.append(len(sample.ids))
+                        targets.append(sample.cut(self._length_limit(data)).target_count)
+                        if recording is not None:
+                            recording.add(sample)
+                self.progress.update(findings.examples + findings.faults_total, reader)
+        return _counts(lengths, targets, self._length_limit(data), pairs=pairs), exceeded
+
+    def _open(self) -> DataReader:
+        return open_data(Path(self.request.path), self.request.files, self.request.options.columns)
+
+    def _length_limit(self, data: DataReader) -> int:
+        """Tokens of a sample that are used. Samples that are learned whole are split into windows, so all their tokens are."""
+        request = self.request
+        is_whole = not request.pairs and (data.shape.format is Format.TEXT or request.options.train_on == "everything")
+        return sys.maxsize if is_whole else request.max_length
 
 
-def _recording(keep: Keep | None, data: DataReader) -> AbstractContextManager[Recording | None]:
-    return nullcontext() if keep is None else Recording(Cache(keep.folder), keep.key, data.size)
-
-
-def _read(
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataReader,
-    max_length: int,
-    teller: Teller,
-    limits: SampleLimits | None,
-    findings: Findings,
-    recording: Recording | None,
-    options: TokenOptions,
-    *,
-    pairs: bool,
-) -> tuple[Counts, int]:
-    """Counts of all samples, and how many exceeded a limit. Faults go into `findings`, and end the recording."""
-    counts, exceeded = Counts(), 0
-    widths: deque[int] = deque()
-    with data as reader, contextlib.ExitStack() as stack:
-        source = answers(reader, widths) if pairs else reader
-        samples = stack.enter_context(closing(tokenize(tokenizer, source, limits, options)))
-        for first in samples:
-            of_line = [first, *islice(samples, widths.popleft() - 1)] if pairs else [first]
-            fault = next((sample for sample in of_line if isinstance(sample, Fault)), None)
-            if fault is not None:
-                findings.fault(fault)
-                exceeded += fault.over_limit
-                if recording is not None:
-                    recording.stop()
-            else:
-                own = [sample for sample in of_line if isinstance(sample, Tokens)]
-                findings.examples += 1
-                counts = _counted(counts, own, _kept_of(data, max_length, options, pairs=pairs))
-                if recording is not None:
-                    for sample in own:
-                        recording.add(sample)
-            teller.at(findings.examples + findings.faults_total, reader)
-    return counts, exceeded
-
-
-def _kept_of(data: DataReader, max_length: int, options: TokenOptions, *, pairs: bool) -> int:
-    """Tokens that are kept of a sample: all of what is learned whole, in windows."""
-    whole = not pairs and (data.shape.format is Format.TEXT or options.train_on == "everything")
-    return sys.maxsize if whole else max_length
-
-
-def _counts_of(samples: TokenSet, max_length: int, *, pairs: bool = False) -> Counts:
-    """The counts of samples that were tokenised before: what `_counted` makes of them, one after the other."""
-    targets, kept = samples.targets_within(max_length), np.minimum(samples.lengths, max_length)
-    lost = samples.lengths - kept
-    whole = (targets > 0).reshape(-1, 2 if pairs else 1).all(axis=1)
-    used = whole.repeat(2) if pairs else whole
+def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, *, pairs: bool) -> Counts:
+    """The counts of samples. `lengths`: integers [samples], their tokens; `targets`: integers [samples], the targets within
+    the first `limit` tokens. The two samples of a pair are used together or not at all."""
+    lengths, targets = np.asarray(lengths), np.asarray(targets)
+    kept = np.minimum(lengths, min(limit, int(lengths.max(initial=0))))  # the limit itself may not fit into the array's type
+    lost = lengths - kept
+    used_records = (targets > 0).reshape(-1, 2 if pairs else 1).all(axis=1)
+    used = used_records.repeat(2) if pairs else used_records
     return Counts(
         samples=int(np.count_nonzero(used)),
-        pairs=int(np.count_nonzero(whole)) if pairs else 0,
+        pairs=int(np.count_nonzero(used_records)) if pairs else 0,
         tokens=int(kept[used].sum()),
         targets=int(targets[used].sum()),
-        longest=int(samples.lengths.max(initial=0)),
+        longest=int(lengths.max(initial=0)),
         cut=int(np.count_nonzero(lost)),
         lost_tokens=int(lost.sum()),
-        dropped=int(np.count_nonzero(~whole)),
+        dropped=int(np.count_nonzero(~used_records)),
     )
-
-
-def _counted(counts: Counts, samples: Sequence[Tokens], max_length: int) -> Counts:
-    """The counts with one line more. `samples`: its own one, or the two of a pair, which are used together or not at all."""
-    kept = [sample.cut(max_length) for sample in samples]
-    lost = [len(sample.ids) - len(cut.ids) for sample, cut in zip(samples, kept, strict=True)]
-    used = kept if all(cut.target_count for cut in kept) else []
-    return Counts(
-        samples=counts.samples + len(used),
-        pairs=counts.pairs + (len(used) == 2),
-        tokens=counts.tokens + sum(len(cut.ids) for cut in used),
-        targets=counts.targets + sum(cut.target_count for cut in used),
-        longest=max(counts.longest, *(len(sample.ids) for sample in samples)),
-        cut=counts.cut + sum(map(bool, lost)),
-        lost_tokens=counts.lost_tokens + sum(lost),
-        dropped=counts.dropped + (not used),
-    )
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(model_path: str, digest: str, chat_template: str) -> PreTrainedTokenizerBase:
-    """A base's tokenizer. `digest`: of its files, so that a replaced one is read again. `chat_template`: TokenOptions'."""
-    return load_tokenizer(model_path, chat_template)
-
-
-def _answers() -> BinaryIO:
-    """Our output, for answers alone: what libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""A conversation as text by the base's chat template, and the parts of that text which the assistant learns to write.
+"""Rendering of records as text, and the spans of that text which the model learns to write.
 
-The rule: what is learned of an answer stands behind the very text that the model is asked with, the messages before it and the
-template's generation prompt; it is the answer as the template writes it where the conversation ends with it, and ends with the
-token at which generation stops. The text of a sample ends there too, with its last learned answer: nothing behind it counts.
+A learned answer follows exactly the text with which the model will be asked for it: the messages before it, rendered with the
+template's generation prompt. It is the answer as the template writes it at the end of a conversation, up to and including the
+token at which generation stops. A sample's text ends with its last learned answer; later messages are not used.
 
-Where a template writes an answer otherwise than behind its generation prompt (Gemma 4 closes a channel of thoughts there,
-DeepSeek R1 opens a thought), the answer is put behind the prompt: for the last learned answer that is always possible. An
-earlier one lies in the prompt of the last as the template writes it there. Where that is not behind its own prompt, or ends
-with another token, it is refused (marked.py).
+Some templates write an answer differently from what follows their generation prompt (Gemma 4 closes a channel of thoughts
+there, DeepSeek R1 opens a thought). Then the last learned answer is appended to its prompt, which is always possible. An
+earlier answer is part of the last answer's prompt; if its own prompt is not the text before it there, or it ends with another
+token, it is refused (answer_markers.py).
+
+Bare text (a document, or a prompt with its completion) is not rendered by a chat template. It begins with the token that the
+tokenizer puts before every text, if there is one, and ends with the end-of-text token, which is learned: a model that never
+learns it never stops.
 """
 
 from __future__ import annotations
@@ -21,11 +25,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ft_service.data.line_errors import LineError
-from ft_service.data.records import Chat
+from ft_service.data.sample_kinds import Conversation, PromptCompletion, Text
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of
-from ft_service.data.tokens.chat_template import ChatTemplate
-from ft_service.data.tokens.marked import (
+from ft_service.data.tokens.answer_markers import (
     MARKUP,
     MarkedConversation,
     Message,
@@ -34,30 +37,31 @@ from ft_service.data.tokens.marked import (
     UnmarkableError,
     thought_and_answer,
 )
+from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.spec import TrainOn
 
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
 
 RENDERING = 4
-"""Of this module, marked.py, straddling.py and tokenize.py: another number wherever they make other tokens or targets of a
-conversation than before."""
+"""Version of the tokens and targets that this module, answer_markers.py, boundary_tokens.py and tokenize.py make of a
+conversation; increase it when they change."""
 EXACT_ANSWERS = 16
-"""So many answers of a conversation, the first ones, have their prompts rendered in any case."""
+"""First answers of a conversation whose prompts are rendered in any case."""
 _PARTS = ("think", "tool_call", "tool_calls", "tool_response", "arg_value", "function")
 _WITHIN_TURNS = frozenset(f"<{slash}{part}>" for part in _PARTS for slash in ("", "/"))
-"""Tokens around a part of a turn."""
+"""Tokens that begin or end a part of a turn."""
 _ANSWERED, _FOLLOWS = "ft_answered", "ft_follows"
 
 
-def render(tokenizer: PreTrainedTokenizerBase, sample: Chat, options: TokenOptions = DEFAULT) -> Rendered:
-    """Text and learned spans of a conversation, in time linear in it if the template writes its messages one after the other.
+def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: TokenOptions = DEFAULT) -> Rendered:
+    """Text and learned spans of a conversation, in linear time if the template writes its messages one after the other.
 
-    Raises LineError for what the base's chat template does not take, or leaves out of an answer, a call, a system prompt or
-    what the answers go on from; and for an answer that would be learned behind another text than the model is asked with.
+    Raises LineError if the base's chat template refuses the conversation or leaves out a part of it (an answer, a call, a
+    message that is answered), and for an answer that does not follow the prompt with which the model will be asked for it.
     """
     template = ChatTemplate.of(tokenizer)
-    assert template is not None, "its caller looks"
+    assert template is not None, "the caller checks"
     _require_tools_in_template(template, sample)
     messages, tools = list(sample.messages), list(sample.tools) or None
     write: Template = partial(template.write, tools=tools, day=options.day)
@@ -70,45 +74,44 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Chat, options: TokenOptio
 
 
 class _Answers:
-    """The learned answers of one conversation, which ends with the last of them."""
+    """The learned answers of a conversation that ends with the last of them."""
 
     def __init__(self, write: Template, messages: list[Message], endings: Endings) -> None:
         self._write, self._messages, self._endings = write, messages, endings
         self._prompt = write(messages[:-1], prompt=True)
         self._full = write(messages)
-        self._kept: MarkedConversation | None = None
+        self._marked: MarkedConversation | None = None
 
     def rendered(self, learned: Sequence[int]) -> Rendered:
-        """Raises LineError."""
+        """Text and learned spans. `learned`: numbers of the learned messages. Raises LineError."""
         last = len(self._messages) - 1
-        answer = self._plainly(last, self._prompt, self._full)
-        if answer is None or not self._is_all_there():
+        answer = self._simple_answer(last, self._prompt, self._full)
+        if answer is None or not self._is_prompt_complete():
             try:
-                answer = self._marked().last_answer(self._endings.ending)
+                answer = self._with_markers().last_answer(self._endings.ending)
             except UnmarkableError:
                 if answer is None:
                     raise
         text = self._prompt + answer
-        spans = [*self._earlier(learned[:-1], text), (len(self._prompt), len(text))]
-        return text, spans
+        return text, [*self._earlier_spans(learned[:-1], text), (len(self._prompt), len(text))]
 
-    def _earlier(self, learned: Sequence[int], text: str) -> list[Span]:
+    def _earlier_spans(self, learned: Sequence[int], text: str) -> list[Span]:
         spans: list[Span] = []
         if len(learned) < EXACT_ANSWERS or not self._is_markable():
             for index in learned:
                 prompt = self._write(self._messages[:index], prompt=True)
-                answer = self._plainly(index, prompt, self._write(self._messages[: index + 1]))
+                answer = self._simple_answer(index, prompt, self._write(self._messages[: index + 1]))
                 if answer is None or not text.startswith(prompt + answer):
                     break
                 spans.append((len(prompt), len(prompt) + len(answer)))
         if len(spans) == len(learned):
             return spans
-        conversation = self._marked()
+        conversation = self._with_markers()
         conversation.require_answers(learned)
         return conversation.spans(learned, EXACT_ANSWERS, self._endings.ending)
 
-    def _plainly(self, index: int, prompt: str, full: str) -> str | None:
-        """An answer where the conversation ends with it, as long as that is plain to see. None: it is not."""
+    def _simple_answer(self, index: int, prompt: str, full: str) -> str | None:
+        """The answer, if the conversation up to it is its prompt, its words and the usual ending. None: it is not."""
         thought, words = thought_and_answer(self._messages[index])
         usual = self._endings.usual
         if usual is None or not words or self._messages[index].get("tool_calls"):
@@ -121,9 +124,8 @@ class _Answers:
             return None
         return full[len(prompt) : end] + ending
 
-    def _is_all_there(self) -> bool:
-        """Whether the prompt has the words of all messages, one after the other; words changed a little count as missing, and
-        calls are not looked for."""
+    def _is_prompt_complete(self) -> bool:
+        """Return whether the prompt has the exact words of all messages in their order. False if there are calls."""
         place = 0
         for message in self._messages[:-1]:
             words = message["content"].strip() if message["role"] != "assistant" else ""
@@ -133,23 +135,23 @@ class _Answers:
             place += len(words)
         return True
 
-    def _marked(self) -> MarkedConversation:
-        """Raises UnmarkableError, and LineError for what the template leaves out."""
-        if self._kept is None:
-            self._kept = MarkedConversation(self._write, self._messages, self._prompt, self._full, self._endings.tokens)
-            self._kept.require_kept()
-        return self._kept
+    def _with_markers(self) -> MarkedConversation:
+        """The conversation with markers. Raises UnmarkableError, and LineError if the template leaves out a message."""
+        if self._marked is None:
+            self._marked = MarkedConversation(self._write, self._messages, self._prompt, self._full, self._endings.tokens)
+            self._marked.require_kept()
+        return self._marked
 
     def _is_markable(self) -> bool:
         try:
-            self._marked()
+            self._with_markers()
         except UnmarkableError:
             return False
         return True
 
 
 class Endings:
-    """The ways in which answers end by one tokenizer and chat template."""
+    """The ways in which answers end with one tokenizer and chat template."""
 
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
         self._write: Template = partial(template.write, tools=None, day=DEFAULT.day)
@@ -159,16 +161,16 @@ class Endings:
         self._stops = frozenset(tokenizer.convert_ids_to_tokens(sorted(stops)))
         added = tuple(tokenizer.get_added_vocab())
         self.tokens = _tokens_in_text(added)
-        """What matches special tokens in a text, and what looks like one."""
+        """Matches special tokens, and text that looks like them."""
         self._ids = tokenizer.convert_tokens_to_ids
         self._followed = lru_cache(maxsize=2)(self._next_turn)
         self.usual = self._usual()
-        """What the template writes behind an answer's words where the conversation ends with it, and what is learned of that.
-        None: it writes no such conversation."""
+        """The template's text after the words of a conversation's last answer, and the learned part of that text. None: the
+        template refuses such a conversation."""
 
     def ending(self, tail: str, message: Message) -> str:
-        """What is learned of the text that follows an answer's words: up to the token at which generation stops, or else up to
-        the one that ends the turn. `tail`: of a conversation that ends with this message."""
+        """The learned part of the text after an answer's words: up to the token at which generation stops, else up to the token
+        that ends the turn. `tail`: the text after the words where the conversation ends with this message."""
         matches = list(self.tokens.finditer(tail))
         ends: list[re.Match[str]] = []
         begin = len(tail)
@@ -183,7 +185,8 @@ class Endings:
         return self.ended(tail if stop is None else tail[: stop.end()], message)
 
     def ended(self, text: str, message: Message) -> str:
-        """A text, with the token that begins the next turn where nothing else ends it and the base stops by that (GLM's do)."""
+        """A text; if no token ends its turn, with the token of the next turn's beginning at which the base stops (as GLM's
+        do)."""
         return text if text.rstrip().endswith(self._turns) else text + self._followed(calls="tool_calls" in message)
 
     def _usual(self) -> tuple[str, str] | None:
@@ -192,27 +195,23 @@ class Endings:
             text = self._write([{"role": "user", "content": "ft_question"}, answer])
         except LineError:
             return None
-        _, found, tail = text.rpartition(_ANSWERED)
-        return (tail, self.ending(tail, answer)) if found else None
+        _, match, tail = text.rpartition(_ANSWERED)
+        return (tail, self.ending(tail, answer)) if match else None
 
     def _next_turn(self, *, calls: bool) -> str:
-        """The token that the turn behind an answer begins with; empty: none at which the base stops. `calls`: the answer calls
+        """The token with which the turn after an answer begins, if the base stops at it; else empty. `calls`: the answer calls
         a tool."""
         call = {"id": "ftcallone", "type": "function", "function": {"name": _ANSWERED, "arguments": {}}}
         answer = {"role": "assistant", "content": ""} | ({"tool_calls": [call]} if calls else {"content": _ANSWERED})
-        after = (
-            {"role": "tool", "tool_call_id": "ftcallone", "content": _FOLLOWS}
-            if calls
-            else {"role": "user", "content": _FOLLOWS}
-        )
+        after = {"role": "tool", "tool_call_id": "ftcallone"} if calls else {"role": "user"}
         try:
-            text = self._write([{"role": "user", "content": "ft_question"}, answer, after])
+            text = self._write([{"role": "user", "content": "ft_question"}, answer, {**after, "content": _FOLLOWS}])
         except LineError:
             return ""
-        _, found, rest = text.partition(_ANSWERED)
+        _, match, rest = text.partition(_ANSWERED)
         between, followed, _ = rest.partition(_FOLLOWS)
         places = {between.find(token): token for token in self._turns if token in between}
-        if not (found and followed and places):
+        if not (match and followed and places):
             return ""
         token = places[min(places)]
         return token if self._ids(token) in self._base_stops else ""
@@ -225,23 +224,22 @@ def _endings(tokenizer: Any, template: ChatTemplate) -> Endings:
 
 @lru_cache(maxsize=8)
 def turn_ends(tokenizer: Any) -> tuple[str, ...]:
-    """The tokens by which a turn may end: those that a tokenizer splits no text into, but for the ends of parts of a turn."""
+    """The tokens that may end a turn: all special and added tokens but those around parts of a turn."""
     return tuple(({*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - _WITHIN_TURNS) - {""})
 
 
 @lru_cache(maxsize=8)
 def _tokens_in_text(added: tuple[str, ...]) -> re.Pattern[str]:
-    looks = re.compile(MARKUP)
-    others = sorted((token for token in added if token and not looks.fullmatch(token)), key=len, reverse=True)
+    others = sorted((token for token in added if token and not re.fullmatch(MARKUP, token)), key=len, reverse=True)
     return re.compile("|".join([*map(re.escape, others), MARKUP]))
 
 
-def words_of(tokenizer: PreTrainedTokenizerBase, sample: Chat, text: str, options: TokenOptions) -> list[Span]:
-    """The parts of a conversation's text that are words of its messages; the rest is the template's. Where the template keeps
-    no marks they are looked for, one after the other.
+def words_of(tokenizer: PreTrainedTokenizerBase, sample: Conversation, text: str, options: TokenOptions) -> list[Span]:
+    """The spans of a conversation's text that are words of its messages; the rest is the template's. If the template does not
+    keep markers, the words are searched in the text in their order.
     """
     template = ChatTemplate.of(tokenizer)
-    assert template is not None, "it has written the text"
+    assert template is not None, "it has rendered the text"
     messages, tools = list(sample.messages), list(sample.tools) or None
     write: Template = partial(template.write, tools=tools, day=options.day)
     if options.train_on != "everything":
@@ -260,34 +258,69 @@ def words_of(tokenizer: PreTrainedTokenizerBase, sample: Chat, text: str, option
     return spans
 
 
-def _learned(sample: Chat, train_on: TrainOn) -> list[int]:
-    """The messages that are learned. Raises LineError if there is none."""
+def _learned(sample: Conversation, train_on: TrainOn) -> list[int]:
+    """The numbers of the learned messages. Raises LineError if there are none."""
     answers = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
-    wanted = answers[-1:] if train_on == "last_assistant" else answers
-    learned = [index for index in wanted if sample.weights[index]]
+    candidates = answers[-1:] if train_on == "last_assistant" else answers
+    learned = [index for index in candidates if sample.weights[index]]
     if not learned:
         raise LineError(
-            f"messages.{wanted[0]}.weight" if wanted else "messages",
+            f"messages.{candidates[0]}.weight" if candidates else "messages",
             "is 0 for the last answer, the only one that training.train_on = 'last_assistant' learns",
         )
     return learned
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template may write the date."""
+    """Return whether the chat template may write the date."""
     template = ChatTemplate.of(tokenizer)
     return template is not None and template.writes_date
 
 
-def _require_tools_in_template(template: ChatTemplate, sample: Chat) -> None:
-    """Refuse tools that the template would leave out: the model would learn to call tools that it was not told of."""
-    for used, word, what in (
+def _require_tools_in_template(template: ChatTemplate, sample: Conversation) -> None:
+    """Raise LineError for tools that the template would leave out: the model would learn to call tools that it does not see."""
+    for used, word, name in (
         (bool(sample.tools), "tools", "definitions of tools"),
         (sample.calls_tools, "tool_calls", "calls"),
     ):
         if used and word not in template.text:
             raise LineError(
                 "",
-                f"the base's chat template has no place for {what}, so they would be left out. Train on a base whose template "
+                f"the base's chat template has no place for {name}, so they would be left out. Train on a base whose template "
                 "knows tools, or leave the line out",
             )
+
+
+def render_bare(tokenizer: PreTrainedTokenizerBase, record: Text | PromptCompletion, train_on: str) -> tuple[str, list[Span]]:
+    """Text and learned spans of bare text. Raises LineError if the tokenizer has no end-of-text token, and for a document if
+    only the last answer is to be learned.
+    """
+    begin, end = _ends(tokenizer)
+    if not end:
+        raise LineError("", "the base's tokenizer names no end-of-text token (eos_token), so bare text could not be ended")
+    if isinstance(record, Text):
+        if train_on == "last_assistant":
+            raise LineError(
+                "text",
+                "has no answers, and training.train_on = 'last_assistant' learns the last one. Leave that out: a text is "
+                "learned whole",
+            )
+        text = begin + record.text + end
+        return text, [(len(begin), len(text))]
+    prompt = begin + record.prompt
+    text = prompt + record.completion + end
+    return text, [(len(begin) if train_on == "everything" else len(prompt), len(text))]
+
+
+def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """The text of a prompt before its completion."""
+    return _ends(tokenizer)[0] + prompt
+
+
+@lru_cache(maxsize=4)
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The tokens that begin and end every text; empty: the tokenizer has none."""
+    named: Any = tokenizer
+    ids = named("").input_ids
+    begins = bool(ids) and ids[0] == named.bos_token_id and named.bos_token_id is not None
+    return (named.bos_token if begins else ""), named.eos_token or ""

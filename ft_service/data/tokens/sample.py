@@ -1,4 +1,4 @@
-"""One conversation as a model sees it. No torch: the service's own processes count tokens too."""
+"""One sample as the model sees it. Without torch, since the service's own processes count tokens too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sample. `ids` int32 [length]; `targets` bool [length]: the model is trained to produce this token."""
+    """The tokens of a sample. `ids`: int32 [length]. `targets`: bool [length], whether the model is trained to produce the
+    token."""
 
     ids: np.ndarray
     targets: np.ndarray
 
     @property
     def target_count(self) -> int:
-        """Targets that something predicts: the first token has no predecessor."""
+        """The number of targets that are predicted: the first token has no predecessor."""
         return int(np.count_nonzero(self.targets[1:]))
 
     def cut(self, max_length: int) -> Tokens:

@@ -1,4 +1,4 @@
-"""The samples of a data file as flat arrays, in memory or mapped from files: any number of them, and no object a sample."""
+"""The samples of a data file as flat arrays, in memory or mapped from files, without a Python object for each sample."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from ft_service.data.tokens.sample import Tokens
 
 @dataclass(frozen=True, eq=False)
 class TokenSet(Sequence[Tokens]):
-    """Samples in the order of their file. Reading one touches its own tokens only, `lengths` and `target_counts` none."""
+    """Samples in the order of their file. Reading a sample reads only its own tokens; `lengths` and `target_counts` read
+    none."""
 
     ids: np.ndarray
-    """int32 [tokens]: those of all samples, one sample after the other. May be mapped, and is then read-only."""
+    """int32 [tokens]: the ids of all samples, one after the other. Read-only if mapped."""
     targets: np.ndarray
     """bool [tokens]: the model is trained to produce this token."""
     begins: np.ndarray
-    """int64 [samples]: the place of each sample's first token. What lies between two samples was cut away."""
+    """int64 [samples]: the place of each sample's first token. Tokens between two samples were cut."""
     lengths: np.ndarray
-    """int64 [samples]: tokens of each."""
+    """int64 [samples]: the number of tokens of each sample."""
     target_counts: np.ndarray
-    """int64 [samples]: targets of each that something predicts (Tokens.target_count)."""
+    """int64 [samples]: the number of predicted targets of each sample (Tokens.target_count)."""
     largest_id: int
-    """No sample had a larger token id before it was cut; -1: there were no tokens."""
+    """The largest token id of the uncut samples; -1: there are no tokens."""
     digest: str
-    """Of all samples, uncut (TokensDigest): equal digests are equal tokens and targets."""
+    """Digest of all uncut samples (TokensDigest): equal digests mean equal tokens and targets."""
     dated: bool = False
-    """The chat template may write the date, so that other tokens are made tomorrow."""
+    """The chat template may write the date, so tomorrow's tokens may differ."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:
-        """The samples, copied into memory."""
+        """A set with copies of the samples."""
         digest = TokensDigest()
         given = [digest.add(sample) for sample in samples]
         lengths = np.array([len(sample.ids) for sample in given], dtype=np.int64)
@@ -59,17 +60,17 @@ class TokenSet(Sequence[Tokens]):
     @overload
     def __getitem__(self, index: slice) -> TokenSet: ...
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | TokenSet:
-        """A sample, copied: its arrays are the caller's own. A slice: a set of these samples, which copies no token."""
+        """A copy of a sample; for a slice, a set of these samples without copies."""
         if isinstance(index, slice):
             return self.some(index)
         begin, length = int(self.begins[index]), int(self.lengths[index])
         return Tokens(self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy())
 
     def cut(self, max_length: int, *, pairs: bool = False) -> TokenSet:
-        """The samples as training takes them: the first `max_length` tokens of each; those left without a target are dropped.
+        """The samples for training: the first `max_length` tokens of each; samples that are left without a target are dropped.
 
-        `pairs`: each two samples stay together: both are dropped where one is left without. Copies no token. Reads the targets
-        of the samples that lose tokens, and nothing else.
+        `pairs`: both samples of a pair are dropped if one is left without a target. Copies no tokens, and reads only the
+        targets of the samples that are cut.
         """
         counts = self.targets_within(max_length)
         cut = replace(self, lengths=np.minimum(self.lengths, max_length), target_counts=counts)
@@ -79,7 +80,7 @@ class TokenSet(Sequence[Tokens]):
         return cut if kept.all() else cut.some(kept)
 
     def targets_within(self, max_length: int) -> np.ndarray:
-        """int64 [samples]: the targets that each has once it is cut."""
+        """int64 [samples]: the number of targets of each sample after the cut."""
         longer = np.flatnonzero(self.lengths > max_length)
         if not len(longer):
             return self.target_counts
@@ -90,18 +91,18 @@ class TokenSet(Sequence[Tokens]):
         return counts
 
     def some(self, which: slice | np.ndarray) -> TokenSet:
-        """The chosen samples, of which no token is copied. `which`: a slice, or bool [samples]."""
+        """A set of the chosen samples, without copies. `which`: a slice, or bool [samples]."""
         return replace(self, begins=self.begins[which], lengths=self.lengths[which], target_counts=self.target_counts[which])
 
 
 class TokensDigest:
-    """A SHA-256 over tokens, targets and where samples begin."""
+    """A SHA-256 of tokens, targets and lengths of samples."""
 
     def __init__(self) -> None:
         self._parts = [hashlib.sha256() for _ in range(3)]
 
     def add(self, sample: Tokens) -> Tokens:
-        """Count the sample in. Returns it."""
+        """Add the sample, and return it."""
         arrays = (sample.ids.astype("<i4", copy=False), sample.targets, np.array([len(sample.ids)], "<i8"))
         for part, array in zip(self._parts, arrays, strict=True):
             part.update(array.tobytes())
@@ -112,5 +113,5 @@ class TokensDigest:
 
     @staticmethod
     def combined(parts: Sequence[hashlib._Hash]) -> str:
-        """The digest by those of all ids (int32), all targets (a byte each) and all lengths (int64)."""
+        """The digest from the hashes of all ids (int32), all targets (one byte each) and all lengths (int64)."""
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()

@@ -1,6 +1,6 @@
-"""Records to tokens: the tokenizer's own chat template (render.py) or bare text, and a mask over what is learned.
+"""Records as tokens, with a mask of the learned ones, and checks of each sample before anything is learned from it.
 
-Workers, which train, and the process that only counts (examine.py) share this module, so nothing here needs torch.
+The workers and the process that examines files (examine.py) share this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
@@ -21,38 +21,100 @@ from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.records import Chat, Pair, Record
+from ft_service.data.sample_kinds import Conversation, Pair, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokens.bare import render_bare
-from ft_service.data.tokens.limits import SampleLimits, TimeUp
-from ft_service.data.tokens.marked import Span
-from ft_service.data.tokens.proof import Proof, SampleText
-from ft_service.data.tokens.render import render, writes_date
+from ft_service.data.tokens.answer_markers import Span
+from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
+from ft_service.data.tokens.render import render, render_bare, turn_ends, writes_date
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.straddling import Joined, as_prompted, require_prompted
+from ft_service.data.tokens.sample_limits import SampleLimits, TimeUp
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError, SpecError
 from ft_service.spec import DataFileRef
 
-Chunk = list[tuple[int, SampleText | Fault]]
-"""Samples that are tokenised at once, by the numbers of their lines."""
-
 CHUNK_SAMPLES = 256
 CHUNK_CHARACTERS = 512 * 1024
-"""Text that is tokenised at once: enough to keep all processors busy, and a bound on memory, of which tokens take some hundred
-times as much."""
+"""Text that is tokenised at once: enough to use all processors, and a bound on memory, since tokens take about a hundred times
+as much as their text."""
+
+
+_SHOWN = 40
+
+
+class SampleText(NamedTuple):
+    """A record as text, and the character spans of it that are learned."""
+
+    text: str
+    spans: list[Span]
+    is_chat: bool
+    """A chat template has written it."""
+
+
+class SampleCheck:
+    """Checks of samples for one base. Each of these faults has ruined trainings without any message."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TokenOptions) -> None:
+        named: Any = tokenizer
+        self._ends = turn_ends(tokenizer)
+        self._begin: tuple[int | None, str | None] = named.bos_token_id, named.bos_token
+        self._end: str | None = named.eos_token
+        self._everything = options.train_on == "everything"
+
+    def tokens(self, sample: SampleText, encoding: Encoding | Joined) -> Tokens:
+        """The sample's tokens, if they may be learned. Raises LineError with the text at fault."""
+        require_prompted(sample.text, sample.spans, encoding)
+        tokens = _masked(sample, encoding)
+        self._require_one_begin(sample, tokens)
+        if not tokens.target_count:
+            raise LineError("", f"not one of its tokens is learned: {_shown(sample.text)}")
+        if sample.is_chat:
+            if not self._everything and tokens.targets[1:].all():
+                raise LineError(
+                    "",
+                    f"all of its tokens are learned, as if there were no prompt: {_shown(sample.text)}. If that is meant, "
+                    "ask for training.train_on = 'everything'",
+                )
+            self._require_end_of_turn(sample)
+        return tokens
+
+    def _require_one_begin(self, sample: SampleText, tokens: Tokens) -> None:
+        number, name = self._begin
+        if number is not None and len(tokens.ids) > 1 and (tokens.ids[:2] == number).all():
+            who = "chat template" if sample.is_chat else "tokenizer"
+            raise LineError("", f"begins with {name} twice: the base's {who} writes it before every text. Leave it out")
+
+    def _require_end_of_turn(self, sample: SampleText) -> None:
+        if any(sample.text[first:end].rstrip().endswith(self._ends) for first, end in sample.spans):
+            return
+        learned = sample.text[slice(*sample.spans[-1])]
+        own = f", or with the base's own {self._end}" if self._end else ""
+        raise LineError(
+            "",
+            f"no end-of-turn token is learned: what is learned ends with {learned[-_SHOWN:]!r}, so the tuned model would not "
+            f"stop. Give a chat_template that ends answers with a special token of the base's tokenizer{own}",
+        )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} … {text[-_SHOWN:]}")
+
+
+Made = TypeVar("Made")
+
+Chunk = list[tuple[int, SampleText | Fault]]
+"""Samples that are tokenised at once, with the numbers of their lines."""
 
 
 def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The base's tokenizer. `chat_template`: in place of its own, which it need not have. Raises SpecError if it cannot be
-    loaded, or is not a fast one. Nothing is rendered, and no template is compiled."""
-    if not Path(model_path).is_dir():  # else it is taken for a name on a hub, and the error is about that
+    """The base's tokenizer. `chat_template`: used in place of its own template. Raises SpecError if it cannot be loaded, or is
+    not a fast tokenizer. Templates are neither compiled nor rendered."""
+    if not Path(model_path).is_dir():  # else transformers takes it for a name on the hub, and its error is about that
         raise SpecError(f"The base is gone from {model_path}. Put it back.", param="model", code="model_unreadable")
     require_openable(Path(model_path))
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # it raises what its files make it raise
+    except Exception as error:  # any class of error, depending on the files
         raise SpecError(f"The base's tokenizer cannot be loaded: {error}", param="model") from error
     if not tokenizer.is_fast:
         raise SpecError(
@@ -66,7 +128,7 @@ def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokeni
 
 
 def _template_of_processor(folder: Path) -> str | None:
-    """The chat template where bases of several models keep it: with the processor, whose file tokenizers do not read."""
+    """The chat template in the processor's file, where multimodal bases have it and which tokenizers do not read."""
     template = (document_or_none(folder / "chat_template.json") or {}).get("chat_template")
     return template if isinstance(template, str) else None
 
@@ -74,14 +136,14 @@ def _template_of_processor(folder: Path) -> str | None:
 def file_samples(
     tokenizer: PreTrainedTokenizerBase, file: DataFileRef, options: TokenOptions = DEFAULT, *, pairs: bool = False
 ) -> Generator[Tokens]:
-    """The samples of a file, uncut, one after the other. `pairs`: it holds pairs, of which each answer is a sample.
+    """The uncut samples of a file. `pairs`: it holds pairs, of which each answer is a sample.
 
-    Raises DataError if the file changed since submission, or has a line that cannot be trained on.
+    Raises DataError if the file changed after submission, or has a line that cannot be trained on.
     """
     data = open_data(Path(file.path), file.files, options.columns)
-    gone = next((path for path in data.paths if not path.is_file()), None)
-    if gone is not None:
-        raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
+    missing = next((path for path in data.paths if not path.is_file()), None)
+    if missing is not None:
+        raise DataError(f"{file.name}: the file is gone from {missing}.", code="file_missing")
     if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
     with data as reader, closing(tokenize(tokenizer, answers(reader) if pairs else reader, options=options)) as samples:
@@ -100,17 +162,17 @@ def load_dataset(
     *,
     pairs: bool = False,
 ) -> TokenSet:
-    """The samples of a small file, in memory, as training takes them; with `split` those that are set aside for validation.
-    `pairs`: as of `file_samples`. Raises DataError as that and `trainable` do."""
+    """The samples of a small file for training, in memory; with `split`, those set aside for validation. `pairs`: as in
+    `file_samples`. Raises DataError as `file_samples` and `trainable` do."""
     with closing(file_samples(tokenizer, file, options, pairs=pairs)) as samples:
-        found = TokenSet.of(samples, dated=writes_date(tokenizer))
-    chosen = found if split is None else split_off(found, split, file.name, pairs=pairs)[1]
+        token_set = TokenSet.of(samples, dated=writes_date(tokenizer))
+    chosen = token_set if split is None else split_off(token_set, split, file.name, pairs=pairs)[1]
     return trainable(chosen, file, max_length, pairs=pairs)
 
 
 def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False) -> TokenSet:
-    """A file's samples, cut to `max_length` tokens; those without a target are dropped, and so are pairs of which one answer is
-    without. Raises DataError if none is left.
+    """A file's samples, cut to `max_length` tokens, without those that have no target left (of pairs: in one of the answers).
+    Raises DataError if no sample is left.
     """
     usable = samples.cut(max_length, pairs=pairs)
     if not len(usable):
@@ -128,21 +190,21 @@ def tokenize(
     limits: SampleLimits | None = None,
     options: TokenOptions = DEFAULT,
 ) -> Generator[Tokens | Fault]:
-    """Tokens of every numbered record, or its fault: the one given, or one that the chat template finds.
+    """Tokens of every numbered record, or its fault: the given one, or one that rendering or a check finds.
 
-    While one chunk becomes tokens, in a thread that needs no Python, this thread renders the next: leave the tokenizer alone
-    until the end. `limits`: of a sample, whose excess is its fault too; after the first few of those the iteration ends.
+    While one chunk is tokenised in a thread that does not hold the GIL, this thread renders the next one: do not use the
+    tokenizer until the end. `limits`: exceeding them is a fault of the sample; after a few of these the iteration ends.
     """
-    proof = Proof(tokenizer, options)
-    with ThreadPoolExecutor(1, "tokenize") as beside:
-        ahead: tuple[Chunk, Future[list[Encoding | Joined]]] | None = None
+    check = SampleCheck(tokenizer, options)
+    with ThreadPoolExecutor(1, "tokenize") as pool:
+        previous: tuple[Chunk, Future[list[Encoding | Joined]]] | None = None
         for chunk in _chunks(partial(_rendered, partial(as_text, tokenizer, options)), records, limits):
-            begun = chunk, beside.submit(encode, tokenizer, chunk, limits)
-            if ahead is not None:
-                yield from _tokens(*ahead, limits, proof)
-            ahead = begun
-        if ahead is not None:
-            yield from _tokens(*ahead, limits, proof)
+            started = chunk, pool.submit(encode, tokenizer, chunk, limits)
+            if previous is not None:
+                yield from _tokens(*previous, limits, check)
+            previous = started
+        if previous is not None:
+            yield from _tokens(*previous, limits, check)
 
 
 def _chunks(
@@ -170,7 +232,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: R
     """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
     if isinstance(record, Pair):
         raise LineError("", TWO_ANSWERS)
-    if not isinstance(record, Chat):
+    if not isinstance(record, Conversation):
         return SampleText(*render_bare(tokenizer, record, options.train_on), is_chat=False)
     if tokenizer.chat_template is None:
         raise SpecError(
@@ -184,26 +246,32 @@ def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: R
 def _rendered(
     render: Callable[[Record], SampleText], number: int, record: Record, limits: SampleLimits | None
 ) -> SampleText | Fault:
+    def work() -> SampleText:
+        with limits.rendering(number) if limits is not None else nullcontext():
+            return render(record)
+
+    return _or_fault(work, number, limits, "chat template")
+
+
+def _or_fault(work: Callable[[], Made], number: int, limits: SampleLimits | None, part: str) -> Made | Fault:
+    """The result of `work` on a line, or the line's fault. `part`: the part of the base that does the work, for messages."""
     try:
-        if limits is None:
-            return render(record)
-        with limits.rendering(number):
-            return render(record)
+        return work()
     except LineError as error:
         return Fault(number, error.field, error.reason)
     except TimeUp:
         assert limits is not None
-        return Fault(number, "", f"the base's chat template took longer than {limits.time}", over_limit=True)
+        return Fault(number, "", f"the base's {part} took longer than {limits.time}", over_limit=True)
     except MemoryError:
         if limits is None:
             raise
-    if limits.wait_for_encoding():  # other samples had the memory
-        return _rendered(render, number, record, limits)
-    return Fault(number, "", f"the base's chat template needed more than {limits.memory} of memory", over_limit=True)
+    if limits.wait_for_encoding():  # the tokenizer was using the memory
+        return _or_fault(work, number, limits, part)
+    return Fault(number, "", f"the base's {part} needed more than {limits.memory} of memory", over_limit=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, chunk: Chunk, limits: SampleLimits | None) -> list[Encoding | Joined]:
-    """Tokens of the rendered samples of a chunk."""
+    """The tokens of a chunk's rendered samples."""
     samples = [rendered for _, rendered in chunk if not isinstance(rendered, Fault)]
     texts = [sample.text for sample in samples]
     options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
@@ -218,42 +286,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, chunk: Chunk, limits: SampleLimit
 
 
 def _lines(chunk: Chunk) -> tuple[int, int]:
-    """The first and the last line of a chunk that were rendered."""
+    """The first and the last rendered line of a chunk."""
     rendered = [number for number, outcome in chunk if not isinstance(outcome, Fault)]
     return rendered[0], rendered[-1]
 
 
 def _tokens(
-    chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None, proof: Proof
+    chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None, check: SampleCheck
 ) -> Iterator[Tokens | Fault]:
     error = encoded.exception()
     if error is not None and limits is None:
         raise error
-    if error is not None:  # an error of the tokenizer's own code is no Exception
+    if error is not None:  # an error of the tokenizer's Rust code is not an Exception
         first, last = _lines(chunk)
         yield Fault(first, "", f"the base's tokenizer fails: {error or type(error).__name__}", last_line=last)
         yield from (outcome for _, outcome in chunk if isinstance(outcome, Fault))
         return
     encodings = iter(encoded.result())
     for number, outcome in chunk:
-        yield outcome if isinstance(outcome, Fault) else proven(number, outcome, next(encodings), limits, proof)
-
-
-def proven(
-    number: int, sample: SampleText, encoding: Encoding | Joined, limits: SampleLimits | None, proof: Proof
-) -> Tokens | Fault:
-    """A sample's tokens, or why they may not be learned."""
-    try:
-        require_prompted(sample.text, sample.spans, encoding)
-        return proof.require(sample, _masked(sample, encoding))
-    except LineError as error:
-        return Fault(number, error.field, error.reason)
-    except MemoryError:
-        if limits is None:
-            raise
-    if limits.wait_for_encoding():
-        return proven(number, sample, encoding, limits, proof)
-    return Fault(number, "", f"the base's tokenizer needed more than {limits.memory} of memory", over_limit=True)
+        if isinstance(outcome, Fault):
+            yield outcome
+        else:
+            yield _or_fault(partial(check.tokens, outcome, next(encodings)), number, limits, "tokenizer")
 
 
 def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:
@@ -262,8 +316,8 @@ def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:
 
 
 def _inside(starts: np.ndarray, spans: list[Span], length: int) -> np.ndarray:
-    """Mask of the tokens that begin inside one of the spans. `starts` [tokens]: character offset of each token's beginning in a
-    text of `length` characters.
+    """A mask, bool [tokens]: whether each token begins in one of the spans. `starts`: int64 [tokens], the place of each token's
+    first character in a text of `length` characters.
     """
     edges = np.zeros(length + 1, dtype=np.int64)
     for first, end in spans:

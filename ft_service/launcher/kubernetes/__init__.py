@@ -1,11 +1,10 @@
-"""Attempts as Indexed Jobs of a Kubernetes cluster: one pod a node, our supervisor as PID 1 in each.
+"""Launcher for Kubernetes: one Indexed Job per attempt, one pod per node, with our supervisor as PID 1.
 
-profile.py     what the operator says about pods (FT_POD_PROFILE)
-manifests.py   attempt + profile → Job and Service; pure
-status.py      Job + pods → what has become of the attempt; pure
-cluster.py     the requests that are made, and nothing else
-watch.py       which Jobs have changed, told by watching
-placement.py   attempts of which only some pods have a place
-outage.py      since when the cluster has not answered
-launcher.py    the launcher
+profile.py     the operator's settings of pods (FT_POD_PROFILE)
+volumes.py     files of the service that a pod sees
+manifests.py   attempt + profile → Job, Service and NetworkPolicy; pure
+status.py      Job + pods → state of the attempt; pure
+cluster.py     requests to the cluster, and watches
+placement.py   time limits of attempts without a node for all pods
+kubernetes_launcher.py    the launcher
 """

@@ -1,4 +1,4 @@
-"""The requests that are made to a cluster: the only module that knows its client. `deploy/` grants exactly these."""
+"""Requests to a cluster, and watches: the only module that uses its client. `deploy/` grants exactly these."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from lightkube.resources.networking_v1 import NetworkPolicy
 from lightkube.types import CascadeType, OnErrorAction, OnErrorResult
 
 from ft_service.errors import SpecError
-from ft_service.launcher.kubernetes.manifests import JOB_NAME, SELECTOR, Manifest
+from ft_service.launcher.kubernetes.manifests import JOB_NAME, MANAGED_BY, Manifest
+from ft_service.launcher.liveness import Outage
 
 KINDS: dict[str, Any] = {"Job": Job, "Pod": Pod, "Service": Service, "NetworkPolicy": NetworkPolicy}
 Workload = create_namespaced_resource("kueue.x-k8s.io", "v1beta2", "Workload", "workloads")
-"""Kueue's view of a Job."""
+"""Kueue's resource for a Job."""
+_LABELS: dict[str, Any] = dict(MANAGED_BY)
 JOB_UID = "kueue.x-k8s.io/job-uid"
 REQUEST_SECONDS = 10.0
 WATCH_SECONDS = 60
-"""How long one watch lasts before it is opened anew."""
+"""Length of one watch before it is opened again."""
+BREAK_SECONDS = 1.0
+"""Pause before a failed watch is opened again; doubled each time, up to MAX_BREAK_SECONDS."""
 MAX_BREAK_SECONDS = 30.0
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 _QUOTA = ("exceeded quota: ", "status unknown for quota: ")
-"""Words of the API server's admission by ResourceQuota, whose status and reason are those of any refusal."""
+"""Messages of the API server's admission by ResourceQuota, whose status and reason are those of any refusal."""
 
 
 def _learn_kinds() -> None:
-    """Decode every kind once, as an object and as a list, and what watches are made of.
+    """Decode every kind once, as an object and as a list, and the objects of watches.
 
-    msgspec learns a type when it first decodes it, and the types within it too. A second thread that comes upon one of those
-    meanwhile (a pod's spec is in Jobs as well) takes it half learnt, and the process ends by SIGSEGV.
+    msgspec builds the decoder of a type, and of the types within it, at the first use. If two threads do so at once for types
+    that share a part (a Job contains a pod's spec), the process ends by SIGSEGV.
     """
     empty = b'{"metadata": {}, "involvedObject": {}}'
     for kind in (*KINDS.values(), Event, Workload):
@@ -48,30 +52,31 @@ def _learn_kinds() -> None:
     decoders.decode_status(b"{}")
 
 
-_learn_kinds()  # with the import, which one thread makes: whoever has a Cluster has done it
+_learn_kinds()  # on import, which one thread does before any Cluster exists
 
 
 class ClusterAwayError(Exception):
-    """The API server does not answer, or says that it cannot now."""
+    """The API server does not answer, or is overloaded."""
 
 
 class RefusedError(Exception):
-    """The API server does not want this, and will not want it the next time; but for QuotaError."""
+    """The API server refuses the request for good, unless it is a QuotaError."""
 
 
 class QuotaError(RefusedError):
-    """The API server does not want this now: a ResourceQuota of the namespace is used up, or is not counted yet."""
+    """The API server refuses the request for now: a ResourceQuota of the namespace is exhausted, or not counted yet."""
 
 
 class ExpiredError(Exception):
-    """The version to watch from is too old: begin again."""
+    """The version to watch from is too old: list all objects again."""
 
 
 class Cluster:
-    """One namespace of a cluster. Methods raise ClusterAwayError, and RefusedError where it says so; objects are plain data."""
+    """One namespace of a cluster. Methods raise ClusterAwayError, and RefusedError where their docstring says so; objects are
+    plain dicts."""
 
     def __init__(self, namespace: str, config: KubeConfig | None = None) -> None:
-        """`config`: None: that of the pod, or of KUBECONFIG. Raises SpecError if there is none."""
+        """`config`: None: the pod's, or KUBECONFIG's. Raises SpecError if there is none."""
         self.namespace = namespace
         self.closed = False
         self._awake = threading.Condition()
@@ -85,28 +90,28 @@ class Cluster:
                 trust_env=False,
             )
         except ConfigError as error:
-            raise SpecError(f"FT_LAUNCHER = kubernetes: no cluster to talk to: {error}", param="FT_LAUNCHER") from None
+            raise SpecError(f"FT_LAUNCHER = kubernetes: no configuration of a cluster: {error}", param="FT_LAUNCHER") from None
 
     def close(self) -> None:
-        """Make no further request; watches end."""
+        """Close the connection and end all watches."""
         self.closed = True
         self.wake()
         self._client.close()
 
     def rest(self, seconds: float) -> None:
-        """Block for so long, or until `wake`: between two tries of a watch that failed."""
+        """Block for `seconds`, or until `wake`, before a failed watch is opened again."""
         with self._awake:
             self._awake.wait(seconds)
 
     def wake(self) -> None:
-        """End every `rest`: the cluster answers again, so that nothing needs to wait out its break."""
+        """End every `rest`, since the cluster answers again."""
         with self._awake:
             self._awake.notify_all()
 
     def create(self, manifest: Manifest) -> Manifest:
-        """Create an object, or find the one that has its name. Raises RefusedError, and of its kind QuotaError."""
+        """Create an object, or return the existing one of its name. Raises RefusedError, or its subclass QuotaError."""
         kind = KINDS[manifest["kind"]]
-        with _spoken():
+        with _errors():
             try:
                 return _plain(self._client.create(kind.from_dict(manifest)))
             except ApiError as error:
@@ -115,7 +120,7 @@ class Cluster:
             return _plain(self._client.get(kind, manifest["metadata"]["name"]))
 
     def job(self, name: str) -> Manifest | None:
-        with _spoken():
+        with _errors():
             try:
                 return _plain(self._client.get(Job, name))
             except ApiError as error:
@@ -124,37 +129,42 @@ class Cluster:
                 raise
 
     def jobs(self) -> list[Manifest]:
-        """Every Job of ours in the namespace."""
-        with _spoken():
+        """Return all Jobs of the service in the namespace."""
+        with _errors():
             return [_plain(job) for job in self._client.list(Job, labels=_LABELS)]
 
     def pods(self, job: str) -> list[Manifest]:
-        """Of a Job, which may be gone."""
-        with _spoken():
+        """Return the pods of a Job, which may be deleted."""
+        with _errors():
             return [_plain(pod) for pod in self._client.list(Pod, labels={JOB_NAME: job})]
 
+    def log(self, pod: str) -> str:
+        """Return the output of a pod that has ended."""
+        with _errors():
+            return "\n".join(line.rstrip("\n") for line in self._client.log(pod))
+
     def warnings(self, job: str) -> list[str]:
-        """What the cluster complains about a Job, oldest first: a quota that is used up, an admission that refuses its pods."""
+        """Return the messages of a Job's warning events, oldest first, such as an exhausted quota or a rejected pod."""
         fields: dict[str, Any] = {"involvedObject.kind": "Job", "involvedObject.name": job, "type": "Warning"}
-        with _spoken():
-            found = [_plain(event) for event in self._client.list(Event, fields=fields)]
-        found.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
-        return [event.get("message", "") for event in found]
+        with _errors():
+            events = [_plain(event) for event in self._client.list(Event, fields=fields)]
+        events.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+        return [event.get("message", "") for event in events]
 
     def workload(self, job_uid: str) -> Manifest | None:
-        """What Kueue has made of a Job. None: nothing yet, or there is no Kueue, or the Role of its overlay is not applied."""
-        with _spoken():
+        """Return Kueue's Workload of a Job; None: not created yet, or Kueue is missing, or the Role of its overlay is not
+        applied."""
+        with _errors():
             try:
-                found = [_plain(item) for item in self._client.list(Workload, labels={JOB_UID: job_uid})]
+                return next((_plain(item) for item in self._client.list(Workload, labels={JOB_UID: job_uid})), None)
             except (ApiError, httpx2.HTTPStatusError) as error:
                 if _code(error) in (403, 404):
                     return None
                 raise
-        return found[0] if found else None
 
     def delete_job(self, name: str) -> None:
-        """A Job and what it owns. Without effect if there is none."""
-        with _spoken():
+        """Delete a Job and what it owns, if it exists."""
+        with _errors():
             try:
                 self._client.delete(Job, name, cascade=CascadeType.BACKGROUND)
             except ApiError as error:
@@ -162,24 +172,24 @@ class Cluster:
                     raise
 
     def watch(self, kind: str) -> Iterator[str]:
-        """Names of the Jobs of ours of which the Job, or a pod, has changed: first of all that exist, then of each change, for
-        ever. Raises ExpiredError after a break that was too long.
+        """Yield names of Jobs of the service that have changed, or whose pods have: first all that exist, then each change, for
+        ever. Raises ExpiredError after too long an interruption.
 
-        Silence says nothing: a connection that is half dead is silent too. Look at what matters now and then all the same.
+        A broken connection may look silent, so callers must also ask the cluster from time to time.
         """
-        with _spoken():
+        with _errors():
             changes = self._client.watch(KINDS[kind], labels=_LABELS, server_timeout=WATCH_SECONDS, on_error=self._again)
             for _, item in changes:
                 labels = item.metadata.labels or {}
                 yield item.metadata.name if kind == "Job" else labels.get(JOB_NAME, "")
 
     def _again(self, error: Exception, count: int) -> OnErrorResult:
-        """After a break go on from the last version; from the beginning if the server has forgotten it."""
+        """Resume a watch from its last version; from the beginning if the server has dropped that version."""
         if self.closed:
             return OnErrorResult(OnErrorAction.STOP)
         if _code(error) == 410:
             raise ExpiredError from error
-        self.rest(min(0.5 * 2**count, MAX_BREAK_SECONDS))  # not in the client, whose sleep nothing can end
+        self.rest(min(0.5 * 2**count, MAX_BREAK_SECONDS))  # not in the client, whose sleep cannot be interrupted
         return OnErrorResult(OnErrorAction.RETRY, sleep=0)
 
 
@@ -189,16 +199,13 @@ def _code(error: Exception) -> int | None:
     return error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else None
 
 
-_LABELS: dict[str, Any] = dict(pair.split("=") for pair in SELECTOR.split(","))
-
-
 def _plain(item: Any) -> Manifest:
     return item.to_dict()
 
 
 @contextlib.contextmanager
-def _spoken() -> Iterator[None]:
-    """The client's errors as the two that matter: away for now, or refused."""
+def _errors() -> Iterator[None]:
+    """Convert the client's errors to ClusterAwayError or RefusedError."""
     try:
         yield
     except ApiError as error:
@@ -208,6 +215,43 @@ def _spoken() -> Iterator[None]:
         kind = QuotaError if any(words in (error.status.message or "") for words in _QUOTA) else RefusedError
         raise kind(f"{error.status.reason or code}: {error.status.message}") from error
     except httpx2.HTTPStatusError as error:
-        raise ClusterAwayError(f"{error.response.status_code} from something before the API server") from error
-    except (httpx2.TransportError, KeyError, ValueError) as error:  # the latter two: an answer that no API server gives
+        raise ClusterAwayError(f"{error.response.status_code} from a proxy before the API server") from error
+    except (httpx2.TransportError, KeyError, ValueError) as error:  # the latter two: not an API server's answer
         raise ClusterAwayError(f"{type(error).__name__}: {error}") from error
+
+
+class JobChanges:
+    """Names of Jobs that have changed, or whose pods have, watched by threads that end with the process."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._changed: set[str] = set()
+        for kind in ("Job", "Pod"):
+            threading.Thread(target=self._watch, args=(kind,), name=f"watch-{kind}", daemon=True).start()
+
+    def take(self, job: str) -> bool:
+        """Return whether a Job or its pods have changed since the last call."""
+        with self._lock:
+            changed = job in self._changed
+            self._changed.discard(job)
+            return changed
+
+    def _watch(self, kind: str) -> None:
+        outage, rest = Outage(f"{kind}s cannot be watched"), BREAK_SECONDS
+        while not self._cluster.closed:
+            try:
+                for job in self._cluster.watch(kind):  # begins with all objects, so that no change is lost
+                    outage.over()
+                    rest = BREAK_SECONDS
+                    with self._lock:
+                        self._changed.add(job)
+            except ExpiredError:
+                continue
+            except (ClusterAwayError, RefusedError) as error:
+                outage.failed(error)
+            except RuntimeError:  # the client was closed meanwhile
+                if not self._cluster.closed:
+                    raise
+            self._cluster.rest(rest)
+            rest = min(2 * rest, MAX_BREAK_SECONDS)

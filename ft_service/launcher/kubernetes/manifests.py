@@ -1,8 +1,8 @@
-"""An attempt as Kubernetes objects: one Indexed Job, the headless Service by which its pods find node 0, and the NetworkPolicy
-that admits them to each other. Pure.
+"""Kubernetes objects of an attempt: one Indexed Job, the headless Service by which its pods find node 0, and the NetworkPolicy
+that lets them reach each other. Pure.
 
-One retry layer: any pod's end ends the Job (`backoffLimit: 0`), and the service starts the next attempt, since a pod that is
-replaced inside a Job cannot be kept from meeting the one that it replaces. podFailurePolicy only tells why.
+Only the service retries: the end of any pod ends the Job (`backoffLimit: 0`), and the service starts the next attempt, since a
+pod that is replaced inside a Job could meet the one that it replaces. podFailurePolicy only records the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ft_service import __version__
 from ft_service.host.environment import PASS_ENVIRONMENT, STORAGE, child_environment, is_named
 from ft_service.launcher.kubernetes.profile import PodProfile
-from ft_service.launcher.kubernetes.volumes import Home, needs_own_home, pod_mounts
+from ft_service.launcher.kubernetes.volumes import Home, base_reads, needs_own_home, pod_mounts
 from ft_service.supervisor import command_line
 
 Manifest = dict[str, Any]
@@ -29,17 +29,19 @@ COMMON_LABELS = {
     "app.kubernetes.io/part-of": "ft-service",
 }
 INSTANCE = {"app.kubernetes.io/instance": "ft"}
-"""As `deploy/` calls it; the pod profile may call it otherwise."""
-SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+"""Label as in `deploy/`; the pod profile may change it."""
+DESCRIBES = {"app.kubernetes.io/name": "ft-describe", "app.kubernetes.io/managed-by": "ft-service"}
+"""Labels of pods that describe bases; the launcher lists and watches only those with MANAGED_BY."""
 JOB_LABEL = "ft-service/job"
 ATTEMPT_LABEL = "ft-service/attempt"
 JOB_NAME = "batch.kubernetes.io/job-name"
 QUEUE_NAME = "kueue.x-k8s.io/queue-name"
 CONTAINER = "worker"
 END_SECONDS = 30
-"""Part of a pod's grace beyond what its ranks may take to stop: for what the supervisor still does then."""
+"""Seconds of a pod's grace period after that of its ranks, for the supervisor's last work."""
 SHORT_END = 0.2
-"""The same as a share of a grace that the pod profile limits, where that is less."""
+"""The same as a share of a grace period that the pod profile limits, if that is less."""
+_CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
 SCRATCH = "/tmp"
 CACHE = "/var/cache/ft"
 
@@ -49,32 +51,32 @@ RULES: list[Manifest] = [
     {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED_CODE]}},
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
 ]
-"""Rules of podFailurePolicy. The number of the one that matched is in the Job's condition."""
+"""Rules of podFailurePolicy. The Job's condition contains the index of the one that matched."""
 
 
 @dataclass(frozen=True)
 class AttemptShape:
-    """What of an attempt its objects depend on."""
+    """Properties of an attempt that its objects depend on."""
 
     job_id: str
     attempt: int
     nodes: int
     ranks_per_node: int
     reads: tuple[Path, ...] = ()
-    """Files and folders that the job names, as its pods are to see them (`volumes.reads_of`)."""
+    """Files and folders of the service that its pods see (`volumes.visible_reads`)."""
     priority: int = 0
-    """The job's."""
+    """Priority of the job."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where pods find the service's files."""
+    """Paths and times of the service, as its pods see them."""
 
     namespace: str
     home: Path
     """FT_HOME, the same path in every pod."""
     storage: str = ""
-    """FT_STORAGE: pods fetch and bring their files; empty: FT_HOME is a shared volume."""
+    """FT_STORAGE: pods download and upload their files; empty: FT_HOME is a shared volume."""
     stop_grace_seconds: float = 60.0
     models: tuple[Path, ...] = ()
     """FT_MODELS."""
@@ -85,7 +87,7 @@ class Site:
 
 
 def object_name(job_id: str, attempt: int) -> str:
-    """Name of an attempt's Job and Service. Names have no upper case; no two random ids differ in nothing else."""
+    """Return the name of an attempt's Job and Service, in lower case; no two random ids differ only in case."""
     tail = job_id.removeprefix("ftjob-").lower()
     if not re.fullmatch(r"[a-z0-9]{1,40}", tail):
         tail = hashlib.sha256(job_id.encode()).hexdigest()[:24]
@@ -112,15 +114,50 @@ def job_manifest(attempt: AttemptShape, profile: PodProfile, site: Site) -> Mani
         spec["activeDeadlineSeconds"] = profile.active_deadline_seconds
     metadata: Manifest = {"name": name, "namespace": site.namespace, "labels": dict(labels)}
     if profile.queue is not None:
-        spec["suspend"] = True  # Kueue unsuspends it
+        spec["suspend"] = True  # Kueue resumes it
         metadata["labels"][QUEUE_NAME] = profile.queue
         if (priority_class := profile.queue_class_of(attempt.priority)) is not None:
             metadata["labels"]["kueue.x-k8s.io/priority-class"] = priority_class
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
+def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, *, memory: int, seconds: int) -> Manifest:
+    """Return a Job of one pod that describes a base: it reads the models and prints the document. `memory`: limit in bytes.
+    `seconds`: deadline, including the wait for a node."""
+    labels = {**INSTANCE, **profile.labels, **COMMON_LABELS, **DESCRIBES}
+    shown = pod_mounts(profile, site.files, None, base_reads(folder, site.files, profile))
+    volumes = [{"name": "tmp", "emptyDir": {}}, *profile.volumes]
+    container: Manifest = {
+        "name": CONTAINER,
+        "image": profile.image,
+        "imagePullPolicy": profile.image_pull_policy,
+        "command": [*profile.command, "-P", "-m", "ft_service.bases.describing"],
+        "args": [str(folder)],
+        "env": [{"name": key, "value": SCRATCH} for key in ("HOME", "TMPDIR")],
+        "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": str(memory)}},
+        "volumeMounts": [{"name": "tmp", "mountPath": SCRATCH}, *shown],
+        "workingDir": SCRATCH,
+        "securityContext": _CONFINED | {"capabilities": {"drop": ["ALL"]}},
+    }
+    pod = _placed({"restartPolicy": "Never", "containers": [container], "volumes": volumes}, profile, profile.priority_class)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "namespace": site.namespace, "labels": dict(labels)},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": 1,
+            "parallelism": 1,
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": seconds,
+            "ttlSecondsAfterFinished": profile.ttl_seconds_after_finished,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
 def owned_manifests(job: Manifest, port: int) -> list[Manifest]:
-    """Service and NetworkPolicy of a Job that was created, which owns them: when the Job goes, they go too."""
+    """Return the Service and NetworkPolicy of a created Job, which owns them: they are deleted with the Job."""
     return [_service(job, port), _policy(job)]
 
 
@@ -139,7 +176,8 @@ def _service(job: Manifest, port: int) -> Manifest:
 
 
 def _policy(job: Manifest) -> Manifest:
-    """Rendezvous, gloo and NCCL know no passwords. What else workers may reach, `deploy/` says for all of them."""
+    """Let a Job's pods reach each other only: rendezvous, gloo and NCCL have no authentication. `deploy/` has the rules for all
+    other traffic of workers."""
     pods = {"matchLabels": {JOB_NAME: job["metadata"]["name"]}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -172,12 +210,12 @@ def _labels(attempt: AttemptShape, profile: PodProfile) -> dict[str, str]:
 
 
 def instance_labels(profile: PodProfile) -> dict[str, str]:
-    """The label by which the objects of this installation differ from those of another one in the same namespace."""
+    """Return the label that differs between installations in one namespace."""
     return {key: profile.labels.get(key, value) for key, value in INSTANCE.items()}
 
 
-def graces(profile: PodProfile, site: Site) -> tuple[float, int]:
-    """Seconds that the ranks may take to stop, and that the pod may take to end."""
+def grace_periods(profile: PodProfile, site: Site) -> tuple[float, int]:
+    """Return the seconds that the ranks may take to stop, and those that the pod may take to end."""
     longest = profile.termination_grace_seconds
     if longest is None:
         return site.stop_grace_seconds, math.ceil(site.stop_grace_seconds) + END_SECONDS
@@ -189,10 +227,19 @@ def _pod(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> M
     pod: Manifest = {
         "restartPolicy": "Never",
         "subdomain": name,
+        "terminationGracePeriodSeconds": grace_periods(profile, site)[1],
+        "containers": [_container(name, attempt, profile, site, mounts)],
+        "volumes": volumes,
+    }
+    return _placed(pod, profile, profile.class_of(attempt.priority))
+
+
+def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> Manifest:
+    """Add the service account, the security context and the scheduling fields of the profile to a pod."""
+    pod |= {
         "serviceAccountName": profile.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": graces(profile, site)[1],
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": profile.run_as_user,
@@ -201,15 +248,13 @@ def _pod(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> M
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_container(name, attempt, profile, site, mounts)],
-        "volumes": volumes,
     }
     optional: Manifest = {
         "imagePullSecrets": [{"name": secret} for secret in profile.image_pull_secrets],
         "nodeSelector": profile.node_selector,
         "tolerations": profile.tolerations,
         "affinity": profile.affinity,
-        "priorityClassName": profile.class_of(attempt.priority),
+        "priorityClassName": priority_class,
         "runtimeClassName": profile.runtime_class,
     }
     return pod | {key: value for key, value in optional.items() if value}
@@ -231,11 +276,7 @@ def _container(name: str, attempt: AttemptShape, profile: PodProfile, site: Site
         "volumeMounts": mounts,
         "workingDir": SCRATCH,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": capabilities,
-        },
+        "securityContext": _CONFINED | {"capabilities": capabilities},
     }
     if attempt.nodes > 1:
         container["ports"] = [{"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}]
@@ -245,23 +286,22 @@ def _container(name: str, attempt: AttemptShape, profile: PodProfile, site: Site
 
 
 def _arguments(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> list[str]:
-    """Kubernetes puts the value of a variable in place of `$(NAME)`."""
+    """Return the supervisor's arguments. Kubernetes replaces `$(NAME)` by the value of a variable."""
     several = attempt.nodes > 1
-    return command_line.arguments(
-        f"{site.home}/runs/{attempt.job_id}",
-        attempt.attempt,
-        grace_seconds=graces(profile, site)[0],
+    options = command_line.SupervisorOptions(
+        grace_seconds=grace_periods(profile, site)[0],
         node_rank="$(JOB_COMPLETION_INDEX)",
         scratch="$(TMPDIR)",
         rdzv_endpoint=f"{name}-0.{name}:{profile.rendezvous_port}" if several else "",
         address="$(POD_IP)" if several else "",
         mirror=site.storage,
     )
+    return options.arguments(f"{site.home}/runs/{attempt.job_id}", attempt.attempt)
 
 
 def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    # The service has no torch here with which it could make adapters of checkpoints' shards.
+    # The service has no torch to convert checkpoints' shards to adapters.
     fixed = {"FT_HOME": str(site.home), "HOME": SCRATCH, "TMPDIR": SCRATCH, "FT_CHECKPOINT_ADAPTERS": "1"}
     return [
         {"name": "JOB_COMPLETION_INDEX", "valueFrom": index},
@@ -273,7 +313,7 @@ def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
 
 
 def _for_ranks(profile: PodProfile) -> list[str]:
-    """Names of the profile's variables that ranks would not get otherwise: those with plain values, except the storage's."""
+    """Return the profile's variables that ranks would not get by default: those with plain values, except the storage's."""
     plain = [entry["name"] for entry in profile.env if "valueFrom" not in entry]
     if PASS_ENVIRONMENT in plain:
         return []
@@ -281,7 +321,7 @@ def _for_ranks(profile: PodProfile) -> list[str]:
 
 
 def _volumes(attempt: AttemptShape, profile: PodProfile, site: Site) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes, and where they are mounted."""
+    """Return the volumes and their mounts."""
     limit = {"sizeLimit": profile.scratch_size} if profile.scratch_size else {}
     own: list[tuple[str, str, Manifest]] = [
         ("tmp", SCRATCH, {"emptyDir": dict(limit)}),

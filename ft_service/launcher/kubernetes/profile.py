@@ -1,7 +1,6 @@
-"""The pod profile: what the operator of a cluster says about worker pods. Nothing of it can come from a job's spec.
+"""Pod profile: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
 
-A YAML file, named by FT_POD_PROFILE. Where a field holds a Kubernetes object (tolerations, volumes, …) it is that object, as in
-a pod's manifest.
+Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ from ft_service.spec import Strict, spec_error
 
 ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 QUEUE_SLOTS = 4096
-"""Ranks of jobs that are handed to a cluster's own queue at once."""
+"""Ranks of jobs in a cluster's own queue at once."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$")]
 Objects = list[dict[str, Any]]
 
 
 class PodProfile(Strict):
-    """How worker pods look, and how many of them there may be."""
+    """Settings of worker pods, and their number."""
 
     image: Annotated[str, Field(min_length=1)]
-    """Of the workers; by digest, so that all attempts of a job run the same."""
+    """Image of the workers; by digest, so that all attempts of a job run the same one."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: list[Name] = Field(default_factory=list)
-    """Names of Secrets."""
+    """Names of the Secrets."""
     command: list[str] = Field(default_factory=lambda: ["python"])
-    """The Python interpreter in the image."""
+    """Python interpreter in the image."""
     namespace: Name | None = None
-    """Of the pods; None: the service's own."""
+    """Namespace of the pods; None: the service's."""
     service_account: Name = "ft-worker"
-    """Of the pods, which get no token of it: they never talk to the cluster."""
+    """Service account of the pods; they get no token of it, since they never call the API server."""
 
     slots: Annotated[int, Field(ge=1, le=65_536)]
-    """Ranks that run at once in the whole cluster: its GPUs for this service. Ignored with `queue`: the cluster counts then."""
+    """Ranks that run at once in the whole cluster: its GPUs for this service. Ignored with `queue`, which counts itself."""
     ranks_per_node: Annotated[int, Field(ge=1, le=64)]
-    """Most ranks of one pod: the GPUs of a node. It is what `nproc_per_node: auto` takes."""
+    """Largest number of ranks in one pod: the GPUs of a node. `nproc_per_node: auto` takes so many."""
     gpu_resource: str | None = "nvidia.com/gpu"
-    """Resource of which a pod asks for one a rank; None: the nodes have no GPUs."""
+    """Resource of which a pod requests one per rank; None: the nodes have no GPUs."""
     hardware: str | None = None
-    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit. None: nobody looks at memory."""
+    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit. None: memory is not checked."""
     requests: dict[str, Quantity | int] = Field(default_factory=dict)
-    """Of a pod, beside GPUs."""
+    """Requests of a pod, without GPUs."""
     limits: dict[str, Quantity | int] = Field(default_factory=dict)
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Objects = Field(default_factory=list)
@@ -65,39 +64,40 @@ class PodProfile(Strict):
     env_from: Objects = Field(default_factory=list)
     volumes: Objects = Field(default_factory=list)
     volume_mounts: Objects = Field(default_factory=list)
-    """One must hold FT_HOME, unless FT_STORAGE is set, and one the base models; both at the paths that the service has. Of the
-    volume of FT_HOME a pod is shown by sub-paths what its job needs, wherever the volume is mounted here (volumes.py)."""
+    """Mounts of the pods. One must contain FT_HOME, unless FT_STORAGE is set, and one the base models, both at the service's
+    paths. Pods see only their job's sub-paths of the volume of FT_HOME, wherever it is mounted here (volumes.py)."""
     cache_volume: dict[str, Any] | None = None
     """Volume source (`emptyDir`, `hostPath`, …) for quantised bases, local to the node. None: no cache."""
     scratch_size: Quantity | None = None
-    """Limit of the pod's own files (with FT_STORAGE: its copy of the run directory)."""
+    """Limit on the pod's own files (with FT_STORAGE: its copy of the run directory)."""
     shm_size: Quantity = "2Gi"
-    """Of /dev/shm; counts as memory of the pod."""
+    """Size of /dev/shm; counts as memory of the pod."""
     add_capabilities: list[str] = Field(default_factory=list)
-    """IPC_LOCK, where RDMA needs it. All others are dropped."""
+    """Capabilities, such as IPC_LOCK for RDMA. All others are dropped."""
     run_as_user: Annotated[int, Field(ge=1)] = 10001
     run_as_group: Annotated[int, Field(ge=1)] = 10001
     rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29400
-    """At which the pod of node 0 waits for the others."""
+    """Port of the rendezvous on the pod of node 0."""
 
     termination_grace_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
-    """Longest time that a pod may take to end once it is told to: 25 for spot nodes whose notice is 30 seconds. A fifth of it,
-    at most 30 seconds, is left to the supervisor (what was written goes to object storage then, with FT_STORAGE); the ranks may
-    take the rest to write a checkpoint, or FT_STOP_GRACE_SECONDS if that is less. None: FT_STOP_GRACE_SECONDS and 30 more."""
+    """Longest time that a pod may take to end once it is asked to: 25 for spot nodes with a notice of 30 seconds. A fifth of
+    it, at most 30 seconds, is left to the supervisor (which uploads files with FT_STORAGE); the ranks may take the rest to
+    write a checkpoint, or FT_STOP_GRACE_SECONDS if that is less. None: FT_STOP_GRACE_SECONDS and 30 more."""
     active_deadline_seconds: Annotated[int, Field(ge=60)] | None = None
-    """Longest time of one attempt; the next one goes on from its last checkpoint. None: no limit."""
+    """Time limit of one attempt; the next one resumes from its last checkpoint. None: no limit."""
     placement_seconds: Annotated[int, Field(ge=1, le=900)] = 120
-    """How long some pods of an attempt may hold their places while others get none; then they give them back, and the job tries
-    again later. Where nodes are added on demand: as long as that takes. Ignored with `queue`, which admits Jobs whole."""
+    """Seconds for which some pods of an attempt may hold nodes while others have none; then they release them, and the job
+    tries again later. Where nodes are added on demand: the time that this takes. Ignored with `queue`, which admits whole Jobs.
+    """
     ttl_seconds_after_finished: Annotated[int, Field(ge=0)] = 3600
-    """How long a Job that has ended can still be looked at with kubectl."""
+    """Seconds for which a Job that has ended stays visible to kubectl."""
     queue: str | None = None
-    """Kueue's LocalQueue: Jobs are created suspended, and Kueue admits them. None: this service counts its slots."""
+    """Kueue's LocalQueue: Jobs are created suspended, and Kueue admits them. None: the service counts its slots."""
     queue_priority_class: str | None = None
     """Kueue's WorkloadPriorityClass; ignored without `queue`."""
     queue_priority_classes: dict[int, str] = Field(default_factory=dict)
     """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not above the job's. Lower ones get
-    `queue_priority_class`. Empty: Kueue is told of no priority, and whoever asks for one is told so. Only with `queue`."""
+    `queue_priority_class`. Empty: Kueue gets no priority, and a job with one says so. Only with `queue`."""
     priority_classes: dict[int, Name] = Field(default_factory=dict)
     """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
@@ -110,25 +110,25 @@ class PodProfile(Strict):
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes that a pod may use; None: no limit is set."""
+        """Bytes of memory that a pod may use; None: no limit is set."""
         given = self.limits.get("memory")
         return None if given is None else _bytes(given)
 
     def class_of(self, priority: int) -> str | None:
-        """The pods' PriorityClass for a job of this priority."""
+        """Return the pods' PriorityClass for a job of this priority."""
         return _class_of(priority, self.priority_classes) or self.priority_class
 
     def queue_class_of(self, priority: int) -> str | None:
-        """Kueue's WorkloadPriorityClass for it."""
+        """Return Kueue's WorkloadPriorityClass for a job of this priority."""
         return _class_of(priority, self.queue_priority_classes) or self.queue_priority_class
 
     def mounts(self, path: Path) -> bool:
-        """Whether a volume of the operator's holds this path."""
+        """Return whether a volume of the operator contains this path."""
         mounted = [PurePosixPath(str(mount.get("mountPath"))) for mount in self.volume_mounts]
         return any(PurePosixPath(path).is_relative_to(folder) for folder in mounted)
 
     def secrets(self) -> set[str]:
-        """Names of the Secrets that are in the environment of worker pods."""
+        """Return the names of the Secrets in the environment of worker pods."""
         whole = [source.get("secretRef", {}).get("name") for source in self.env_from]
         single = [entry.get("valueFrom", {}).get("secretKeyRef", {}).get("name") for entry in self.env]
         return {str(name) for name in (*whole, *single) if name}
@@ -139,25 +139,24 @@ def _class_of(priority: int, classes: Mapping[int, str]) -> str | None:
 
 
 def _bytes(quantity: str | int) -> int:
-    """Kubernetes' way of writing sizes: `8Gi`, `500M`, or a number."""
+    """Parse a size as Kubernetes writes it: `8Gi`, `500M`, or a number."""
     match = re.fullmatch(r"([0-9.]+)([EPTGMk]?)(i?)m?", str(quantity))
     assert match is not None, "the profile was validated"
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGTPE".index(match[2] or " "))
 
 
 def load_profile(path: Path) -> PodProfile:
-    """Raises SpecError naming the file and the field at fault."""
+    """Read a profile. Raises SpecError that names the file and the field."""
     try:
-        body = yaml.safe_load(path.read_text())
-        return PodProfile.model_validate(body)
+        return PodProfile.model_validate(yaml.safe_load(path.read_text()))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(f"FT_POD_PROFILE = {path}: {error}", param="FT_POD_PROFILE") from None
     except ValidationError as error:
-        found = spec_error(error, PodProfile)
-        raise SpecError(f"FT_POD_PROFILE = {path}: {found.message}", param="FT_POD_PROFILE") from None
+        message = spec_error(error, PodProfile).message
+        raise SpecError(f"FT_POD_PROFILE = {path}: {message}", param="FT_POD_PROFILE") from None
 
 
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:
-    """The namespace that this process runs in; None: outside a cluster."""
+    """Return the namespace that this process runs in; None: it is outside a cluster."""
     path = folder / "namespace"
     return path.read_text().strip() if path.is_file() else None

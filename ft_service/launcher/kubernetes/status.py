@@ -1,4 +1,4 @@
-"""What a Job, its pods and its events say about an attempt. Pure: Kubernetes' objects in, words of ours out."""
+"""State of an attempt by its Job, pods and events. Pure: Kubernetes' objects in, the service's terms out."""
 
 from __future__ import annotations
 
@@ -9,152 +9,150 @@ from typing import Any
 
 from ft_service.jobs.states import Level
 from ft_service.launcher.kubernetes.manifests import CONTAINER, QUEUE_NAME
-from ft_service.rundir.causes import Cause, cause_of
-from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, Result
-from ft_service.supervisor.verdict import conclude, exit_of
+from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
+from ft_service.rundir.failure_origin import Cause, cause_of
+from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
 
 Object = Mapping[str, Any]
 
 _WAITING_FOR_NOTHING = frozenset({"ContainerCreating", "PodInitializing", ""})
-"""Reasons of a waiting container that pass by themselves."""
+"""Reasons of a waiting container that need no report."""
 NEVER_CAME = "RendezvousTimeoutError"
-"""torchrun's error for nodes that did not come in time."""
+"""torchrun's error for nodes that did not join in time."""
 STORE_GONE = "RendezvousConnectionError"
-"""torchrun's error where node 0 cannot be reached: it did not come, or it died while the ranks trained."""
+"""torchrun's error if node 0 cannot be reached: it did not start, or it died during training."""
 _POD_SUFFIX = re.compile(r"(-\d+)-[a-z0-9]{5}(?![a-z0-9-])")
-"""Of a pod's name, after its index: another one each time the cluster tries to create it."""
+"""Suffix of a pod's name after its index, which differs each time the cluster tries to create it."""
 _SCHEDULER = re.compile(
     r"\d+/\d+ nodes are available: (.+?)(?:\.? (?:no new claims to deallocate|preemption: ).*|\.?$)", re.DOTALL
 )
-"""Of what a scheduler says of a pod: the part that says what nodes lack, separated by commas."""
+"""Scheduler's message on a pod; the group lists what nodes lack, separated by commas."""
 _COUNT = re.compile(r"^\d+ ")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _QUOTA = re.compile("exceeded quota|status unknown for quota")
 _RULE = re.compile(r"matching FailJob rule at index (\d+)")
 _MAX_TEXT = 400
-_OWN = (Cause.REFUSED, Cause.ERROR)
-"""Causes that lie in the ranks themselves, whatever became of their pods."""
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """Why the pods do not run yet."""
+class PodWait:
+    """Reason for which the pods do not run yet."""
 
     reason: str
     admitted: bool
-    """False: the cluster has no place for all of them yet. True: it has, and something is wrong with them."""
+    """Whether the cluster has a place for all of them, so that something else is wrong."""
     level: Level = "info"
-    """error: what time alone will not mend."""
+    """"error": somebody has to intervene."""
 
 
 def is_finished(job: Object) -> bool:
-    """The Job has ended; its last pods may still be on their way out."""
+    """Return whether the Job has ended; its last pods may still be terminating."""
     return _true_condition(job, "Complete") is not None or _true_condition(job, "Failed") is not None
 
 
 def is_leaving(job: Object) -> bool:
-    """Somebody has deleted the Job, and it waits for what belongs to it."""
+    """Return whether the Job was deleted and waits for the objects that it owns."""
     return bool(job["metadata"].get("deletionTimestamp"))
 
 
 def is_alive(pod: Object) -> bool:
-    """Whether processes of the pod may run. A pod on a node that does not answer may, however long that takes."""
+    """Return whether processes of the pod may run, as they may on a node that does not answer, however long."""
     return _phase(pod) not in ("Succeeded", "Failed")
 
 
 def has_started(pods: Sequence[Object]) -> bool:
-    """Whether any of our supervisors runs, or has run."""
+    """Return whether any supervisor runs, or has run."""
     return any(_container(pod).get("state", {}).keys() & {"running", "terminated"} for pod in pods)
 
 
 def places(job: Object, pods: Sequence[Object]) -> tuple[int, int]:
-    """How many of the Job's pods have a node, and how many there are to be."""
+    """Return how many of the Job's pods have a node, and how many are wanted."""
     return sum(map(_has_place, pods)), job.get("spec", {}).get("parallelism", 1)
 
 
 def is_failing(job: Object) -> bool:
-    """The Job is to fail, and its pods are on their way out."""
+    """Return whether the Job is about to fail, while its pods terminate."""
     return _true_condition(job, "FailureTarget") is not None
 
 
 def all_started(pods: Sequence[Object]) -> bool:
-    """Whether there are pods, and in each of them our supervisor runs, or has run."""
+    """Return whether there are pods, and a supervisor runs, or has run, in each."""
     return bool(pods) and all(has_started([pod]) for pod in pods)
 
 
 def is_suspended(job: Object) -> bool:
-    """Somebody keeps it from having pods, or takes them from it."""
+    """Return whether the Job is suspended, which prevents or removes its pods."""
     return bool(job.get("spec", {}).get("suspend"))
 
 
 def queue_of(job: Object) -> str | None:
-    """Kueue's LocalQueue."""
+    """Return the Job's LocalQueue of Kueue."""
     return job["metadata"].get("labels", {}).get(QUEUE_NAME)
 
 
-def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], workload: Object | None = None) -> Waiting | None:
-    """Why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the Job's own warning events.
+def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], workload: Object | None = None) -> PodWait | None:
+    """Return why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the Job's warning events.
     `workload`: Kueue's, of a Job that it keeps suspended."""
     if is_suspended(job):
-        return Waiting(_admission(queue_of(job), workload), admitted=False)
-    unplaced = [found for pod in pods if (found := _true_condition(pod, "PodScheduled", status="False")) is not None]
+        return PodWait(_admission(queue_of(job), workload), admitted=False)
+    unplaced = [item for pod in pods if (item := _true_condition(pod, "PodScheduled", status="False")) is not None]
     if unplaced:
         wanted = job.get("spec", {}).get("parallelism", 1)
-        return Waiting(f"The cluster has no place for {len(unplaced)} of {wanted} pods: {_wanting(unplaced)}", admitted=False)
+        return PodWait(f"The cluster has no place for {len(unplaced)} of {wanted} pods: {_lacking(unplaced)}", admitted=False)
     if len(pods) < job.get("spec", {}).get("parallelism", 1) and warnings:
         return _refused(warnings[-1])
     for pod in pods:
         state = _container(pod).get("state", {}).get("waiting", {})
         if state.get("reason", "") not in _WAITING_FOR_NOTHING:
             message = f"{state['reason']}: {state.get('message', '')}".rstrip(": ")
-            return Waiting(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True, level="error")
+            return PodWait(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True, level="error")
     return None
 
 
-def _wanting(unplaced: Sequence[Object]) -> str:
-    """What nodes lack, in the scheduler's words, once for all pods of a gang.
+def _lacking(unplaced: Sequence[Object]) -> str:
+    """Return what nodes lack, in the scheduler's words, once for all pods of a gang.
 
-    Left out are its counts, which change whenever a node comes or goes, and what it says of preemption and claims.
+    Left out are its counts, which change whenever a node is added or removed, and its remarks on preemption and claims.
     """
     lacks: set[str] = set()
     for condition in unplaced:
-        said = _SCHEDULER.match(_text(condition))
-        lacks |= {_COUNT.sub("", lack) for lack in said[1].split(", ")} if said else {_text(condition)}
+        match = _SCHEDULER.match(_text(condition))
+        lacks |= {_COUNT.sub("", lack) for lack in match[1].split(", ")} if match else {_text(condition)}
     return "; ".join(sorted(lacks))[:_MAX_TEXT]
 
 
-def _refused(warning: str) -> Waiting:
-    """The same words each time that the cluster tries again. A quota that is used up passes by itself."""
+def _refused(warning: str) -> PodWait:
+    """Return a reason with the same text at each retry of the cluster. An exhausted quota is not an error: it frees up."""
     text = _POD_SUFFIX.sub(r"\1", warning)[:_MAX_TEXT]
-    return Waiting(f"The cluster refuses pods: {text}", admitted=False, level="info" if _QUOTA.search(text) else "error")
+    return PodWait(f"The cluster refuses pods: {text}", admitted=False, level="info" if _QUOTA.search(text) else "error")
 
 
 def _admission(queue: str | None, workload: Object | None) -> str:
-    """What keeps a suspended Job, in Kueue's words where it has any."""
+    """Return why a Job is suspended, in Kueue's words if it gives any."""
     if queue is None:
         return "The attempt waits for admission: its Job is suspended."
-    found = f"The attempt waits for admission in the queue {queue}"
+    waits = f"The attempt waits for admission in the queue {queue}"
     if workload is None:
-        return f"{found}."
+        return f"{waits}."
     if workload.get("spec", {}).get("active") is False:
         return f"The queue {queue} does not admit the attempt: its Workload was deactivated."
     if _true_condition(workload, "Admitted") is not None:
         return f"The queue {queue} has admitted the attempt."
     if _true_condition(workload, "QuotaReserved") is not None:
-        return f"{found}: it has quota, and waits for {_checks(workload)}."
+        return f"{waits}: it has quota, and waits for {_checks(workload)}."
     refused = _true_condition(workload, "QuotaReserved", status="False") or _true_condition(workload, "Evicted")
-    return f"{found}: {_text(refused)}" if refused is not None else f"{found}."
+    return f"{waits}: {_text(refused)}" if refused is not None else f"{waits}."
 
 
 def _checks(workload: Object) -> str:
-    """Admission checks that are not done, such as nodes that are being made."""
+    """Return the unfinished admission checks, such as the provisioning of nodes."""
     checks = workload.get("status", {}).get("admissionChecks") or []
     left = [f"{c['name']} ({c.get('message') or c['state']})" for c in checks if c.get("state") != "Ready"]
     return ", ".join(left)[:_MAX_TEXT] or "its admission checks"
 
 
 def taken_back(job: Object, workload: Object | None) -> str | None:
-    """Why Kueue suspends a Job whose pods run; None: it does not."""
+    """Return why Kueue suspends a Job whose pods run; None: it does not."""
     if not is_suspended(job) or workload is None:
         return None
     evicted = _true_condition(workload, "Evicted")
@@ -163,7 +161,8 @@ def taken_back(job: Object, workload: Object | None) -> str | None:
 
 
 def disruption(pods: Sequence[Object]) -> str | None:
-    """Who takes a pod away (eviction, preemption, a node that is drained or lost), in the cluster's words."""
+    """Return the reason for which a pod is removed (eviction, preemption, a node that is drained or lost), in the cluster's
+    words."""
     for pod in pods:
         condition = _true_condition(pod, "DisruptionTarget")
         if condition is not None:
@@ -171,70 +170,55 @@ def disruption(pods: Sequence[Object]) -> str | None:
     return None
 
 
-def judge(
-    nodes: int,
-    exits: Mapping[int, Exit],
-    outcome: Outcome | None,
-    result: Result | None,
-    job: Object | None,
-    pods: Sequence[Object],
-    *,
-    trained: bool = False,
-) -> Exit | None:
-    """How an attempt ended whose Job has ended and whose pods are gone. None: nobody left a word, and nobody knows why.
+def judge_pods(records: AttemptRecords, job: Object | None, pods: Sequence[Object]) -> Exit | None:
+    """Return the exit record of an attempt whose Job has ended and whose pods are gone; None: there is no evidence.
 
-    `trained`: rank 0 has written an event, so that all nodes had met.
-
-    What the ranks agreed on, and an error that a rank raised, come first; then causes that they cannot see (out of memory,
-    eviction, the deadline); then the errors of those who only lost their peers or could not stop.
+    What `is_conclusive` comes first; then causes that ranks cannot see (out of memory, eviction, the deadline); then errors of
+    ranks that only lost their peers or could not stop.
     """
-    agreed = result is not None or any(exit.reason is ExitReason.CANCELLED for exit in exits.values())
-    said = conclude(nodes, exits, outcome, result) if agreed or outcome is not None or exits else None
-    if said is not None and (agreed or (said.reason is ExitReason.STOPPED and outcome is not None) or cause_of(said) in _OWN):
-        return said
+    reported = None if records.is_empty else conclude(records)
+    if reported is not None and is_conclusive(reported, records):
+        return reported
     killed = _out_of_memory(pods)
     if killed is not None:
         return _killed("out_of_memory", killed)
     failed = _true_condition(job, "Failed") if job else None
     if failed is not None and failed.get("reason") == "DeadlineExceeded":
         return _killed("deadline_exceeded", "The attempt took longer than the cluster's operator allows one attempt to take.")
-    taken = disruption(pods)
-    if taken is not None:
-        return exit_of(ExitReason.STOPPED, taken)
-    cause = _evicted(pods) or _missing(nodes, exits, pods, said, trained=trained)
-    return cause or said or _by_rule(failed)
+    disrupted = disruption(pods)
+    if disrupted is not None:
+        return exit_of(ExitReason.STOPPED, disrupted)
+    return _evicted(pods) or _missing_nodes(records, pods, reported) or reported or _by_rule(failed)
 
 
-def _missing(nodes: int, exits: Mapping[int, Exit], pods: Sequence[Object], said: Exit | None, *, trained: bool) -> Exit | None:
-    """How an attempt ended of which some nodes left no record while the others only lost them; None: nothing of the kind.
+def _missing_nodes(records: AttemptRecords, pods: Sequence[Object], reported: Exit | None) -> Exit | None:
+    """Return the exit record of an attempt whose nodes only report the loss of nodes without a record; None: it is another
+    case.
 
-    Nodes that never ran could not have been trained on: the attempt was stopped. A pod that ran and is gone was killed.
+    If those nodes never ran, the attempt was stopped, since it cannot have trained. If they ran and are gone, they were killed.
     """
-    came = exits.keys() | {_index(pod) for pod in pods if has_started([pod])}
-    missing = [index for index in range(nodes) if index not in came]
-    only_lost = said is not None and cause_of(said) in (Cause.LOST_PEER, Cause.STOP_TIMEOUT, Cause.SILENT)
-    if not missing or not only_lost:
+    started = records.exits.keys() | {_index(pod) for pod in pods if has_started([pod])}
+    missing = [index for index in range(records.nodes) if index not in started]
+    if not missing or reported is None or cause_of(reported) not in (Cause.LOST_PEER, Cause.STOP_TIMEOUT, Cause.SILENT):
         return None
-    named = ", ".join(map(str, missing))
-    waits = {_index(pod) for pod in pods if not has_started([pod])}
-    if not trained and (_gave_up(exits, NEVER_CAME) or (_gave_up(exits, STORE_GONE) and waits & set(missing))):
-        return exit_of(ExitReason.STOPPED, f"Of {nodes} pods these never ran, and the others waited for them in vain: {named}.")
-    if not trained and not _gave_up(exits, STORE_GONE):
+    waiting = {_index(pod) for pod in pods if not has_started([pod])}
+    store_gone = _mentions(records.exits, STORE_GONE)
+    named = f"Of {records.nodes} pods these {{}}: {', '.join(map(str, missing))}."
+    if not records.trained and (_mentions(records.exits, NEVER_CAME) or (store_gone and waiting & set(missing))):
+        return exit_of(ExitReason.STOPPED, named.format("never ran, and the others waited for them in vain"))
+    if not records.trained and not store_gone:
         return None
-    gone = f"Of {nodes} pods these are gone without a record, deleted by force or lost with their node: {named}."
-    return _killed("pod_gone", f"{gone} The others lost them: {said.message if said else ''}"[:_MAX_TEXT])
+    gone = named.format("are gone without a record, deleted by force or lost with their node")
+    return _killed("pod_gone", f"{gone} The others lost them: {reported.message}"[:_MAX_TEXT])
 
 
-def _gave_up(exits: Mapping[int, Exit], error: str) -> bool:
-    return any(error in _words(exit) for exit in exits.values())
-
-
-def _words(exit: Exit) -> str:
-    return f"{exit.message}\n{exit.error.traceback if exit.error else ''}"
+def _mentions(exits: Mapping[int, Exit], error: str) -> bool:
+    return any(error in f"{exit.message}\n{exit.error.traceback if exit.error else ''}" for exit in exits.values())
 
 
 def _by_rule(failed: Object | None) -> Exit | None:
-    """By the rule of podFailurePolicy that matched: the exit code of a supervisor whose files did not arrive."""
+    """Return an exit record by the rule of podFailurePolicy that matched a supervisor's exit code, if its files did not
+    arrive."""
     match = _RULE.search(failed.get("message", "")) if failed else None
     if failed is None or match is None:
         return None
@@ -246,6 +230,14 @@ def _killed(code: str, message: str) -> Exit:
     return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message))
 
 
+def end_of(pod: Object) -> str | None:
+    """Return how a pod's container ended, as a clause that follows "it"; None: the cluster does not say."""
+    ended = _container(pod).get("state", {}).get("terminated")
+    if ended is None:
+        return None
+    return "ran out of memory" if ended.get("reason") == "OOMKilled" else f"ended with code {ended.get('exitCode')}"
+
+
 def _out_of_memory(pods: Sequence[Object]) -> str | None:
     for pod in pods:
         if _container(pod).get("state", {}).get("terminated", {}).get("reason") == "OOMKilled":
@@ -254,7 +246,7 @@ def _out_of_memory(pods: Sequence[Object]) -> str | None:
 
 
 def _evicted(pods: Sequence[Object]) -> Exit | None:
-    """A pod that the node ended for what it used itself, which is no disruption."""
+    """Return the exit record for a pod that its node evicted because of its own use of resources."""
     for pod in pods:
         if pod.get("status", {}).get("reason") == "Evicted":
             return _killed("evicted", f"{_name(pod)} was evicted: {_text(pod['status'])}")
@@ -267,8 +259,8 @@ def _has_place(pod: Object) -> bool:
 
 def _index(pod: Object) -> int | None:
     metadata = pod["metadata"]
-    found = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}.get(_INDEX)
-    return int(found) if found is not None else None
+    index = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}.get(_INDEX)
+    return int(index) if index is not None else None
 
 
 def _true_condition(object: Object, kind: str, status: str = "True") -> Object | None:

@@ -1,8 +1,8 @@
-"""What of the service's files a worker pod sees: its own, and nothing else. Pure.
+"""Files of the service that a worker pod sees: those of its job only. Pure, except `visible_reads`.
 
-The operator mounts the volume of FT_HOME whole. A pod gets of it, by sub-paths, the job's own run directory to write, and to
-read the files that the job names; neither keys, nor uploads, nor what is another job's. The kubelet follows links in a
-sub-path, inside its volume: that there is none in what a worker may have written is for the caller to see.
+The operator mounts the whole volume of FT_HOME. A pod gets sub-paths of it: the job's run directory to write, and the files
+that the job names to read, but no keys, uploads or files of other jobs. The kubelet follows links in a sub-path inside its
+volume, so `visible_reads` refuses links in what a worker may have written.
 """
 
 from __future__ import annotations
@@ -13,64 +13,100 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ft_service.data.token_folder import IN_HOME, entries_of
 from ft_service.launcher.kubernetes.profile import PodProfile
+from ft_service.launcher.protocol import LaunchError
 from ft_service.spec import JobSpec
 
 Mount = dict[str, Any]
 
 PRIVATE = ("cache", "credentials", "files", "ft.db", "runs", "server.json", "tokens", "uploads", "wandb")
-"""Names in FT_HOME that are the service's: no pod is shown one of them, or what lies in it, because the operator mounts it."""
+"""Names in FT_HOME that belong to the service: the operator's mounts never show them, or files in them, to a pod."""
 _PER_POD = ("emptyDir", "ephemeral")
-"""Volumes that each pod has for itself: nothing of anybody else is on them."""
+"""Kinds of volumes that each pod has for itself, without files of others."""
 _PLACE = ("mountPath", "subPath", "subPathExpr", "readOnly", "recursiveReadOnly")
-"""Fields of a mount that a part of it has of its own."""
-
-
-class NotMountedError(Exception):
-    """No volume of the pod holds a path that the job needs; the message says which, and what to change."""
+"""Fields of a mount that differ between its parts."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where the service's files are, for the service and its pods alike."""
+    """Paths of the service's files, for the service and its pods alike."""
 
     path: Path
     """FT_HOME."""
     models: tuple[Path, ...] = ()
     """FT_MODELS."""
     shared: bool = True
-    """False: with FT_STORAGE, FT_HOME is each pod's own, and pods fetch what the job needs of it."""
+    """Whether pods share FT_HOME. False: with FT_STORAGE, each pod has its own and downloads its job's files."""
 
     def run(self, job_id: str) -> Path:
         return self.path / "runs" / job_id
 
 
 def reads_of(spec: JobSpec, home: Home, profile: PodProfile) -> list[Path]:
-    """Files and folders that the job's pods must be shown: its base, its data, and the adapter that it goes on from.
+    """Return the files and folders that the job's pods must see: its base, its data, and the adapter that it continues.
 
-    Raises NotMountedError for data or an adapter that no volume holds; a base may be in the image.
+    Raises LaunchError for data or an adapter that no volume contains; a base may be in the image.
     """
-    base = _models_folder(Path(spec.model.path), home)
-    found = [base] if _mount_of(base, profile) is not None else []
+    base = base_reads(Path(spec.model.path), home, profile)
     if not home.shared:
-        return found
+        return base
     named = [Path(data.path) for data in (spec.training_data, spec.validation_data) if data is not None]
     named += [Path(spec.parent.path)] if spec.parent is not None else []
     for path in named:
         if _mount_of(path, profile) is None:
-            raise NotMountedError(
-                f"The job reads {path}, and no volume of the worker pods holds that: mount it at this path in the pod profile "
-                "(volume_mounts), or create the job anew from files that the service has now."
+            raise LaunchError(
+                f"The job reads {path}, which is on no volume of the worker pods: mount it at this path in the pod profile "
+                "(volume_mounts), or create the job again from files that the service has now."
             )
-    return [*found, *named]
+    return [*base, *named]
 
 
-def pod_mounts(profile: PodProfile, home: Home, job_id: str, reads: Sequence[Path]) -> list[Mount]:
-    """The operator's `volume_mounts`, with parts that the job needs in place of those that show the service's files."""
+def base_reads(folder: Path, home: Home, profile: PodProfile) -> list[Path]:
+    """Return the folder that pods must see for a base; empty: the base is in the image."""
+    base = _models_folder(folder, home)
+    return [base] if _mount_of(base, profile) is not None else []
+
+
+def visible_reads(spec: JobSpec, home: Home, profile: PodProfile) -> tuple[Path, ...]:
+    """Return the existing files and folders for the pods' mounts (`AttemptShape.reads`), as `reads_of` and cached tokens.
+
+    Missing ones are left out: the worker reports them, and a kubelet would create a folder of root in their place. For the same
+    reason a cache in FT_HOME is created here. Raises LaunchError as `reads_of`, and for an adapter that is a link.
+    """
+    reads = reads_of(spec, home, profile)
+    for path in reads:
+        _refuse_link(path, home)
+    cache = cache_below(profile, home)
+    if cache is not None and home.shared:
+        cache.mkdir(parents=True, exist_ok=True)
+    return tuple(path for path in [*reads, *_tokens(spec, home)] if path.exists())
+
+
+def _tokens(spec: JobSpec, home: Home) -> list[Path]:
+    """Return the cached tokens of the job's data files. A pod without them tokenises the files itself."""
+    if not home.shared:
+        return []
+    files = {data.sha256 for data in (spec.training_data, spec.validation_data) if data is not None}
+    return [entry for sha256 in sorted(files) for entry in entries_of(home.path / IN_HOME, sha256)]
+
+
+def _refuse_link(path: Path, home: Home) -> None:
+    """Refuse a link in a run directory, which workers write: the kubelet would show the pod its target."""
+    runs = home.path / "runs"
+    if path.is_relative_to(runs) and path.resolve() != runs.resolve() / path.relative_to(runs):
+        raise LaunchError(f"The adapter that the job continues is a symbolic link, which is not followed: {path}.")
+
+
+def pod_mounts(profile: PodProfile, home: Home, job_id: str | None, reads: Sequence[Path]) -> list[Mount]:
+    """Return the operator's `volume_mounts`; those that show the service's files are replaced by the parts that the job needs.
+    `job_id`: None: the pod belongs to no job, and writes nothing."""
     narrowed = [mount for mount in profile.volume_mounts if _shows_private(mount, profile, home)]
     kept = [_guarded(mount, profile, home) for mount in profile.volume_mounts if mount not in narrowed]
     cache = cache_below(profile, home)
-    written = [*([home.run(job_id)] if home.shared else []), *([cache] if cache is not None else [])]
+    written: list[Path] = []
+    if job_id is not None:
+        written = [*([home.run(job_id)] if home.shared else []), *([cache] if cache is not None else [])]
     of_mount = {path: _mount_of(path, profile) for path in (*written, *reads)}
 
     def is_part_of_another(path: Path) -> bool:
@@ -85,21 +121,21 @@ def pod_mounts(profile: PodProfile, home: Home, job_id: str, reads: Sequence[Pat
 
 
 def needs_own_home(profile: PodProfile, home: Home) -> bool:
-    """Whether pods need a volume for FT_HOME that no mount of the operator's is."""
+    """Return whether pods need a volume for FT_HOME that the operator's mounts do not provide."""
     mount = _mount_of(home.path, profile)
     return not home.shared and (mount is None or not _is_per_pod(_volume(mount, profile)))
 
 
 def cache_below(profile: PodProfile, home: Home) -> Path | None:
-    """The cache of quantised bases if the operator keeps it in FT_HOME, where all jobs write it. None: it is elsewhere."""
+    """Return the cache of quantised bases if it is inside FT_HOME, where all jobs write it; None: it is elsewhere."""
     named = [str(entry.get("value") or "") for entry in profile.env if entry.get("name") == "FT_CACHE"]
     path = Path(named[-1]) if named and named[-1] else home.path
     return path if path != home.path and path.is_relative_to(home.path) else None
 
 
 def _models_folder(base: Path, home: Home) -> Path:
-    """The folder of models that holds a base, whose files may be links to others there. The base's own, if that folder holds
-    what is the service's."""
+    """Return the folder of models that contains a base, whose files may be links to others there; the base itself if that
+    folder contains files of the service."""
     private = [home.path / name for name in PRIVATE]
     holding = [folder for folder in home.models if base.is_relative_to(folder)]
     harmless = [folder for folder in holding if not any(p.is_relative_to(folder) or folder.is_relative_to(p) for p in private)]
@@ -107,7 +143,7 @@ def _models_folder(base: Path, home: Home) -> Path:
 
 
 def _shows_private(mount: Mount, profile: PodProfile, home: Home) -> bool:
-    """Whether a mount shows what is the service's, wherever in the pod that is."""
+    """Return whether a mount shows files of the service, at any path in the pod."""
     source, place = _region(mount, profile)
     if source is None:
         return False
@@ -115,7 +151,7 @@ def _shows_private(mount: Mount, profile: PodProfile, home: Home) -> bool:
         there, private = _region_of(home.path / name, profile)
         if there != source:
             continue
-        if place is None or private is None:  # only the kubelet knows where that is
+        if place is None or private is None:  # only the kubelet knows the path
             return True
         if private.is_relative_to(place) or (name and place.is_relative_to(private)):
             return True
@@ -123,7 +159,7 @@ def _shows_private(mount: Mount, profile: PodProfile, home: Home) -> bool:
 
 
 def _guarded(mount: Mount, profile: PodProfile, home: Home) -> Mount:
-    """A mount of the operator's that stays: what it shows of FT_HOME, such as base models, no pod may write."""
+    """Return an operator's mount that stays; read-only if it shows a part of FT_HOME, such as base models."""
     source, place = _region(mount, profile)
     there, root = _region_of(home.path, profile)
     inside = source is not None and source == there and place is not None and root is not None and place.is_relative_to(root)
@@ -131,7 +167,7 @@ def _guarded(mount: Mount, profile: PodProfile, home: Home) -> Mount:
 
 
 def _part(mount: Mount, path: Path, *, read_only: bool) -> Mount:
-    """Of what a mount shows, this path alone, where it was."""
+    """Return a mount of this path alone, taken from a mount that contains it."""
     below = PurePosixPath(path).relative_to(str(mount["mountPath"])).as_posix()
     part = {key: value for key, value in mount.items() if key not in _PLACE} | {"mountPath": str(path)}
     if "subPathExpr" in mount:
@@ -143,7 +179,7 @@ def _part(mount: Mount, path: Path, *, read_only: bool) -> Mount:
 
 
 def _mount_of(path: Path, profile: PodProfile) -> Mount | None:
-    """The operator's mount that a path lies in: the deepest."""
+    """Return the operator's deepest mount that contains a path."""
     if ".." in path.parts:
         return None
     holding = [m for m in profile.volume_mounts if PurePosixPath(path).is_relative_to(str(m.get("mountPath")))]
@@ -159,8 +195,8 @@ def _region_of(path: Path, profile: PodProfile) -> tuple[str | None, PurePosixPa
 
 
 def _region(mount: Mount, profile: PodProfile) -> tuple[str | None, PurePosixPath | None]:
-    """What a mount shows: storage, and the place on it. (None, None): a volume of the pod's own. (…, None): the place is known
-    to the kubelet only. Two volumes may be the same storage."""
+    """Return what a mount shows: storage, and the path on it. (None, None): a volume of the pod's own. (…, None): only the
+    kubelet knows the path. Two volumes may be the same storage."""
     volume = _volume(mount, profile)
     if not volume or _is_per_pod(volume):
         return None, None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from ft_service.store.sweeps import tables  # noqa: F401  # which stand on the others
-from ft_service.store.tenants.tables import metadata  # with these tables, as those
+from ft_service.store.tables import metadata
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, transactional_ddl=True)
 with context.begin_transaction():

@@ -1,1 +1,1 @@
-"""Who may do what, and how much of it: projects with their limits, keys, the record of changes, and use."""
+"""Projects with their limits, keys and sessions, the audit log, and usage."""

@@ -1,4 +1,4 @@
-"""The record of changes: what was changed, by which key, from where. Written in the transaction that changes it."""
+"""The audit log: what was changed, with which key, from where. Entries are written in the transaction of the change."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 from sqlalchemy import Connection, insert, select
 
 from ft_service.ids import new_id
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import StorePart, database_time
 from ft_service.store.records import AuditEntry, Page
-from ft_service.store.rows import columns_of, cursor, page
-from ft_service.store.tables import projects
-from ft_service.store.tenants.tables import audit
+from ft_service.store.rows import Listing, columns_of, page
+from ft_service.store.tables import audit, projects
 
 ENTRY = columns_of(AuditEntry, audit)
 
 
 @dataclass(frozen=True)
 class Actor:
-    """Who changes something."""
+    """Key and address of the client that makes a change."""
 
     key_id: str | None = None
     address: str | None = None
-    """Of the connection: a proxy's, behind one."""
+    """Peer address of the connection, which may be a proxy's."""
 
 
 _actor: ContextVar[Actor] = ContextVar("actor", default=Actor())  # noqa: B039  # frozen
 
 
 def act_as(actor: Actor) -> None:
-    """From now on what this task, and threads that it waits for, changes was changed by this actor."""
+    """Attribute all further changes of this task, and of threads that it waits for, to an actor."""
     _actor.set(actor)
 
 
 @contextlib.contextmanager
 def acting(actor: Actor) -> Iterator[None]:
+    """Attribute changes within the block to an actor."""
     before = _actor.set(actor)
     try:
         yield
@@ -47,32 +47,29 @@ def acting(actor: Actor) -> Iterator[None]:
 
 
 def acting_key() -> str | None:
-    """The key by which something is changed now."""
+    """The current actor's key, if any."""
     return _actor.get().key_id
 
 
 def record(connection: Connection, project_id: str, what: str, target: str, **detail: Any) -> None:
-    """Note a change. `what`: `key.created`; `target`: the id of what was changed; `detail`: never a secret."""
+    """Add an entry for a change. `what`: such as `key.created`; `target`: id of the changed object; `detail`: never a
+    secret."""
     row = {"id": new_id("audit_log-"), "project_id": project_id, "type": what, "target": target, "detail": detail or None}
     actor = _actor.get()
     values = {**row, "key_id": actor.key_id, "address": actor.address, "created_at": database_time()}
     connection.execute(insert(audit).values(values))
 
 
-class AuditStore(Database):
-    """The record of changes, to read."""
+class AuditStore(StorePart):
+    """Reading the audit log."""
 
     def list_audit(
         self, *, project_id: str | None = None, organization: str | None = None, after: str | None = None, limit: int = 20
     ) -> Page[AuditEntry]:
-        """Newest first: of one project, or of all of an organisation; neither: of all."""
-        query = select(*ENTRY).order_by(audit.c.position.desc())
+        """Entries of a project, or of all projects of an organisation, or of all; newest first."""
         mine = [audit.c.project_id == project_id] if project_id else []
         if organization:
             mine.append(audit.c.project_id.in_(select(projects.c.id).where(projects.c.organization == organization)))
-        with self.reading() as connection:
-            if after is not None:
-                query = query.where(
-                    audit.c.position < cursor(connection, audit.c.position, audit.c.id == after, *mine, after=after)
-                )
-            return page(connection, query.where(*mine), limit, lambda row: AuditEntry(**row))
+        with self._database.reading() as connection:
+            query = Listing(audit.c.position, audit.c.id, mine).apply(connection, select(*ENTRY).where(*mine), after)
+            return page(connection, query, limit, lambda row: AuditEntry(**row))

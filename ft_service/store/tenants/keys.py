@@ -1,4 +1,4 @@
-"""Keys, which let somebody act in a project, and what stands for a key for a while: sessions of browsers, and links."""
+"""API keys of projects, and temporary substitutes for a key: browser sessions and sign-in links."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from sqlalchemy import Connection, delete, exists, func, insert, or_, select, up
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import Database, StorePart, database_time
 from ft_service.store.records import ApiKey, Principal, Scope
-from ft_service.store.rows import KEY, not_found, to_key
-from ft_service.store.tables import keys, projects
+from ft_service.store.rows import KEY, not_found
+from ft_service.store.tables import keys, projects, sessions
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import limits_of
-from ft_service.store.tenants.tables import sessions
 
 log = logging.getLogger(__name__)
 
@@ -29,43 +28,43 @@ SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 20
 SHOWN_CHARACTERS = 8
 LAST_USED_SECONDS = 60.0
-"""How stale `last_used_at` may be: a write for every request would cost more than the request."""
+"""Allowed delay of `last_used_at`: a write for every request would cost more than the request."""
 SESSION_SECONDS = 24 * 3600.0
-"""Life of a session, from sign-in on; it is not prolonged."""
+"""Lifetime of a session from sign-in on; use does not extend it."""
 LINK_SECONDS = 15 * 60.0
-"""Life of a link that nobody follows."""
+"""Lifetime of an unused link."""
 
 Kind = Literal["session", "link"]
 
 
-class KeyStore(Database):
-    """Keys."""
+class KeyStore(StorePart):
+    """API keys."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._marks = _Marks(self._mark_used)
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self._used_keys = _UsedKeys(self._mark_used)
 
     def close(self) -> None:
-        self._marks.finish()
-        super().close()
+        """Store the last uses of keys that are not stored yet."""
+        self._used_keys.finish()
 
     def has_keys(self) -> bool:
-        """Whether any key was ever made, in any project: a service without one needs its first."""
-        with self.reading() as connection:
+        """Whether any key was ever created in any project."""
+        with self._database.reading() as connection:
             return connection.scalars(select(exists().select_from(keys))).one()
 
     def create_key(
         self, *, project_id: str, name: str, scope: Scope, expires_at: float | None = None, secret: str | None = None
     ) -> tuple[ApiKey, str]:
-        """A new key and its secret, which is never seen again. `secret`: one from elsewhere; None: a random one.
+        """Create a key. Returns it with its secret, which is not stored. `secret`: None: a random one.
 
-        Raises NotFoundError without such a project, SpecError for a short secret, ConflictError for one that is in use.
+        Raises NotFoundError for an unknown project, SpecError for a short secret, ConflictError for one that is in use.
         """
         if secret is None:
             secret = f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
         if len(secret) < MIN_SECRET_CHARACTERS:
             raise SpecError(f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.", param="secret")
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             if connection.scalars(select(projects.c.id).where(projects.c.id == project_id)).one_or_none() is None:
                 raise NotFoundError(f"There is no project {project_id!r}.")
             key = _insert(connection, project_id, name, scope, secret, expires_at)
@@ -73,11 +72,11 @@ class KeyStore(Database):
         return key, secret
 
     def rotate_key(self, project_id: str, key_id: str, *, keep_seconds: float) -> tuple[ApiKey, str]:
-        """A new key in place of another, of its name and scope, and its secret. The old one goes on for `keep_seconds`, so that
-        whoever uses it has time to change. Raises SpecError for a key that opens nothing any more."""
+        """Create a key with the name and scope of another, which stays valid for `keep_seconds`. Returns the new key and its
+        secret. Raises SpecError for a revoked or expired key."""
         secret = f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
         mine = (keys.c.id == key_id, keys.c.project_id == project_id)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             row = connection.execute(select(*KEY, database_time().label("now")).where(*mine)).mappings().one_or_none()
             if row is None:
                 raise not_found("key", key_id)
@@ -93,37 +92,37 @@ class KeyStore(Database):
         return key, secret
 
     def get_key(self, project_id: str, key_id: str) -> ApiKey:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             query = select(*KEY).where(keys.c.id == key_id, keys.c.project_id == project_id)
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
             raise not_found("key", key_id)
-        return to_key(row)
+        return ApiKey(**row)
 
     def list_keys(self, project_id: str) -> list[ApiKey]:
-        """Oldest first, revoked and expired ones too."""
+        """A project's keys, oldest first, with revoked and expired ones."""
         query = select(*KEY).where(keys.c.project_id == project_id).order_by(keys.c.created_at, keys.c.id)
-        with self.reading() as connection:
-            return [to_key(row) for row in connection.execute(query).mappings()]
+        with self._database.reading() as connection:
+            return [ApiKey(**row) for row in connection.execute(query).mappings()]
 
     def revoke_key(self, project_id: str, key_id: str) -> ApiKey:
-        """From now on the key opens nothing. Repeating it changes nothing."""
+        """Revoke a key. Repeating it changes nothing."""
         statement = (
             update(keys)
             .where(keys.c.id == key_id, keys.c.project_id == project_id)
             .values(revoked_at=func.coalesce(keys.c.revoked_at, database_time()))
             .returning(*KEY)
         )
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             row = connection.execute(statement).mappings().one_or_none()
             if row is None:
                 raise not_found("key", key_id)
             record(connection, project_id, "key.revoked", key_id)
-        return to_key(row)
+        return ApiKey(**row)
 
     def authenticate(self, secret: str) -> Principal | None:
-        """Who holds this secret; None if nobody does (unknown, revoked, expired). Only reads: that the key was used is written
-        by a thread, and not at all while nothing can be written."""
+        """The holder of a secret; None if it is unknown, revoked or expired. It only reads: a thread stores that the key was
+        used, unless the database cannot be written."""
         digest = _digest(secret)
         query = (
             select(keys, projects.c.organization, projects.c.max_slots, projects.c.limits, database_time().label("now"))
@@ -135,21 +134,21 @@ class KeyStore(Database):
                 or_(keys.c.expires_at.is_(None), keys.c.expires_at > database_time()),
             )
         )
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             row = connection.execute(query).one_or_none()
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         if row.last_used_at is None or row.last_used_at <= row.now - LAST_USED_SECONDS:
-            self._marks.note(row.id)
+            self._used_keys.note(row.id)
         return _principal(row)
 
     def _mark_used(self, key_ids: Collection[str]) -> None:
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             connection.execute(update(keys).where(keys.c.id.in_(key_ids)).values(last_used_at=database_time()))
 
 
-class _Marks:
-    """Keys that were used, until that is written: whoever used them does not wait for it, and does not fail with it."""
+class _UsedKeys:
+    """Keys whose use is still to be stored, by a thread, so that requests neither wait for that nor fail with it."""
 
     def __init__(self, write: Callable[[Collection[str]], None]) -> None:
         self._write = write
@@ -160,7 +159,7 @@ class _Marks:
         self._failing = False
 
     def note(self, key_id: str) -> None:
-        """A key was used. After a failure others are not noted for LAST_USED_SECONDS."""
+        """Note that a key was used. After a failure, further uses are ignored for LAST_USED_SECONDS."""
         with self._lock:
             if time.monotonic() < self._not_before:
                 return
@@ -170,7 +169,7 @@ class _Marks:
                 self._thread.start()
 
     def finish(self) -> None:
-        """Wait until what was noted is written, or has failed."""
+        """Wait until the noted uses are stored, or storing them has failed."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -194,39 +193,39 @@ class _Marks:
                     self._not_before = time.monotonic() + LAST_USED_SECONDS
 
 
-class SessionStore(Database):
-    """Sessions and links. Secrets are random and kept as digests; whoever reads the database can use none."""
+class SessionStore(StorePart):
+    """Sessions and links. Only digests of their random secrets are stored, so that a reader of the database cannot use them."""
 
     def open_session(self, holder: Principal) -> str:
-        """A new session of a key's holder. Returns its secret, which is never seen again."""
+        """Create a session for a key's holder. Returns its secret, which is not stored."""
         return self._add("session", holder, SESSION_SECONDS)
 
     def new_link(self, holder: Principal) -> str:
-        """A new secret that `follow_link` takes once."""
+        """Create a secret that `follow_link` accepts once."""
         return self._add("link", holder, LINK_SECONDS)
 
     def follow_link(self, secret: str) -> Principal | None:
-        """Whose link this is, which is used up by this; None: nobody's (unknown, used, expired, or its key opens nothing)."""
+        """Use up a link. Returns its holder; None if it is unknown, used or expired, or its key is not valid."""
         digest = _digest(secret)
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             holder = _holder(connection, digest, "link")
             used = connection.execute(delete(sessions).where(sessions.c.digest == digest, sessions.c.kind == "link"))
-        return holder if used.rowcount == 1 else None  # of two who follow it at once, one
+        return holder if used.rowcount == 1 else None  # of two concurrent uses, one succeeds
 
     def session_holder(self, secret: str) -> Principal | None:
-        """Whose session this is; None: nobody's (unknown, ended, expired, or its key was revoked or has expired)."""
-        with self.reading() as connection:
+        """The holder of a session; None if it is unknown, ended or expired, or its key was revoked or has expired."""
+        with self._database.reading() as connection:
             return _holder(connection, _digest(secret), "session")
 
     def end_session(self, secret: str) -> None:
-        """From now on the secret opens nothing. Repeating it changes nothing."""
-        with self.writing() as connection:
+        """End a session. Repeating it changes nothing."""
+        with self._database.writing() as connection:
             connection.execute(delete(sessions).where(sessions.c.digest == _digest(secret)))
 
     def _add(self, kind: Kind, holder: Principal, seconds: float) -> str:
         secret = secrets.token_urlsafe(SECRET_BYTES)
         row = {"digest": _digest(secret), "kind": kind, "project_id": holder.project_id, "key_id": holder.key_id}
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             connection.execute(delete(sessions).where(sessions.c.expires_at <= database_time()))
             times = {"created_at": database_time(), "expires_at": database_time() + seconds}
             connection.execute(insert(sessions).values(**row, **times))
@@ -274,7 +273,7 @@ def _insert(connection: Connection, project_id: str, name: str, scope: Scope, se
         "created_at": database_time(),
         "expires_at": expires_at,
     }
-    return to_key(connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
+    return ApiKey(**connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
 
 
 def _digest(secret: str) -> str:

@@ -1,4 +1,4 @@
-"""Projects: the tenants of a service, each with keys, limits and use of its own."""
+"""Projects: the tenants of a service, each with its own keys, limits and usage."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from sqlalchemy import Connection, RowMapping, Select, func, insert, select, upd
 
 from ft_service.errors import LimitError, SpecError
 from ft_service.ids import new_id
-from ft_service.store.database import Database, database_time, upsert
-from ft_service.store.records import Limits, Page, Project
+from ft_service.store.database import StorePart, database_time, upsert
+from ft_service.store.records import Page, Project, TenantLimits
 from ft_service.store.rows import not_found, page
 from ft_service.store.tables import VISIBLE, files, projects
 from ft_service.store.tenants.audit import record
 
 MANAGING_PROJECT = "default"
-"""The project that a service begins with. Its admin keys manage the other projects of its organisation."""
+"""The first project of a service. Its admin keys manage the other projects of its organisation."""
 
 _PROJECT = [projects.c[name] for name in ("id", "organization", "name", "created_at", "archived_at", "max_slots", "limits")]
 
 
-class ProjectStore(Database):
+class ProjectStore(StorePart):
     """Projects and their limits."""
 
     def ensure_project(self, project_id: str, organization: str) -> None:
-        """Create a project, or give it this organization's name."""
+        """Create a project, or set its organization."""
         row = {"id": project_id, "organization": organization, "created_at": database_time()}
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             statement = upsert(connection, projects).values(row)
             connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"organization": organization}))
 
-    def create_project(self, *, name: str, organization: str, limits: Limits | None = None) -> Project:
+    def create_project(self, *, name: str, organization: str, limits: TenantLimits | None = None) -> Project:
         row = {"id": new_id("proj_"), "organization": organization, "name": name, "created_at": database_time()}
-        with self.writing() as connection:
-            connection.execute(insert(projects).values(row | _limit_values(limits or Limits())))
-            record(connection, row["id"], "project.created", row["id"], name=name, **_shown(limits or Limits()))
+        with self._database.writing() as connection:
+            connection.execute(insert(projects).values(row | _limit_values(limits or TenantLimits())))
+            record(connection, row["id"], "project.created", row["id"], name=name, **_set_limits(limits or TenantLimits()))
             return _get(connection, row["id"])
 
     def get_project(self, project_id: str) -> Project:
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return _get(connection, project_id)
 
     def list_projects(
         self, *, organization: str | None = None, archived: bool = False, after: str | None = None, limit: int = 20
     ) -> Page[Project]:
-        """By creation. `organization`: of this one; None: of all. `archived`: those too."""
+        """Projects in order of creation. `organization`: None: of all organizations. `archived`: include archived ones."""
         mine = [projects.c.organization == organization] if organization else []
         query: Select[Any] = select(*_PROJECT).where(*mine).order_by(projects.c.created_at, projects.c.id)
         if not archived:
             query = query.where(projects.c.archived_at.is_(None))
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             if after is not None:
                 there = connection.execute(select(projects.c.created_at).where(projects.c.id == after, *mine)).one_or_none()
                 if there is None:
@@ -62,8 +62,8 @@ class ProjectStore(Database):
             return page(connection, query, limit, _project)
 
     def update_project(self, project_id: str, *, name: str | None = None, limits: dict[str, Any] | None = None) -> Project:
-        """Change a project. `limits`: those that change; a value of None takes a limit away."""
-        with self.writing() as connection:
+        """Change a project. `limits`: those that change; None as a value removes a limit."""
+        with self._database.writing() as connection:
             old = _get(connection, project_id, lock=True)
             new = replace(old.limits, **(limits or {}))
             values: dict[str, Any] = _limit_values(new)
@@ -75,28 +75,28 @@ class ProjectStore(Database):
             return _get(connection, project_id)
 
     def archive_project(self, project_id: str) -> Project:
-        """From now on its keys open nothing; what it has stays. Repeating it changes nothing."""
+        """Make a project's keys invalid; its data stay. Repeating it changes nothing."""
         if project_id == MANAGING_PROJECT:
             raise SpecError(f"{project_id}: the project that manages the others cannot be archived.", param="project_id")
-        with self.writing() as connection:
+        with self._database.writing() as connection:
             if _get(connection, project_id, lock=True).archived_at is None:
                 connection.execute(update(projects).where(projects.c.id == project_id).values(archived_at=database_time()))
                 record(connection, project_id, "project.archived", project_id)
             return _get(connection, project_id)
 
 
-def limits_of(max_slots: int | None, limits: dict[str, Any] | None) -> Limits:
-    """Limits from a row. Those that a newer version has added are left out."""
-    known = {field.name for field in fields(Limits)}
+def limits_of(max_slots: int | None, limits: dict[str, Any] | None) -> TenantLimits:
+    """Limits from a row. Limits that a newer version has added are left out."""
+    known = {field.name for field in fields(TenantLimits)}
     values: dict[str, Any] = {name: value for name, value in (limits or {}).items() if name in known}
     for name in ("bases", "wandb_entities"):
         if values.get(name) is not None:
             values[name] = tuple(values[name])
-    return Limits(**{**values, "max_slots": max_slots})
+    return TenantLimits(**{**values, "max_slots": max_slots})
 
 
 def refuse_bytes_beyond(connection: Connection, project_id: str, more: int) -> None:
-    """Raise LimitError if the project would keep more bytes of files than it may. The project's row is locked meanwhile."""
+    """Raise LimitError if the project would store more bytes of files than it may. The project's row is locked meanwhile."""
     query = select(projects.c.limits).where(projects.c.id == project_id).with_for_update(key_share=True)
     limit = (connection.scalars(query).one_or_none() or {}).get("max_bytes")
     if limit is None:
@@ -130,12 +130,11 @@ def _project(row: RowMapping) -> Project:
     )
 
 
-def _limit_values(limits: Limits) -> dict[str, Any]:
-    values = {field.name: getattr(limits, field.name) for field in fields(Limits)}
-    max_slots = values.pop("max_slots")
-    return {"max_slots": max_slots, "limits": {name: value for name, value in values.items() if value is not None}}
+def _limit_values(limits: TenantLimits) -> dict[str, Any]:
+    values = _set_limits(limits)
+    return {"max_slots": values.pop("max_slots", None), "limits": values}
 
 
-def _shown(limits: Limits) -> dict[str, Any]:
-    values = {field.name: getattr(limits, field.name) for field in fields(Limits)}
-    return {name: value for name, value in values.items() if value is not None}
+def _set_limits(limits: TenantLimits) -> dict[str, Any]:
+    """Limits by name, without those that are None."""
+    return {name: value for name, value in vars(limits).items() if value is not None}

@@ -1,78 +1,72 @@
-"""What was used: written by the transactions that move jobs and store files, so that sums agree with these."""
+"""Usage, written in the transactions that move jobs and store files, so that sums agree with them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 
-from ft_service.store.database import Database, upsert
+from ft_service.store.database import StorePart, upsert
 from ft_service.store.records import Usage
-from ft_service.store.tables import projects
-from ft_service.store.tenants.tables import usage
+from ft_service.store.tables import projects, usage
 
 DAY_SECONDS = 86_400
 _AMOUNTS = ("slot_seconds", "tokens", "bytes", "jobs")
-_GROUPS = ("project_id", "key_id")
 
 
 def exact(seconds: float) -> float:
-    """Seconds to the nearest 1/1024: sums of such numbers are exact in any order."""
+    """Seconds rounded to 1/1024, so that sums are exact in any order."""
     return round(seconds * 1024) / 1024
 
 
-def add_use(
-    connection: Connection,
-    project_id: str,
-    key_id: str | None,
-    now: float,
-    *,
-    slot_seconds: float = 0.0,
-    tokens: int = 0,
-    bytes: int = 0,
-    jobs: int = 0,
-) -> None:
-    """Count what was used on the day of `now` (database time)."""
-    amounts = {"slot_seconds": slot_seconds, "tokens": tokens, "bytes": bytes, "jobs": jobs}
-    statement = upsert(connection, usage).values(
-        project_id=project_id, key_id=key_id or "", day=int(now // DAY_SECONDS), **amounts
-    )
+def add_use(connection: Connection, project_id: str, key_id: str | None, now: float, **amounts: float) -> None:
+    """Add usage on the day of `now` (database time). `amounts`: slot_seconds, tokens, bytes or jobs."""
+    row = {"project_id": project_id, "key_id": key_id or "", "day": int(now // DAY_SECONDS)}
     more = {name: usage.c[name] + amount for name, amount in amounts.items()}
+    statement = upsert(connection, usage).values(**row, **dict.fromkeys(_AMOUNTS, 0) | amounts)
     connection.execute(statement.on_conflict_do_update(index_elements=["project_id", "key_id", "day"], set_=more))
 
 
-class UsageStore(Database):
-    """Use, to read."""
+@dataclass(frozen=True, kw_only=True)
+class UsageQuery:
+    """The usage to read. Filters that are None leave out nothing."""
 
-    def usage(
-        self,
-        *,
-        first_day: int,
-        last_day: int,
-        project_ids: Sequence[str] | None = None,
-        only_project: str | None = None,
-        organization: str | None = None,
-        key_ids: Sequence[str] | None = None,
-        group_by: Sequence[str] = (),
-    ) -> list[Usage]:
-        """By day (from 1970-01-01, both included), and by `group_by`: some of project_id and key_id. `only_project`,
-        `organization`: what the asker may see; `project_ids`, `key_ids`: what is asked for. None: all."""
-        groups = [usage.c.day, *(usage.c[name] for name in _GROUPS if name in group_by)]
+    first_day: int
+    """Days since 1970-01-01, both included."""
+    last_day: int
+    project_ids: Sequence[str] | None = None
+    key_ids: Sequence[str] | None = None
+    only_project: str | None = None
+    """The only project that the client may see."""
+    organization: str | None = None
+    """The only organization that the client may see."""
+    group_by: Sequence[str] = ()
+    """Some of project_id and key_id; usage is always grouped by day."""
+
+
+class UsageStore(StorePart):
+    """Reading usage."""
+
+    def usage(self, asked: UsageQuery) -> list[Usage]:
+        """Usage by day, and by `asked.group_by`."""
+        groups = [usage.c.day, *(usage.c[name] for name in ("project_id", "key_id") if name in asked.group_by)]
         query = (
             select(*groups, *(func.sum(usage.c[name]).label(name) for name in _AMOUNTS))
-            .where(usage.c.day >= first_day, usage.c.day <= last_day)
+            .where(usage.c.day >= asked.first_day, usage.c.day <= asked.last_day)
             .group_by(*groups)
             .order_by(*groups)
         )
-        if only_project is not None:
-            query = query.where(usage.c.project_id == only_project)
-        if project_ids is not None:
-            query = query.where(usage.c.project_id.in_(project_ids))
-        if organization is not None:
-            query = query.where(usage.c.project_id.in_(select(projects.c.id).where(projects.c.organization == organization)))
-        if key_ids is not None:
-            query = query.where(usage.c.key_id.in_(key_ids))
-        with self.reading() as connection:
+        if asked.only_project is not None:
+            query = query.where(usage.c.project_id == asked.only_project)
+        if asked.project_ids is not None:
+            query = query.where(usage.c.project_id.in_(asked.project_ids))
+        if asked.organization is not None:
+            mine = select(projects.c.id).where(projects.c.organization == asked.organization)
+            query = query.where(usage.c.project_id.in_(mine))
+        if asked.key_ids is not None:
+            query = query.where(usage.c.key_id.in_(asked.key_ids))
+        with self._database.reading() as connection:
             rows = connection.execute(query).mappings().all()
         return [
             Usage(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from api.http.connections import at_most, limited
+from api.http.connections import limited, possible_connections
 from tests.support.rest.service import wait_until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -160,4 +160,4 @@ def test_where_all_are_busy_the_newest_is_refused() -> None:
 def test_there_are_fewer_than_the_process_may_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 824), (100_000, 1000), (100, 16), (resource.RLIM_INFINITY, 1000)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert at_most(1000) == most
+        assert possible_connections(1000) == most

@@ -95,7 +95,7 @@ def test_a_job_whose_answers_are_lost_is_one_job(
     job = through.fine_tuning.jobs.create(model="tiny", training_file=training_file)
 
     assert proxy.retry_counts == [str(number) for number in range(lost + 1)]
-    assert [found.id for found in service.store.list_jobs("default").data] == [job.id]
+    assert [found.id for found in service.store.jobs.list_jobs("default").data] == [job.id]
 
 
 def test_a_second_submit_is_a_second_job_even_when_answers_are_lost(
@@ -105,7 +105,7 @@ def test_a_second_submit_is_a_second_job_even_when_answers_are_lost(
     proxy.drop = 1
     second = through.fine_tuning.jobs.create(model="tiny", training_file=training_file)
 
-    assert [found.id for found in service.store.list_jobs("default").data] == [second.id, first.id]
+    assert [found.id for found in service.store.jobs.list_jobs("default").data] == [second.id, first.id]
 
 
 def test_a_repeat_is_never_answered_by_a_job_that_was_cancelled(
@@ -134,7 +134,7 @@ def test_an_upload_whose_answers_are_lost_is_one_file(service: Service, proxy: P
     first = through.uploads.parts.create(upload.id, data=TRAINING)
     second = through.uploads.parts.create(upload.id, data=TRAINING)
     assert first.id != second.id
-    assert len(service.store.list_parts("default", upload.id)) == 2
+    assert len(service.store.uploads.list_parts("default", upload.id)) == 2
     proxy.drop = 2
 
     done = through.uploads.complete(upload.id, part_ids=[first.id, second.id])
@@ -147,7 +147,7 @@ def test_a_job_is_cancelled_once(service: Service, proxy: Proxy, through: openai
     job = through.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     proxy.drop = 1
     assert through.fine_tuning.jobs.cancel(job.id).status == "cancelled"
-    events = service.store.list_events("default", job.id).data
+    events = service.store.jobs.list_events("default", job.id).data
     assert [event.message for event in events].count("Cancel requested.") == 1
 
 

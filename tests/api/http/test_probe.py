@@ -1,4 +1,4 @@
-"""The reconciler's probe: a loop that hangs, or is gone, is told from one that turns."""
+"""The reconciler's probe: a loop that hangs or has ended is distinguished from one that runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from api.http import probe
 from ft_service.control.reconciler import Reconciler
 from ft_service.errors import SpecError
-from ft_service.launcher.fake import FakeLauncher
 from ft_service.meters import Meters
 from tests.support.attempts import wait_for
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import new_reconciler, new_store
 
 

@@ -12,10 +12,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-from api.page import words
+from api.page import formatting
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.sweeps.admission import create_sweep
+from ft_service.control.admission import AdmissionContext
+from ft_service.control.sweep_admission import create_sweep
 from ft_service.serving import preview_process
+from tests.support.describing import at_once
 from tests.support.page.browser import (
     attribute,
     axe_faults,
@@ -65,7 +67,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     place.train(job, 1, range(1, 6))
     until(lambda: "from 3.2 to 0.8" in attribute(driver, LOSS, "aria-label"))
     place.stop()
-    until(lambda: "goes on by itself" in text_of(driver, "#toasts"))
+    until(lambda: "continues by itself" in text_of(driver, "#toasts"))
     until(lambda: any("/metrics" in line for line in told(driver)))  # the curve has asked in vain
     place.start()
     place.train(job, 1, range(6, 11))
@@ -86,7 +88,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     place.succeed(job, 2)
     until(lambda: "Succeeded" in text_of(driver, "#job-head .state"))
 
-    # Its samples as the model sees them; checkpoints, what comes of it, and beside another job
+    # Its samples as the model sees them; checkpoints, exports, and a comparison with another job
     click(driver, ".tabs a[href$='/samples']")
     assert '{"intent"' in text_of(driver, ".sample .tokens")
     driver.back()
@@ -136,7 +138,7 @@ def test_a_link_signs_in_by_a_button_and_the_api_is_described(driver: webdriver.
     """With the policies that the answers carry: a script or form that they forbid would do nothing."""
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     told(driver)
-    link = place.store.new_link(place.holder)
+    link = place.store.sessions.new_link(place.holder)
     driver.get(f"{place.url}/sign-in?link={link}&to=/models")
     assert axe_faults(driver) == []
     click(driver, "button.primary")
@@ -180,7 +182,7 @@ def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Pl
     press(driver, "hang", Keys.ENTER)
     until(lambda: len(answers(3)) == 2 and not whole(3))
     assert place.preview is not None
-    place.preview.make_way(range(8))
+    place.preview.release_slots(range(8))
     until(lambda: "made way for a training job" in text_of(driver, ".turn:nth-of-type(3) .sub"))
     Select(find(driver, "#who [name=beside]")).select_by_value("")
     click(driver, "#words")
@@ -193,7 +195,7 @@ def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Pl
     driver.refresh()
     until(lambda: answers(4) == ["again"])
     assert "beside" not in driver.current_url
-    click(driver, "[data-anew]")
+    click(driver, "[data-restart]")
     assert not driver.find_elements(By.CSS_SELECTOR, ".turn")
 
 
@@ -204,13 +206,13 @@ def test_files_are_dropped_and_refused_ones_say_why(driver: webdriver.Chrome, pl
     # What the browser tells of an upload under way, each time it does
     driver.execute_script(
         "window.seen = [];"
-        "new MutationObserver(() => seen.push(document.querySelector('[data-told]').textContent))"
-        ".observe(document.querySelector('[data-told]'), { childList: true })"
+        "new MutationObserver(() => seen.push(document.querySelector('[data-upload-status]').textContent))"
+        ".observe(document.querySelector('[data-upload-status]'), { childList: true })"
     )
     drop(driver, "[data-drop]", {"dropped.csv": "prompt,completion\nHi,Hello\n" * 2})
     until(lambda: Select(find(driver, "#training_file")).first_selected_option.text.startswith("dropped.csv"))
     assert "dropped.csv: 100 %" in driver.execute_script("return window.seen")
-    assert "as training data" in text_of(driver, "[data-told]")
+    assert "as training data" in text_of(driver, "[data-upload-status]")
     drop(driver, "[data-drop]", {"picture.png": "no data"})
     until(lambda: "picture.png" in text_of(driver, "#toasts"))
     drop(driver, "[data-drop]", {"more.jsonl": "{}", "and more.jsonl": "{}"})
@@ -258,7 +260,7 @@ def test_no_label_of_the_form_and_no_name_of_an_option_leaves_its_place(driver: 
     )
     assert set(driver.execute_script(f"return {names}.map({in_one})")) == {1}, "each name is one line"
     row = next(row for row in driver.find_elements(By.CSS_SELECTOR, ".settings tr") if row.text.startswith("n_epochs"))
-    assert row.text.split("\n") == [f"n_epochs {words.NONE}", "not used: max_steps decides"]
+    assert row.text.split("\n") == [f"n_epochs {formatting.NONE}", "not used: max_steps decides"]
 
 
 _LABELS_OUTSIDE = """
@@ -295,10 +297,10 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     confirm(driver, friends)
     until(lambda: f"Shared with {friends}" in text_of(driver, f"{row} .notice"))
     name = str(job.spec.tuned_name)
-    assert [one.grantee for one in place.store.list_permissions("default", name).data] == [friends]
+    assert [one.grantee for one in place.store.models.list_permissions("default", name).data] == [friends]
     click(driver, f"{row} [hx-post*=unshare]")
-    until(lambda: "Shared with nobody" in text_of(driver, f"{row} .notice"))
-    assert place.store.list_permissions("default", name).data == []
+    until(lambda: "Not shared." in text_of(driver, f"{row} .notice"))
+    assert place.store.models.list_permissions("default", name).data == []
     click(driver, f"{row} [hx-post*=delete]")
     confirm(driver)
     until(lambda: not driver.find_elements(By.CSS_SELECTOR, row))
@@ -307,20 +309,20 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     driver.get(f"{place.url}/keys")
     find(driver, "#key-name").send_keys("by click", Keys.ENTER)
     secret = text_of(driver, "#secret")
-    assert place.store.authenticate(secret) is not None
+    assert place.store.keys.authenticate(secret) is not None
     driver.refresh()
     assert secret not in attribute(driver, "body", "textContent")
-    (key,) = [one for one in place.store.list_keys("default") if one.name == "by click"]
+    (key,) = [one for one in place.store.keys.list_keys("default") if one.name == "by click"]
     click(driver, f"#rotate-{key.id}")
     confirm(driver)
     other = text_of(driver, "#secret")
-    assert place.store.authenticate(other) is not None
-    assert place.store.authenticate(secret) is not None, "for a day"
+    assert place.store.keys.authenticate(other) is not None
+    assert place.store.keys.authenticate(secret) is not None, "for a day"
     click(driver, f"#revoke-{key.id}")
     confirm(driver)
     until(lambda: not driver.find_elements(By.ID, f"revoke-{key.id}"))
-    assert place.store.authenticate(secret) is None
-    assert place.store.authenticate(other) is not None
+    assert place.store.keys.authenticate(secret) is None
+    assert place.store.keys.authenticate(other) is not None
 
     # A file
     driver.get(f"{place.url}/data/{files['heldout']}")
@@ -364,14 +366,13 @@ def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
 
     # One that is under way: the page follows it to its end
     mine = asked | {"validation_split": 0.5, "sweep": {"lora.r": [4, 8]}}
-    catalogue = Catalogue.from_settings(place.settings)
-    parts = {"store": place.store, "settings": place.settings, "catalogue": catalogue}
-    running = create_sweep(mine, principal=place.holder, sweep_id=None, **parts)
+    catalogue = Catalogue.from_settings(place.settings, at_once())
+    running = create_sweep(mine, AdmissionContext(place.holder, place.store, place.settings, catalogue))
     driver.get(f"{place.url}/sweeps/{running.id}")
     click(driver, "#cancel-sweep")
     confirm(driver)
     until(lambda: "2 cancelled" in text_of(driver, "#sweep"))
-    states = {job.state.value for job in place.store.jobs_of_sweeps([running.id])[running.id]}
+    states = {job.state.value for job in place.store.sweeps.jobs_of_sweeps([running.id])[running.id]}
     assert states == {"cancelled"}
     assert driver.execute_script("return window.hacked") is None
 

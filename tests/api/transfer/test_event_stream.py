@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -16,32 +14,15 @@ from api.transfer import log_tail
 from ft_service.errors import UnavailableError
 from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent
-from tests.support.rest.service import METRICS, Service, put, run_dir, wait_until
+from tests.support.rest.service import METRICS, Service, put, run_dir
+from tests.support.rest.streams import listening, next_event
 
 TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.transfer.event_stream.POLL_SECONDS", 0.01)
-
-
-@contextmanager
-def listening(service: Service, job_id: str, query: str = "", **headers: str) -> Iterator[Iterator[str]]:
-    """The lines of a stream that are not empty."""
-    url = f"{service.url}/v1/fine_tuning/jobs/{job_id}/events?stream=true{query}"
-    headers = {"authorization": f"Bearer {service.key}", **headers}
-    with service.connections.stream("GET", url, headers=headers) as answer:
-        assert answer.status_code == 200, answer.read()
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        yield (line for line in answer.iter_lines() if line)
-
-
-def next_event(lines: Iterator[str]) -> dict[str, Any]:
-    identity, data = next(lines), next(lines)
-    event = json.loads(data.removeprefix("data: "))
-    assert identity == f"id: {event['id']}"
-    return event
+    monkeypatch.setattr("api.http.shared_polling.POLL_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -92,7 +73,7 @@ def test_a_silent_stream_says_that_it_lives(service: Service, job_id: str, monke
     monkeypatch.setattr("api.transfer.event_stream.KEEP_ALIVE_SECONDS", 0.01)
     with listening(service, job_id) as lines:
         _ = next_event(lines), next_event(lines)
-        assert [next(lines) for _ in range(2)] == [": the job goes on"] * 2
+        assert [next(lines) for _ in range(2)] == [": the job continues"] * 2
 
 
 def test_what_cannot_be_streamed_is_refused_before_anything_is_sent(service: Service, job_id: str) -> None:
@@ -109,7 +90,7 @@ def test_a_database_that_goes_away_ends_the_stream_without_done(
 
     with listening(service, job_id) as lines:
         _ = next_event(lines), next_event(lines)
-        monkeypatch.setattr(service.store, "get_job", away)
+        monkeypatch.setattr(service.store.jobs, "get_job", away)
         assert list(lines) == []
 
 
@@ -137,59 +118,6 @@ def test_logs_are_followed_by_rank_over_attempts_until_the_job_ends(
         assert list(found) == [{"attempt": 2, "source": "rank 0 stdout", "line": "once more"}]
     refused = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/logs?follow=true&attempt=1")
     assert refused.json()["error"]["param"] == "attempt"
-
-
-def test_what_many_follow_is_looked_at_and_read_once(service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    read = service.store.events_after
-
-    def counted(of: str, place: int, limit: int) -> Any:
-        reads.append(place)
-        return read(of, place, limit)
-
-    monkeypatch.setattr(service.store, "events_after", counted)
-    watches = service.app.state.services.watches
-    with ExitStack() as stack:
-        followers = [stack.enter_context(listening(service, job_id)) for _ in range(12)]
-        for lines in followers:
-            _ = next_event(lines), next_event(lines)
-        assert len(watches._watches) == 1
-        del reads[:]
-        put(service, job_id, NewEvent(level="info", message="News"))
-        assert [next_event(lines)["message"] for lines in followers] == ["News"] * 12
-        assert len(reads) == 1
-        put(service, job_id, state=State.CANCELLED)
-        assert [list(lines) for lines in followers] == [["data: [DONE]"]] * 12
-    wait_until(lambda: not watches._watches and not watches._streams)
-
-
-def test_a_follower_who_goes_takes_its_watch_along(service: Service, job_id: str) -> None:
-    watches = service.app.state.services.watches
-    with listening(service, job_id) as lines:
-        next_event(lines)
-        assert len(watches._watches) == 1
-    wait_until(lambda: not watches._watches and not watches._streams)
-
-
-def test_a_key_follows_so_many_at_once_and_another_key_as_many(service: Service, job_id: str) -> None:
-    service.use(service.settings.model_copy(update={"max_streams": 2}))
-    path = f"/v1/fine_tuning/jobs/{job_id}"
-    with listening(service, job_id) as first:
-        next_event(first)
-        with listening(service, job_id) as second:
-            next_event(second)
-            for follow in ("events?stream=true", "logs?follow=true"):
-                refused = service.http("GET", f"{path}/{follow}")
-                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
-                assert "follows 2 streams" in refused.json()["error"]["message"]
-                assert refused.headers["x-should-retry"] == "false"
-            _, other = service.store.create_key(project_id="default", name="other", scope="read")
-            with listening(service, job_id, authorization=f"Bearer {other}") as third:
-                next_event(third)
-        wait_until(lambda: service.http("GET", f"{path}/events?stream=true&after=ftevent-none").status_code == 400)
-        wait_until(lambda: sum(service.app.state.services.watches._streams.values()) == 1)
-        with listening(service, job_id) as again:
-            next_event(again)
 
 
 def test_followers_of_logs_read_a_line_once_and_who_comes_late_reads_what_is_there(
@@ -223,15 +151,3 @@ def test_followers_of_logs_read_a_line_once_and_who_comes_late_reads_what_is_the
         assert [json.loads(next(late))["line"] for _ in range(2)] == ["two", "three"]
         put(service, job_id, state=State.SUCCEEDED, phase=None)
         assert [list(lines) for lines in (*answers, late)] == [[]] * 7
-
-
-def test_a_line_without_an_end_is_sent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_MAX_BYTES", 10)
-    path = tmp_path / "log"
-    path.write_bytes(b"x" * 25 + b"\nend")
-    file, place, found = log_tail.LogFile("s", path, 29), 0, []
-    for _ in range(4):
-        lines, place = log_tail.read_lines(file, place, last=False)
-        found += lines
-    assert (found, place) == (["x" * 10, "x" * 10, "x" * 5], 26)
-    assert log_tail.read_lines(file, place, last=True) == (["end"], 29)

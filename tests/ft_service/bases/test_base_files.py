@@ -11,10 +11,11 @@ from ft_service.bases.base_files import (
     copy_base_file,
     is_base_file,
     open_base_file,
+    read_config,
     read_document,
     require_openable,
 )
-from ft_service.bases.contents import read_contents
+from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.errors import SpecError
 from tests.support.bases import save_base
 from tests.support.hostile_bases import KINDS
@@ -42,7 +43,7 @@ def test_links_of_the_hubs_cache_stay_inside_their_model(tmp_path: Path, *, thro
         (tmp_path / "name").symlink_to(folder)
         folder = tmp_path / "name"
     require_openable(folder)
-    assert read_contents(folder).tensors
+    assert read_tensors(folder)
     assert is_base_file(folder / "additional_chat_templates/tools.jinja", folder)
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("../../../models--org--other/blobs/config.json")
@@ -74,7 +75,7 @@ def test_nothing_but_regular_files_inside_is_opened(tmp_path: Path, kind: str, n
             look(folder / name)
         assert (caught.value.param, caught.value.code) == ("model", "model_unreadable")
     assert not (tmp_path / "copy").exists()
-    if kind != "folder":  # which nobody takes for a file
+    if kind != "folder":  # which is not taken for a file
         with pytest.raises(SpecError, match=f"The base's {name}"):
             require_openable(folder)
 
@@ -129,7 +130,7 @@ def test_infinity_is_read_where_transformers_writes_it(tmp_path: Path) -> None:
 def test_a_name_that_is_not_one_is_refused_with_its_place(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base", model_type=["llama"])
     with pytest.raises(SpecError, match=r"it says model_type = \['llama'\], and that must be a name"):
-        read_contents(folder)
+        read_config(folder)
     save_base(folder, text_config={"model_type": {}})
     with pytest.raises(SpecError, match=r"it says text_config\.model_type = \{\}, and that must be a name"):
-        read_contents(folder)
+        read_config(folder)

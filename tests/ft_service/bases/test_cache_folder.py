@@ -15,7 +15,7 @@ from ft_service.errors import FtError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.supervisor import torchrun
-from ft_service.supervisor.node import Node
+from ft_service.supervisor.torchrun import Node
 
 
 def put(cache: Cache, key: str, size: int, used: int | None = None) -> bool:
@@ -82,7 +82,7 @@ def test_an_entry_in_use_stays(tmp_path: Path) -> None:
     assert put(cache, "c", 500)
     assert keys(cache) == ["a", "c"]
     assert not cache.remove("a")
-    assert not put(cache, "d", 900), "there is no room beside what is in use"
+    assert not put(cache, "d", 900), "what is in use leaves no room"
     assert "a" in keys(cache)
     reading.close()
     assert cache.remove("a")

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.describing import Descriptions
+from ft_service.bases.description import Described, Refusal
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
+from tests.support.describing import small_document
 
 
 def make_model(folder: Path, *, weights: str = "model.safetensors", tokenizer: str = "tokenizer.json") -> Path:
@@ -43,13 +47,25 @@ def test_the_first_folder_wins_and_a_folder_that_is_not_there_is_empty(tmp_path:
 
 def test_a_refusal_names_only_bases_that_can_be_tuned(tmp_path: Path) -> None:
     make_model(tmp_path / "good")
-    make_model(tmp_path / "bad")
-    message = refusal(Catalogue([tmp_path], is_tunable=lambda base: base.name == "good"), "gone").message
+    (make_model(tmp_path / "bad") / "model.safetensors").write_text("another")
+
+    def refuse_all_but(name: str) -> Descriptions:
+        refused = Refusal("It cannot be tuned.")
+
+        def make(folder: Path, stop: object) -> Described:
+            found = small_document(folder)
+            return found if folder.name == name else replace(found, base=None, refused=refused)
+
+        descriptions = Descriptions(None, "tests", make)
+        for folder in (tmp_path / "good", tmp_path / "bad"):
+            descriptions.describe(folder)
+        return descriptions
+
+    assert refusal(Catalogue([tmp_path]), "gone").message.endswith("There are: bad, good.")
+    message = refusal(Catalogue([tmp_path], descriptions=refuse_all_but("good")), "gone").message
     assert message.endswith("There are: good.")
-    assert (
-        "None of those that are here can be tuned."
-        in refusal(Catalogue([tmp_path], is_tunable=lambda base: False), "x").message
-    )
+    message = refusal(Catalogue([tmp_path], descriptions=refuse_all_but("none")), "x").message
+    assert "The bases that are here cannot be tuned." in message
 
 
 def test_aliases_are_mapped_first(tmp_path: Path) -> None:
@@ -115,7 +131,7 @@ def test_of_a_hugging_face_cache_only_snapshots_are_models(tmp_path: Path) -> No
     assert [model.name for model in catalogue.list_models()] == ["org/tiny"]
     folder = tmp_path / "models--org--tiny/snapshots/0123abc"
     assert catalogue.find("org/tiny").path == folder
-    assert catalogue.find("models--org--tiny/snapshots/0123abc").path == folder, "as jobs of earlier versions name it"
+    assert catalogue.find("models--org--tiny/snapshots/0123abc").path == folder, "by its path below the model folder"
 
 
 def test_of_several_snapshots_of_a_cache_main_has_the_plain_name(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ft_service.bases.origin import portable_name
+from ft_service.bases.origin import ORIGIN, portable_name, read_origin
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,10 @@ def test_a_base_is_called_as_others_find_it_and_never_by_a_path(
     if config is not None:
         (base / "config.json").write_text(json.dumps(config))
     assert portable_name(base, "catalogue/name") == name
+
+
+def test_somebody_else_s_origin_file_is_no_origin(tmp_path: Path) -> None:
+    broken: list[Any] = [{}, [], {"repository": "../x", "revision": "main", "commit": "1"}, {"repository": 1}]
+    for body in broken:
+        (tmp_path / ORIGIN).write_text(json.dumps(body))
+        assert read_origin(tmp_path) is None

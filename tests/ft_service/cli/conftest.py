@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli.local import data
+from ft_service.cli.local import job_inputs
 from ft_service.client import client, connection
+from ft_service.control import describe_bases
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
-from ft_service.data.statistics import Records, Statistics, without_base
+from ft_service.data.statistics import DataStatistics, Records, without_base
 from tests.support.command_line import ft, home
+from tests.support.describing import described_here
 from tests.support.rest.stub_server import StubServer
 
 __all__ = ["ft", "home"]
@@ -29,7 +31,7 @@ class LinesOnly(Examiner):
         report = check_lines(Path(request.path), files=request.files)
         return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
 
-    def measure(self, request: ExamineRequest) -> Statistics:
+    def measure(self, request: ExamineRequest) -> DataStatistics:
         asked = request.measure
         assert asked is not None
         records = Records(asked.training_file.name)
@@ -41,7 +43,14 @@ class LinesOnly(Examiner):
 @pytest.fixture
 def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are checked, and no tokens counted."""
-    monkeypatch.setattr(data, "Examiner", LinesOnly)
+    monkeypatch.setattr(job_inputs, "Examiner", LinesOnly)
+
+
+@pytest.fixture(autouse=True)
+def described_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bases are described in this process, which has torch already, and without the note for slow ones."""
+    monkeypatch.setattr(job_inputs, "SILENT_SECONDS", 3600.0)
+    monkeypatch.setattr(describe_bases, "describe_in_process", described_here)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from ft_service.cli.display import BarDisplay, LineDisplay, display_for
-from ft_service.cli.output import complain, print_table
+from ft_service.cli.output import print_error, print_table
 from ft_service.rundir.events import Metrics
 
 
@@ -85,7 +85,7 @@ def test_sentences_break_between_words_on_a_terminal_only(monkeypatch: pytest.Mo
     said = "Port 8000 is in use by another program. Stop that one."
     for stream, lines in ((Screen(), 3), (io.StringIO(), 1)):
         monkeypatch.setattr(sys, "stderr", stream)
-        assert complain(said, 64) == 64
+        assert print_error(said, 64) == 64
         written = stream.getvalue()
         assert len(written.splitlines()) == lines
         assert " ".join(written.split()) == f"ft: {said}"

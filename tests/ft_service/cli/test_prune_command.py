@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli.app import run
+from ft_service.cli.root_command import run
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,59 +10,12 @@ import pytest
 from ft_service.client.client import PATIENCE, Client
 from ft_service.client.connection import Connection
 from ft_service.errors import (
-    AuthError,
-    ConflictError,
-    DataError,
-    ForbiddenError,
     FtError,
     NotFoundError,
     SpecError,
     UnavailableError,
 )
-from tests.support.rest.stub_server import BASE_URL, KEY, StubServer, error, event_body, job_body, metrics_event, tar_of
-
-
-def client_answering(answer: httpx2.Response) -> Client:
-    return Client(Connection(BASE_URL, KEY), transport=httpx2.MockTransport(lambda request: answer))
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (400, "unknown_parameter", SpecError),
-        (400, "invalid_file_format", DataError),
-        (401, "invalid_api_key", AuthError),
-        (403, "insufficient_permissions", ForbiddenError),
-        (404, "model_not_found", NotFoundError),
-        (409, "conflict", ConflictError),
-        (413, "file_too_large", SpecError),
-        (503, "unavailable", UnavailableError),
-        (500, "internal_error", FtError),
-    ],
-)
-def test_an_error_of_the_servers_is_the_same_error_here(status: int, code: str, kind: type[FtError]) -> None:
-    answer = error(status, "lora.r = 0: too small.", code=code, param="lora.r")
-    with client_answering(answer) as client, pytest.raises(FtError) as caught:
-        client.job("ftjob-1")
-    assert type(caught.value) is kind
-    assert (caught.value.message, caught.value.code, caught.value.param) == ("lora.r = 0: too small.", code, "lora.r")
-
-
-@pytest.mark.parametrize("status", [200, 404, 502])
-def test_an_answer_of_something_else_names_the_address_and_what_to_check(status: int) -> None:
-    with client_answering(httpx2.Response(status, text="<html>")) as client, pytest.raises(FtError) as caught:
-        client.models()
-    assert f"http://service.test/v1/models answered {status}" in caught.value.message
-    assert "FT_BASE_URL" in caught.value.message
-
-
-def test_nobody_listening_says_how_to_start_a_server() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        with Client(Connection(address, KEY)) as client, pytest.raises(UnavailableError, match="ft serve") as caught:
-            client.models()
-    assert address in caught.value.message
+from tests.support.rest.stub_server import KEY, StubServer, event_body, job_body, metrics_event, tar_of
 
 
 class _EmptyList(BaseHTTPRequestHandler):

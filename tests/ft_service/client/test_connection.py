@@ -1,24 +1,43 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
+from ft_service.client.client import Client
 from ft_service.client.connection import Connection, find_connection
-from ft_service.errors import AuthError, FtError, SpecError
-from ft_service.host.servers import announced
+from ft_service.errors import (
+    AuthError,
+    ConflictError,
+    DataError,
+    ForbiddenError,
+    FtError,
+    NotFoundError,
+    SpecError,
+    UnavailableError,
+)
+from ft_service.host.running_servers import announced
+from tests.support.rest.stub_server import BASE_URL, KEY, error
 
-LOCAL = {"api_key": "ft-local", "base_url": "http://127.0.0.1:8000/v1"}
+LOCAL = "http://127.0.0.1:8000"
+
+
 OURS = {"FT_BASE_URL": "http://box:9/v1", "FT_API_KEY": "ft-env"}
+
+
 CLOUD = {"OPENAI_BASE_URL": "http://other/v1", "OPENAI_API_KEY": "sk-cloud"}
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    (tmp_path / "credentials").write_text(json.dumps(LOCAL))
-    return tmp_path
+def home(tmp_path: Path) -> Iterator[Path]:
+    """Of a server that lives."""
+    (tmp_path / "credentials").write_text('{"api_key": "ft-local"}')
+    with announced(tmp_path, LOCAL):
+        yield tmp_path
 
 
 def test_arguments_come_before_ours_before_openais_before_the_file(home: Path) -> None:
@@ -42,7 +61,7 @@ def test_the_local_servers_address_given_by_hand_finds_its_key(home: Path) -> No
 
 
 def test_our_key_alone_goes_to_the_local_server(home: Path) -> None:
-    assert find_connection({"FT_API_KEY": "ft-user"}, home) == Connection(LOCAL["base_url"], "ft-user")
+    assert find_connection({"FT_API_KEY": "ft-user"}, home) == Connection(f"{LOCAL}/v1", "ft-user")
 
 
 def test_an_address_without_a_path_means_version_1(tmp_path: Path) -> None:
@@ -68,14 +87,12 @@ def test_a_broken_credentials_file_is_named(tmp_path: Path, text: str) -> None:
         find_connection({}, tmp_path)
 
 
-def test_a_living_server_of_an_earlier_version_is_found_and_a_dead_one_is_not(tmp_path: Path) -> None:
-    (tmp_path / "credentials").write_text('{"api_key": "ft-local"}')
-    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": os.getpid()}))
-    assert find_connection({}, tmp_path) == Connection("http://127.0.0.1:9/v1", "ft-local")
-    assert find_connection({"FT_BASE_URL": "http://127.0.0.1:9"}, tmp_path).api_key == "ft-local"
-    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 2**22 + 1}))
+def test_a_server_that_was_killed_is_not_found(home: Path) -> None:
+    entry = json.loads((home / "server.json").read_text())
+    entry["process"]["pid"] = 2**22 + 1
+    (home / "server.json").write_text(json.dumps(entry))
     with pytest.raises(FtError, match="No server is running"):
-        find_connection({}, tmp_path)
+        find_connection({}, home)
 
 
 def test_a_server_whose_key_is_kept_elsewhere_needs_one(tmp_path: Path) -> None:
@@ -87,3 +104,46 @@ def test_a_server_whose_key_is_kept_elsewhere_needs_one(tmp_path: Path) -> None:
 
 def test_the_key_is_not_in_the_repr() -> None:
     assert "secret" not in repr(Connection("http://box/v1", "secret"))
+
+
+def client_answering(answer: httpx2.Response) -> Client:
+    return Client(Connection(BASE_URL, KEY), transport=httpx2.MockTransport(lambda request: answer))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "unknown_parameter", SpecError),
+        (400, "invalid_file_format", DataError),
+        (401, "invalid_api_key", AuthError),
+        (403, "insufficient_permissions", ForbiddenError),
+        (404, "model_not_found", NotFoundError),
+        (409, "conflict", ConflictError),
+        (413, "file_too_large", SpecError),
+        (503, "unavailable", UnavailableError),
+        (500, "internal_error", FtError),
+    ],
+)
+def test_an_error_of_the_servers_is_the_same_error_here(status: int, code: str, kind: type[FtError]) -> None:
+    answer = error(status, "lora.r = 0: too small.", code=code, param="lora.r")
+    with client_answering(answer) as client, pytest.raises(FtError) as caught:
+        client.job("ftjob-1")
+    assert type(caught.value) is kind
+    assert (caught.value.message, caught.value.code, caught.value.param) == ("lora.r = 0: too small.", code, "lora.r")
+
+
+@pytest.mark.parametrize("status", [200, 404, 502])
+def test_an_answer_of_something_else_names_the_address_and_what_to_check(status: int) -> None:
+    with client_answering(httpx2.Response(status, text="<html>")) as client, pytest.raises(FtError) as caught:
+        client.models()
+    assert f"http://service.test/v1/models answered {status}" in caught.value.message
+    assert "FT_BASE_URL" in caught.value.message
+
+
+def test_nobody_listening_says_how_to_start_a_server() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        with Client(Connection(address, KEY)) as client, pytest.raises(UnavailableError, match="ft serve") as caught:
+            client.models()
+    assert address in caught.value.message

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import Asked, create, read
+from ft_service.control.admission import AdmissionContext, create_job
 from ft_service.errors import ConflictError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.plan.machines import GIB, Machine
@@ -15,6 +15,7 @@ from ft_service.settings import Settings
 from ft_service.store.records import File, Principal
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import LLAMA_8B, save_base
+from tests.support.describing import at_once
 
 ANN = Principal(key_id="key_a", project_id="p", organization="acme", scope="user")
 
@@ -24,10 +25,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
     url = f"sqlite:///{tmp_path / 'ft.db'}"
     migrate(url)
     store = open_store(url)
-    store.ensure_project("p", "acme")
+    store.projects.ensure_project("p", "acme")
     for file_id, purpose in (("file-a", "fine-tune"), ("file-r", "fine-tune-results")):
         file = File(id=file_id, project_id="p", filename="a.jsonl", purpose=purpose, bytes=1, sha256="0" * 64, created_at=0.0)
-        store.add_file(file)
+        store.files.add_file(file)
     yield store
     store.close()
 
@@ -39,21 +40,25 @@ def models(tmp_path: Path) -> Path:
     return folder
 
 
-def ask(store: Store, models: Path, *, job_id: str | None = None, principal: Principal = ANN, **body: Any) -> Asked:
-    body = {"model": "tiny", "training_file": "file-a", **body}
-    return read(body, principal=principal, store=store, settings=Settings(home=models.parent, models=[models]), job_id=job_id)
-
-
-def admit_all(store: Store, models: Path, asked: list[Asked], *, slots: int | None = None) -> list[Job | Exception]:
-    settings = Settings(home=models.parent, models=[models], slots=slots)
-    return create(asked, store=store, settings=settings, catalogue=Catalogue([models]))
-
-
-def admit(store: Store, models: Path, *, slots: int | None = None, job_id: str | None = None, **body: Any) -> Job:
-    (outcome,) = admit_all(store, models, [ask(store, models, job_id=job_id, **body)], slots=slots)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+def admit(
+    store: Store,
+    models: Path,
+    *,
+    slots: int | None = None,
+    job_id: str | None = None,
+    principal: Principal = ANN,
+    **body: Any,
+) -> Job:
+    return create_job(
+        {"model": "tiny", "training_file": "file-a", **body},
+        AdmissionContext(
+            principal,
+            store,
+            Settings(home=models.parent, models=[models], slots=slots),
+            Catalogue([models], descriptions=at_once()),
+        ),
+        job_id,
+    )
 
 
 def test_a_seed_is_drawn_and_kept(store: Store, models: Path) -> None:
@@ -90,7 +95,7 @@ def test_a_file_of_another_purpose_is_refused(store: Store, models: Path) -> Non
     with pytest.raises(SpecError, match="its purpose is fine-tune-results") as caught:
         admit(store, models, validation_file="file-r")
     assert caught.value.param == "validation_file"
-    assert store.list_jobs("p").data == []
+    assert store.jobs.list_jobs("p").data == []
 
 
 def test_an_id_admits_one_job(store: Store, models: Path) -> None:
@@ -104,7 +109,7 @@ def test_an_id_admits_one_job(store: Store, models: Path) -> None:
 def test_the_plan_is_the_jobs_second_event(store: Store, models: Path) -> None:
     job = admit(store, models, lora={"r": 100}, precision={"default": "nf4"})
 
-    told = store.list_events("p", job.id).data[::-1]
+    told = store.jobs.list_events("p", job.id).data[::-1]
     assert [event.level for event in told] == ["info", "info", "warn"]
     assert told[0].message == f"Created fine-tuning job: {job.id}"
     assert told[1].message.startswith("Plan: at most ")
@@ -125,7 +130,7 @@ def test_what_matches_nothing_in_the_base_is_refused_at_the_door(
     with pytest.raises(SpecError, match="matches no linear layer") as caught:
         admit(store, models, **body)
     assert caught.value.param == param
-    assert store.list_jobs("p").data == []
+    assert store.jobs.list_jobs("p").data == []
 
 
 def test_a_job_that_cannot_fit_is_refused_with_what_would(store: Store, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +146,7 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(store: Store, models: 
     chosen = admit(store, models, model="large", precision={"default": "auto"}).spec
     assert (chosen.precision.default, "precision.default" in chosen.chosen) == ("fp8", True)
     long = admit(store, models, model="large", precision={"default": "nf4"}, training={"max_length": 100_000})
-    assert store.list_events("p", long.id).data[0].level == "warn"
+    assert store.jobs.list_events("p", long.id).data[0].level == "warn"
 
 
 def test_a_format_is_not_chosen_for_a_machine_that_is_not_known(
@@ -160,31 +165,17 @@ def test_a_format_is_not_chosen_for_a_machine_that_is_not_known(
     )
 
 
-def test_of_jobs_admitted_together_each_has_its_own_outcome(store: Store, models: Path) -> None:
-    taken = admit(store, models)
-    bodies: list[dict[str, Any]] = [
-        {"seed": 1},
-        {"training_file": "file-b"},
-        {"job_id": taken.id},
-        {"lora": {"target_modules": ["query"]}},
-        {"seed": 2, "metadata": {"team": "b"}},
-        {"principal": Principal(key_id="key_b", project_id="q", organization="other", scope="user")},
-    ]
-    outcomes = admit_all(store, models, [ask(store, models, **body) for body in bodies])
-
-    first, no_file, no_id, no_layer, last, of_another_project = outcomes
-    assert isinstance(no_id, ConflictError)
-    refused = [outcome.param for outcome in (no_file, no_layer, of_another_project) if isinstance(outcome, SpecError)]
-    assert refused == ["training_file", "lora.target_modules", "training_file"]
-    created = [outcome for outcome in (first, last) if isinstance(outcome, Job)]
-    assert [job.id for job in store.list_jobs("p").data] == [*(job.id for job in reversed(created)), taken.id]
-    assert [job.id for job in store.list_jobs("p", metadata={"team": "b"}).data] == [created[1].id]
-    assert all(store.list_events("p", job.id).data for job in created)
+def test_a_file_of_another_project_is_as_one_that_there_is_not(store: Store, models: Path) -> None:
+    store.projects.ensure_project("q", "other")
+    principal = Principal(key_id="key_b", project_id="q", organization="other", scope="user")
+    with pytest.raises(SpecError, match="'file-a': this project has no such file") as caught:
+        admit(store, models, principal=principal)
+    assert (caught.value.param, caught.value.code) == ("training_file", "file_not_found")
 
 
 def test_the_spec_that_was_admitted_is_the_one_that_is_stored(store: Store, models: Path) -> None:
     job = admit(store, models, precision={"default": "nf4"}, training={"learning_rate": 1}, seed=3)
-    stored = store.get_job(job.project_id, job.id)
+    stored = store.jobs.get_job(job.project_id, job.id)
     assert stored.spec == job.spec
     assert stored.spec.model_dump() == job.spec.model_dump()
     assert stored.stored_spec.document == job.spec.model_dump(mode="json")

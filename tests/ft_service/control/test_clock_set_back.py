@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.control.intake import cancel_job
+from ft_service.control.ingest import cancel_job
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Phase, State
-from ft_service.launcher.fake import FakeLauncher
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ExitReason, Result
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.databases import set_clock
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store, step_until
 
 SUCCEEDED = exit_of(ExitReason.SUCCEEDED, "Training has finished.")

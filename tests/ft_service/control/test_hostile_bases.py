@@ -16,8 +16,15 @@ from tests.support.hostile_bases import save_hostile
 ROOT = Path(__file__).parents[3]
 SECONDS = 120
 """After which a process hangs: it takes about three."""
-WEIGHTS_ABSENT = "folder-model.safetensors"
-"""A folder of the name of the weights: without these the base is planned by its config.json."""
+DESCRIBED = frozenset(
+    {
+        "layers",
+        "folder-config.json",
+        *(f"{kind}-config.json" for kind in ("deep", "deeper", "many-lists")),
+        *(f"{kind}-model.safetensors.index.json" for kind in ("deep", "deeper", "many-lists")),
+    }
+)
+"""Folders that the process refuses which describes them (tests/e2e/test_describing.py)."""
 HARMLESS = frozenset({"folder-chat_template.jinja", "folder-tokenizer_config.json"})
 """A folder of the name of a file that a base may lack."""
 
@@ -36,7 +43,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_each_is_listed_with_its_reason_beside_the_good_one(judged: dict[str, Any]) -> None:
     listed = judged["listed"]
     assert listed["good"] is None
-    assert {name for name in judged["names"] if listed[name] is None} - HARMLESS == {WEIGHTS_ABSENT}
+    assert {name for name in judged["names"] if listed[name] is None} - HARMLESS == DESCRIBED
 
 
 @pytest.mark.parametrize("way", ["created", "planned"])
@@ -44,6 +51,6 @@ def test_each_is_refused_where_a_job_names_it(judged: dict[str, Any], way: str) 
     said = judged[way]
     assert said["good"] is None
     taken = {name for name in judged["names"] if said[name] is None}
-    assert taken - HARMLESS == ({WEIGHTS_ABSENT} if way == "planned" else set())
+    assert taken - HARMLESS == DESCRIBED
     for name in ("fifo-config.json", "zero-tokenizer.json", "out-chat_template.jinja", "loop-tokenizer_config.json"):
         assert f"The base's {name.partition('-')[2]} in " in said[name]

@@ -17,14 +17,15 @@ from sqlalchemy import text
 
 from ft_service.errors import LimitError, SpecError
 from ft_service.jobs.states import TERMINAL, Absent, Job, Running, State, Unknown
-from ft_service.jobs.verbs import Verb
-from ft_service.launcher.fake import FakeLauncher
+from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired, ExitReason
 from ft_service.spec import StoredSpec
-from ft_service.store.records import Limits, NewJob
+from ft_service.store.records import NewJob, TenantLimits
 from ft_service.store.sql import Store, open_store
-from ft_service.supervisor.verdict import exit_of
+from ft_service.store.tenants.usage import UsageQuery
+from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, new_reconciler, new_store, spec_of
 
 SLOTS = {"h0": 3, "h1": 2}
@@ -44,14 +45,14 @@ class Installation(RuleBasedStateMachine):
         self.store: Store = open_store(f"sqlite:///{self.folder / 'ft.db'}")
         self.launchers = {host: FakeLauncher(slots, host=host) for host, slots in SLOTS.items()}
         self.reconcilers = {
-            host: new_reconciler(self.folder, self.store, launcher, displace_after=0.0, lease_seconds=0.0)
+            host: new_reconciler(self.folder, self.store, launcher, preempt_after=0.0, lease_seconds=0.0)
             for host, launcher in self.launchers.items()
         }
         self.away: dict[str, dict[tuple[str, int], Any]] = {}
         self.accepted: list[str] = []
 
     def jobs(self) -> list[Job]:
-        return self.store.jobs_by_id(self.accepted)
+        return self.store.jobs.jobs_by_id(self.accepted)
 
     def pick(self, number: int, *states: State) -> Job | None:
         found = [job for job in self.jobs() if not states or job.state in states]
@@ -82,7 +83,7 @@ class Installation(RuleBasedStateMachine):
         )
         waiting = sum(job.project_id == LIMITED and job.state in (State.VALIDATING, State.QUEUED) for job in self.jobs())
         try:
-            self.store.create_jobs([NewJob(job, max_queued=MAX_QUEUED if project == LIMITED else None)])
+            self.store.jobs.create_jobs([NewJob(job, max_queued=MAX_QUEUED if project == LIMITED else None)])
         except LimitError:
             assert waiting >= MAX_QUEUED, "refused without need"
         else:
@@ -94,7 +95,7 @@ class Installation(RuleBasedStateMachine):
         job = self.pick(number)
         if job is not None:
             try:
-                self.store.request(job.project_id, job.id, verb)
+                self.store.jobs.request(job.project_id, job.id, verb)
             except SpecError:
                 assert job.state in TERMINAL
 
@@ -141,17 +142,17 @@ class Installation(RuleBasedStateMachine):
     @rule()
     def lose_a_lease(self) -> None:
         """Somebody else has claimed a job, and is gone."""
-        self.store.claim(host="h0", owner="gone", lease_seconds=0.0, idle_seconds=0.0)
+        self.store.leases.claim(host="h0", owner="gone", lease_seconds=0.0, idle_seconds=0.0)
 
     @rule(number=st.integers(0, 99))
     def crash_in_a_turn(self, number: int) -> None:
         """A reconciler ends after it has acted, before it has written."""
         host = sorted(SLOTS)[number % 2]
-        apply, self.store.apply = self.store.apply, lambda *_: False  # type: ignore[method-assign]
+        apply, self.store.leases.apply = self.store.leases.apply, lambda *_: False  # type: ignore[method-assign]
         try:
             self.reconcilers[host].step()
         finally:
-            self.store.apply = apply  # type: ignore[method-assign]
+            self.store.leases.apply = apply  # type: ignore[method-assign]
 
     @rule()
     def time_passes(self) -> None:
@@ -190,11 +191,11 @@ class Installation(RuleBasedStateMachine):
                 self.leave_or_return(host)
             for job in self.jobs():
                 if job.state not in TERMINAL:
-                    self.store.request(job.project_id, job.id, Verb.RESUME)
+                    self.store.jobs.request(job.project_id, job.id, Verb.RESUME)
             wait_for(self._all_ended, 60.0)
-            used = self.store.usage(first_day=0, last_day=10**6)
+            used = self.store.usage.usage(UsageQuery(first_day=0, last_day=10**6))
             assert sum(row.slot_seconds for row in used) == sum(job.slot_seconds for job in self.jobs())
-            assert all(self.store.free_slots(host, total) == list(range(total)) for host, total in SLOTS.items())
+            assert all(self.store.leases.free_slots(host, total) == list(range(total)) for host, total in SLOTS.items())
         finally:
             for reconciler in self.reconcilers.values():
                 reconciler.close()
@@ -221,11 +222,11 @@ MANY = pytest.param(200, 50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
 def test_whatever_happens_slots_and_limits_hold_and_every_accepted_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examples: int, steps: int
 ) -> None:
-    for name in ("placing.DISPLACE_SECONDS", "placing.TELL_SECONDS", "reconciler.DROP_SECONDS"):
+    for name in ("job_placement.PREEMPT_SECONDS", "job_placement.TOO_LARGE_SECONDS", "job_validation.DROP_SECONDS"):
         monkeypatch.setattr(f"ft_service.control.{name}", 0.0)
     store = new_store(tmp_path)
-    store.ensure_project(LIMITED, "local")
-    store.update_project(LIMITED, limits=vars(replace(Limits(), max_slots=MAX_SLOTS)))
+    store.projects.ensure_project(LIMITED, "local")
+    store.projects.update_project(LIMITED, limits=vars(replace(TenantLimits(), max_slots=MAX_SLOTS)))
     store.close()
     monkeypatch.setattr(Installation, "template", tmp_path / "ft.db", raising=False)
     run_state_machine_as_test(

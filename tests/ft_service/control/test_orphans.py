@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ft_service.control.orphans import find_orphans
-from ft_service.launcher.base import LaunchError, ListedAttempt, ListsAttempts
-from ft_service.launcher.fake import FakeLauncher
+from ft_service.launcher.protocol import LaunchError, ListedAttempt, ListsAttempts
 from ft_service.meters import Meters
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import add_job, new_reconciler, new_store
 
 
@@ -48,4 +48,4 @@ def test_the_reconciler_counts_them(tmp_path: Path, is_away: bool) -> None:
     reconciler.step()
     reconciler.close()
     counted = meters.registry.get_sample_value("ft_orphaned_jobs")
-    assert counted == 2 if not is_away else counted != counted, "NaN where nobody could be asked"
+    assert counted == 2 if not is_away else counted != counted, "NaN if the cluster did not answer"

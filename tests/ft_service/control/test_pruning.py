@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ft_service.control.housekeeping import free
-from ft_service.control.pruning import DAY_SECONDS, Limits, plan_pruning, remove
+from ft_service.control.pruning import DAY_SECONDS, RetentionLimits, plan_pruning, remove
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.directory import RunDir
@@ -25,7 +25,7 @@ from ft_service.store.sql import Store
 from tests.support.creating import create_job
 from tests.support.reconciling import PROJECT, new_store, spec_of
 
-ALL = Limits(runs=30, checkpoints=7, files=7, cache=7, leftovers=True)
+ALL = RetentionLimits(runs=30, checkpoints=7, files=7, cache=7, leftovers=True)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def add(store: Store, settings: Settings, job_id: str, state: State, days: float
     return run
 
 
-def pruned(settings: Settings, store: Store, limits: Limits = ALL) -> list[str]:
+def pruned(settings: Settings, store: Store, limits: RetentionLimits = ALL) -> list[str]:
     """What went, below FT_HOME."""
     planned = plan_pruning(settings, store, limits, cache=settings.home / "cache")
     for removal in planned:
@@ -74,7 +74,7 @@ def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
     add(store, settings, "ftjob-new", State.SUCCEEDED, 1)
     add(store, settings, "ftjob-week", State.FAILED, 8)
     add(store, settings, "ftjob-month", State.SUCCEEDED, 31)
-    assert pruned(settings, store, Limits()) == []
+    assert pruned(settings, store, RetentionLimits()) == []
     found = plan_pruning(settings, store, ALL)
     assert [(r.kind, r.bytes, r.job and r.job.id) for r in found if r.kind == "run"] == [("run", 20, "ftjob-month")]
     assert pruned(settings, store) == [
@@ -82,9 +82,9 @@ def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
         "runs/ftjob-week/checkpoints/step-3-a1",
         "runs/ftjob-week/checkpoints/step-6-a1",
     ]
-    assert store.is_deleted("ft:tiny:local::ftjob-month")
-    assert store.is_deleted("ft:tiny:local::ftjob-month:ckpt-step-6")
-    assert not store.is_deleted("ft:tiny:local::ftjob-week")
+    assert store.models.is_deleted("ft:tiny:local::ftjob-month")
+    assert store.models.is_deleted("ft:tiny:local::ftjob-month:ckpt-step-6")
+    assert not store.models.is_deleted("ft:tiny:local::ftjob-week")
     assert (settings.runs_dir / "ftjob-week/adapters/step-3-a1/a").exists()
     assert pruned(settings, store) == []
 
@@ -101,7 +101,7 @@ def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
 )
 def test_what_is_not_over_is_never_touched(settings: Settings, store: Store, state: State, phase: Phase | None) -> None:
     run = add(store, settings, "ftjob-1", state, 365, phase=phase)
-    store.delete_model(PROJECT, "ft:tiny:local::ftjob-1")
+    store.models.delete_model(PROJECT, "ft:tiny:local::ftjob-1")
     os.utime(run.root, (0, 0))
     assert pruned(settings, store) == []
 
@@ -110,12 +110,12 @@ def test_what_an_unfinished_job_goes_on_from_stays(settings: Settings, store: St
     of_outcome = add(store, settings, "ftjob-a", State.SUCCEEDED, 99)
     of_checkpoint = add(store, settings, "ftjob-b", State.SUCCEEDED, 99)
     for model in ("ftjob-a", "ftjob-b:ckpt-step-6"):
-        store.delete_model(PROJECT, f"ft:tiny:local::{model}")
+        store.models.delete_model(PROJECT, f"ft:tiny:local::{model}")
     for child, path in (("1", of_outcome.path("adapter")), ("2", of_checkpoint.path("adapters/step-6-a1"))):
         ref = AdapterRef(name="ft:…", job_id=path.parents[0 if path.name == "adapter" else 1].name, path=str(path))
         add(store, settings, f"ftjob-{child}", State.PAUSED, parent=ref)
-    assert pruned(settings, store, Limits(runs=30)) == []
-    gone = pruned(settings, store, Limits(checkpoints=7))
+    assert pruned(settings, store, RetentionLimits(runs=30)) == []
+    gone = pruned(settings, store, RetentionLimits(checkpoints=7))
     assert gone == [
         "runs/ftjob-a/checkpoints/step-3-a1",
         "runs/ftjob-a/checkpoints/step-6-a1",
@@ -134,17 +134,20 @@ def test_a_job_that_comes_to_need_it_between_plan_and_removal_keeps_it(settings:
 
 def test_a_deleted_models_adapter_goes_and_the_rest_stays(settings: Settings, store: Store) -> None:
     add(store, settings, "ftjob-a", State.SUCCEEDED)
-    store.delete_model(PROJECT, "ft:tiny:local::ftjob-a")
-    assert pruned(settings, store, Limits()) == ["runs/ftjob-a/adapter"]
-    store.delete_model(PROJECT, "ft:tiny:local::ftjob-a:ckpt-step-3")
-    assert pruned(settings, store, Limits()) == ["runs/ftjob-a/adapters/step-3-a1", "runs/ftjob-a/checkpoints/step-3-a1"]
+    store.models.delete_model(PROJECT, "ft:tiny:local::ftjob-a")
+    assert pruned(settings, store, RetentionLimits()) == ["runs/ftjob-a/adapter"]
+    store.models.delete_model(PROJECT, "ft:tiny:local::ftjob-a:ckpt-step-3")
+    assert pruned(settings, store, RetentionLimits()) == [
+        "runs/ftjob-a/adapters/step-3-a1",
+        "runs/ftjob-a/checkpoints/step-3-a1",
+    ]
 
 
 def add_files(settings: Settings, store: Store, *names: str) -> None:
     """Files of which all were uploaded long ago."""
     settings.files_dir.mkdir()
     for name in names:
-        store.add_file(File(id=name, project_id=PROJECT, filename=name, purpose="p", bytes=1, sha256="", created_at=0.0))
+        store.files.add_file(File(id=name, project_id=PROJECT, filename=name, purpose="p", bytes=1, sha256="", created_at=0.0))
         (settings.files_dir / name).write_bytes(b"1")
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE files SET created_at = 5")
@@ -152,21 +155,21 @@ def add_files(settings: Settings, store: Store, *names: str) -> None:
 
 def test_files_go_by_age_unless_a_job_needs_them(settings: Settings, store: Store) -> None:
     add_files(settings, store, "file-old", "file-needed")
-    store.add_file(File(id="file-new", project_id=PROJECT, filename="n", purpose="p", bytes=1, sha256="", created_at=0.0))
+    store.files.add_file(File(id="file-new", project_id=PROJECT, filename="n", purpose="p", bytes=1, sha256="", created_at=0.0))
     add(store, settings, "ftjob-1", State.PAUSED, training_file="file-needed")
     assert pruned(settings, store) == ["files/file-old"]
-    assert [file.id for file in store.list_files(PROJECT, order="asc").data] == ["file-needed", "file-new"]
-    assert (store.kept_files(), store.freeable_files()) == ({"file-needed", "file-new"}, [])
+    assert [file.id for file in store.files.list_files(PROJECT, order="asc").data] == ["file-needed", "file-new"]
+    assert (store.files.kept_files(), store.files.freeable_files()) == ({"file-needed", "file-new"}, [])
 
 
 def test_a_file_that_a_job_comes_to_need_between_plan_and_removal_keeps_its_bytes(settings: Settings, store: Store) -> None:
     add_files(settings, store, "file-old", "file-gone")
     needed, gone = sorted(plan_pruning(settings, store, ALL), key=lambda removal: removal.path.name, reverse=True)
     add(store, settings, "ftjob-1", State.QUEUED, training_file="file-old")
-    store.delete_file(PROJECT, "file-gone")
+    store.files.delete_file(PROJECT, "file-gone")
     assert [remove(removal, settings, store) for removal in (needed, gone)] == [False, False]
     assert (settings.files_dir / "file-old").exists()
-    assert store.kept_files() == {"file-old", "file-gone"}
+    assert store.files.kept_files() == {"file-old", "file-gone"}
 
 
 def test_leftovers_are_a_day_old_and_belong_to_nothing(settings: Settings, store: Store) -> None:
@@ -176,11 +179,11 @@ def test_leftovers_are_a_day_old_and_belong_to_nothing(settings: Settings, store
         path = settings.home / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
-    leftovers = Limits(leftovers=True)
+    leftovers = RetentionLimits(leftovers=True)
     assert pruned(settings, store, leftovers) == [], "they may be on their way in"
     for path in [*settings.runs_dir.rglob("*"), *settings.files_dir.rglob("*")]:
         os.utime(path, (1, 1))
-    assert pruned(settings, store, Limits()) == []
+    assert pruned(settings, store, RetentionLimits()) == []
     assert pruned(settings, store, leftovers) == ["files/.upload-x", "files/file-unknown", "runs/ftjob-unknown"]
 
 
@@ -192,7 +195,7 @@ def test_of_a_link_only_the_link_goes(settings: Settings, store: Store, tmp_path
     link = settings.runs_dir / "ftjob-linked"
     link.symlink_to(target)
     os.utime(link, (1, 1), follow_symlinks=False)
-    assert pruned(settings, store, Limits(leftovers=True)) == ["runs/ftjob-linked"]
+    assert pruned(settings, store, RetentionLimits(leftovers=True)) == ["runs/ftjob-linked"]
     assert (target / "COMPLETE").exists()
 
 
@@ -238,7 +241,7 @@ def test_tokens_go_by_age_too_and_with_their_file(settings: Settings, store: Sto
     planned = plan_pruning(settings, store, ALL, cache=settings.home / "cache", tokens=tokens)
     assert [(removal.kind, removal.path, remove(removal, settings, store)) for removal in planned] == [("cache", old, True)]
     assert list(tokens.iterdir()) == [new]
-    store.add_file(
+    store.files.add_file(
         File(id="f", project_id=PROJECT, filename="a.jsonl", purpose="fine-tune", bytes=1, sha256="12", created_at=0.0)
     )
     free(Places(settings.home), store, ["f"])
@@ -253,10 +256,27 @@ def test_a_cached_base_that_was_used_since_the_plan_stays(settings: Settings, st
     assert entry.is_dir()
 
 
+def test_descriptions_that_are_not_used_go(settings: Settings, store: Store) -> None:
+    folder = settings.home / "cache" / "descriptions"
+    folder.mkdir(parents=True)
+    for name, days in (("new.json", 1), ("old.json", 9), ("used.json", 9)):
+        (folder / name).write_text("{}")
+        used = time.time() - days * DAY_SECONDS
+        os.utime(folder / name, (used, used))
+    planned = plan_pruning(settings, store, ALL, cache=settings.home / "cache")
+    assert [(removal.kind, removal.path.name, removal.bytes) for removal in planned] == [
+        ("cache", "old.json", 2),
+        ("cache", "used.json", 2),
+    ]
+    os.utime(folder / "used.json")
+    assert [remove(removal, settings, store) for removal in planned] == [True, False]
+    assert sorted(path.name for path in folder.iterdir()) == ["new.json", "used.json"]
+
+
 def test_a_cached_base_that_was_written_anew_meanwhile_stays(
     settings: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening an entry's lock and taking it, a worker makes room of the entry and writes it anew."""
+    """Between opening an entry's lock and taking it, a worker removes the entry and writes it again."""
     entry = cache_entry(settings, "old", 9)
     (found,) = plan_pruning(settings, store, ALL, cache=settings.home / "cache")
     state = (entry / "index.json").stat()

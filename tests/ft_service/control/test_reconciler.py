@@ -10,15 +10,14 @@ import pytest
 from sqlalchemy import text
 
 from ft_service.control.checks.data_checks import Checked
-from ft_service.control.intake import SEGMENTS_PER_PASS
+from ft_service.control.ingest import SEGMENTS_PER_PASS
 from ft_service.control.reconciler import POLL_SECONDS, Reconciler
 from ft_service.data.examiner import Examiner, Tell
 from ft_service.errors import UnavailableError
 from ft_service.jobs import decisions
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Ended, Job, Phase, Running, State, Unknown
-from ft_service.jobs.verbs import Verb
-from ft_service.launcher.fake import FakeLauncher
+from ft_service.jobs.user_actions import Verb
 from ft_service.meters import Meters
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
@@ -27,8 +26,9 @@ from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import DistributedOptions, JobSpec
 from ft_service.store.records import JobChange
 from ft_service.store.sql import Store
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
 
 STOPPED = exit_of(ExitReason.STOPPED, "Training has stopped at checkpoint step-5-a1.")
@@ -115,18 +115,18 @@ def test_a_job_from_submission_to_its_result(
         "saved",
         "The job has succeeded.",
     ]
-    assert store.list_events(PROJECT, "ftjob-1").data[1].created_at == 51.0
-    [checkpoint] = store.list_checkpoints(PROJECT, "ftjob-1").data
+    assert store.jobs.list_events(PROJECT, "ftjob-1").data[1].created_at == 51.0
+    [checkpoint] = store.jobs.list_checkpoints(PROJECT, "ftjob-1").data
     assert (checkpoint.name, checkpoint.step, checkpoint.metrics) == (
         "step-1-a1",
         1,
         Metrics(step=1, total_steps=1, train_loss=2.0),
     )
     assert job.result_file is not None
-    file = store.get_file(PROJECT, job.result_file)
+    file = store.files.get_file(PROJECT, job.result_file)
     assert (file.purpose, file.bytes) == ("fine-tune-results", 22)
     assert (tmp_path / "files" / file.id).read_bytes() == b"step,train_loss\n1,2.0\n"
-    assert store.free_slots("fake", 2) == [0, 1]
+    assert store.leases.free_slots("fake", 2) == [0, 1]
 
 
 def test_the_attempt_gets_what_it_needs_to_know(
@@ -154,14 +154,14 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
     tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ft_service.control.reconciler.POLL_SECONDS", 3600.0)
-    monkeypatch.setattr("ft_service.control.reconciler.MAX_REST_SECONDS", 3600.0)
+    monkeypatch.setattr("ft_service.control.reconciler.MAX_POLL_SECONDS", 3600.0)
     reconciler, stop = new_reconciler(tmp_path, store, launcher, idle_seconds=3600.0), threading.Event()
     loop = threading.Thread(target=reconciler.run, args=(stop,))
     loop.start()
     try:
         add_job(store)
         wait_for(lambda: len(launcher.started) == 1)  # a job that is cancelled before that needs no signal
-        store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+        store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
         wait_for(lambda: get(store).signalled == get(store).generation)
     finally:
         stop.set()
@@ -226,26 +226,26 @@ def test_jobs_wait_for_slots_in_order_of_priority(store: Store, launcher: FakeLa
 def test_a_pause_is_told_once_and_ends_at_rest(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
-    store.request(PROJECT, "ftjob-1", Verb.PAUSE)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.PAUSE)
     wait_for(lambda: reconciler.step() and get(store).phase is Phase.STOPPING)
     for _ in range(3):
         reconciler.step()
     assert launcher.signals == [("ftjob-1", 1, Control(generation=2, desired=Desired.PAUSE))]
     launcher.end("ftjob-1", 1, STOPPED)
     job = step_until(reconciler, store, State.PAUSED)
-    assert (job.failures, store.free_slots("fake", 2)) == (0, [0, 1])
+    assert (job.failures, store.leases.free_slots("fake", 2)) == (0, [0, 1])
     assert messages(store)[-1] == STOPPED.message
     assert not reconciler.step()
-    store.request(PROJECT, "ftjob-1", Verb.RESUME)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.RESUME)
     assert start_running(reconciler, store, launcher, attempt=2).attempt == 2
 
 
 def test_resume_while_stopping_goes_on(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
-    store.request(PROJECT, "ftjob-1", Verb.PAUSE)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.PAUSE)
     wait_for(lambda: reconciler.step() and get(store).phase is Phase.STOPPING)
-    store.request(PROJECT, "ftjob-1", Verb.RESUME)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.RESUME)
     wait_for(lambda: reconciler.step() and len(launcher.signals) == 2)
     assert launcher.signals[-1][2] == Control(generation=3, desired=Desired.RUN)
     launcher.end("ftjob-1", 1, STOPPED)
@@ -255,17 +255,17 @@ def test_resume_while_stopping_goes_on(store: Store, launcher: FakeLauncher, rec
 def test_cancel_is_final_even_if_the_attempt_succeeds(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
-    store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     launcher.end("ftjob-1", 1, SUCCEEDED)
     job = step_until(reconciler, store)
     assert (job.state, job.reason, job.result_file) == (State.CANCELLED, Reason.USER_CANCELLED, None)
-    assert store.free_slots("fake", 2) == [0, 1]
+    assert store.leases.free_slots("fake", 2) == [0, 1]
 
 
 def test_cancel_reaches_the_attempt(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
-    store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     assert step_until(reconciler, store).state is State.CANCELLED
     assert launcher.signals == [("ftjob-1", 1, Control(generation=2, desired=Desired.CANCEL))]
 
@@ -277,11 +277,11 @@ def test_an_attempt_that_is_not_wanted_any_more_is_sealed_before_its_slots_are_f
     add_job(store)
     wait_for(lambda: reconciler.step() and get(store).state is State.RUNNING)
     assert launcher.started == []
-    store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     step_until(reconciler, store)
     assert launcher.kills == [("ftjob-1", 1, Reason.USER_CANCELLED)]
     assert launcher.started == []
-    assert store.free_slots("fake", 2) == [0, 1]
+    assert store.leases.free_slots("fake", 2) == [0, 1]
 
 
 def test_an_attempt_that_cannot_be_sealed_keeps_its_slots(
@@ -289,13 +289,13 @@ def test_an_attempt_that_cannot_be_sealed_keeps_its_slots(
 ) -> None:
     add_job(store)
     wait_for(lambda: reconciler.step() and get(store).state is State.RUNNING)
-    store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     monkeypatch.setattr(launcher, "kill", lambda attempt, reason: launcher.set("ftjob-1", 1, Running()))
     reconciler.step()
-    assert store.free_slots("fake", 2) == []
+    assert store.leases.free_slots("fake", 2) == []
     monkeypatch.undo()
     step_until(reconciler, store)
-    assert store.free_slots("fake", 2) == [0, 1]
+    assert store.leases.free_slots("fake", 2) == [0, 1]
 
 
 def test_the_slots_of_a_start_survive_a_crash_between_placing_and_launching(
@@ -312,6 +312,19 @@ def test_the_slots_of_a_start_survive_a_crash_between_placing_and_launching(
     assert launcher.started == [("ftjob-1", 1)]
 
 
+def test_slots_of_a_cluster_are_no_numbers_of_gpus(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod with one GPU would not see it in a job that holds slot 7."""
+    monkeypatch.setattr(FakeLauncher, "slots_name_gpus", False)
+    launcher = FakeLauncher()
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    add_job(store)
+    start_running(reconciler, store, launcher)
+    start = run_of(tmp_path).read("attempts/1/start.json", Start)
+    assert start is not None
+    assert start.slots == []
+    reconciler.close()
+
+
 def test_a_lost_attempt_goes_on_from_its_checkpoint_after_a_back_off(
     tmp_path: Path, store: Store, launcher: FakeLauncher, reconciler: Reconciler
 ) -> None:
@@ -322,7 +335,7 @@ def test_a_lost_attempt_goes_on_from_its_checkpoint_after_a_back_off(
     job = step_until(reconciler, store, State.QUEUED)
     assert (job.reason, job.failures, job.failed_at_step) == (Reason.SUPERVISOR_LOST, 1, 5)
     assert job.not_before > store.now() - 5
-    assert messages(store)[-1].endswith("The job goes on from step 5.")
+    assert messages(store)[-1].endswith("The job continues from step 5.")
     start_running(reconciler, store, launcher, attempt=2)
     start = run_of(tmp_path).read("attempts/2/start.json", Start)
     assert start is not None
@@ -345,11 +358,11 @@ def test_nothing_is_done_on_unknown(store: Store, launcher: FakeLauncher, reconc
 def test_a_queued_job_that_cannot_be_observed_steps_aside(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
     add_job(store, "ftjob-stuck", priority=9)
     start_running(reconciler, store, launcher, "ftjob-stuck")
-    store.request(PROJECT, "ftjob-stuck", Verb.PAUSE)
+    store.jobs.request(PROJECT, "ftjob-stuck", Verb.PAUSE)
     launcher.end("ftjob-stuck", 1, STOPPED)
     step_until(reconciler, store, State.PAUSED, job_id="ftjob-stuck")
     launcher.set("ftjob-stuck", 1, Unknown("a rank still lives"))
-    store.request(PROJECT, "ftjob-stuck", Verb.RESUME)
+    store.jobs.request(PROJECT, "ftjob-stuck", Verb.RESUME)
     add_job(store, "ftjob-1")
     start_running(reconciler, store, launcher)
     assert get(store, "ftjob-stuck").state is State.QUEUED
@@ -374,7 +387,7 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up(
     assert (job.state, job.reason, job.attempt) == (State.FAILED, Reason.LAUNCH_FAILED, 3)
     assert job.error is not None
     assert "There is no python." in job.error["message"]
-    assert store.free_slots("fake", 2) == [0, 1]
+    assert store.leases.free_slots("fake", 2) == [0, 1]
 
 
 def test_training_is_shown_once_the_first_event_is_there(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
@@ -397,7 +410,7 @@ def test_every_event_is_there_before_the_job_is_done(
     step_until(reconciler, store, State.SUCCEEDED)
     found: list[str] = []
     after = None
-    while page := store.list_events(PROJECT, "ftjob-1", limit=100, after=after).data:
+    while page := store.jobs.list_events(PROJECT, "ftjob-1", limit=100, after=after).data:
         found += [event.message for event in page]
         after = page[-1].id
     assert [message for message in reversed(found) if message.startswith("event ")] == [f"event {seq}" for seq in range(count)]
@@ -466,7 +479,7 @@ def test_the_loop_survives_a_database_that_is_away_and_wakes_early(
     tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed, stop = threading.Event(), threading.Event()
-    claim = store.claim
+    claim = store.leases.claim
 
     def away(**options: Any) -> Any:
         if not failed.is_set():
@@ -474,7 +487,7 @@ def test_the_loop_survives_a_database_that_is_away_and_wakes_early(
             raise UnavailableError("no database")
         return claim(**options)
 
-    monkeypatch.setattr(store, "claim", away)
+    monkeypatch.setattr(store.leases, "claim", away)
     reconciler = new_reconciler(tmp_path, store, launcher, idle_seconds=0.05)
     add_job(store)
     loop = threading.Thread(target=reconciler.run, args=[stop])
@@ -507,8 +520,8 @@ def test_the_loop_rests_longer_while_the_database_is_away_and_not_after_that(
         if len(rests) in (0, 1, 3):
             raise UnavailableError("no database")
 
-    monkeypatch.setattr(store, "stirred", Rest())
-    monkeypatch.setattr(store, "claim", away)
+    monkeypatch.setattr(store, "changed", Rest())
+    monkeypatch.setattr(store.leases, "claim", away)
     new_reconciler(tmp_path, store, launcher).run(stop)
     assert rests == [2 * POLL_SECONDS, 4 * POLL_SECONDS, POLL_SECONDS, 2 * POLL_SECONDS]
 
@@ -526,7 +539,7 @@ def test_a_change_of_mind_during_a_turn_is_not_overwritten(
     observe = launcher.observe
 
     def cancelling(attempt: Attempt) -> Any:
-        store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+        store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
         monkeypatch.setattr(launcher, "observe", observe)
         return Ended(SUCCEEDED)
 
@@ -541,7 +554,7 @@ def test_slots_that_were_taken_meanwhile_start_nothing(
 ) -> None:
     add_job(store, "ftjob-other")
     start_running(reconciler, store, launcher, "ftjob-other")
-    monkeypatch.setattr(store, "free_slots_of", lambda totals: {"fake": [0, 1]})  # what it was a moment ago
+    monkeypatch.setattr(store.leases, "free_slots", lambda *_: [0, 1])  # what it was a moment ago
     add_job(store, "ftjob-1")
     step_until(reconciler, store, State.QUEUED)
     launcher.report("ftjob-other", 1)
@@ -559,8 +572,8 @@ def test_a_change_that_names_no_new_attempt_writes_each_event_once(
     add_job(store)
     start_running(reconciler, store, launcher)
     write_segment(run_of(tmp_path), 1, 0, [Event(time=1.0, message="only once")])
-    real = store.apply
-    lost = store.claim(host="fake", owner="another", lease_seconds=0.0, idle_seconds=0.0)
+    real = store.leases.apply
+    lost = store.leases.claim(host="fake", owner="another", lease_seconds=0.0, idle_seconds=0.0)
     assert lost is not None
     for _ in range(3):
         reconciler.step()
@@ -572,7 +585,7 @@ def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(
     tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FT_SLOTS was lowered after it was accepted."""
-    monkeypatch.setattr("ft_service.control.placing.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("ft_service.control.job_placement.TOO_LARGE_SECONDS", 0.0)
     meters = Meters()
     reconciler = new_reconciler(tmp_path, store, launcher, meters=meters)
     add_job(store, "ftjob-large", slots=3, priority=1)
@@ -585,7 +598,7 @@ def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(
     assert sum("The job waits." in message for message in messages(store, "ftjob-large")) == 1
     assert meters.registry.get_sample_value("ft_attempts_started_total") == 1
     assert meters.registry.get_sample_value("ft_queue_wait_seconds_count") == 1
-    assert store.request(PROJECT, "ftjob-large", Verb.CANCEL).pending is None
+    assert store.jobs.request(PROJECT, "ftjob-large", Verb.CANCEL).pending is None
 
 
 def test_what_a_place_says_of_an_attempt_is_told_once_and_its_remains_are_removed(
@@ -618,7 +631,7 @@ def test_a_reason_whose_numbers_change_is_one_event(store: Store, launcher: Fake
         note = f"The cluster refuses pods: exceeded quota: gpus, used: pods={used}, limited: pods=6"
         launcher.set("ftjob-1", 1, Running(note=note, admitted=False, level="warn"))
         wait_for(lambda note=note: reconciler.step() and get(store).pending == note)
-    told = [event for event in store.list_events(PROJECT, "ftjob-1").data if "exceeded quota" in event.message]
+    told = [event for event in store.jobs.list_events(PROJECT, "ftjob-1").data if "exceeded quota" in event.message]
     assert [event.level for event in told] == ["warn"]
 
 
@@ -641,7 +654,7 @@ def test_a_place_that_is_away_is_told_counted_and_told_when_it_is_back(
     launcher.away_seconds = 0.0
     launcher.report("ftjob-1", 1)
     wait_for(lambda: reconciler.step() and get(store).pending is None)
-    told = [event for event in reversed(store.list_events(PROJECT, "ftjob-1").data) if "observed" in event.message]
+    told = [event for event in reversed(store.jobs.list_events(PROJECT, "ftjob-1").data) if "observed" in event.message]
     assert [event.level for event in told] == ["warn", "info"]
     assert told[1].message == "The job is observed again."
     assert get(store).phase is Phase.TRAINING
@@ -663,8 +676,8 @@ def test_a_failed_attempt_is_told_as_an_error(store: Store, launcher: FakeLaunch
     start_running(reconciler, store, launcher)
     launcher.end("ftjob-1", 1, exit_of(ExitReason.WORKER_ERROR, "Rank 0 failed."))
     wait_for(lambda: reconciler.step() and get(store).failures)
-    newest = store.list_events(PROJECT, "ftjob-1", limit=1).data[0]
-    assert (newest.level, newest.message.endswith("The job goes on from the beginning.")) == ("error", True)
+    newest = store.jobs.list_events(PROJECT, "ftjob-1", limit=1).data[0]
+    assert (newest.level, newest.message.endswith("The job continues from the beginning.")) == ("error", True)
 
 
 def training_since(launcher: FakeLauncher, store: Store, reconciler: Reconciler, job_id: str, seconds: float) -> Job:
@@ -687,7 +700,7 @@ def training_since(launcher: FakeLauncher, store: Store, reconciler: Reconciler,
 def test_a_higher_priority_displaces_what_has_held_its_slots_long_enough(
     tmp_path: Path, store: Store, launcher: FakeLauncher
 ) -> None:
-    reconciler = new_reconciler(tmp_path, store, launcher, displace_after=600.0)
+    reconciler = new_reconciler(tmp_path, store, launcher, preempt_after=600.0)
     add_job(store, "ftjob-low")
     start_running(reconciler, store, launcher, "ftjob-low")
     training_since(launcher, store, reconciler, "ftjob-low", 590.0)
@@ -727,31 +740,31 @@ def test_a_job_that_may_take_so_long_ends_there(tmp_path: Path, store: Store, la
     assert ended.slot_seconds >= 2 * 61.0
 
 
-class Slow:
-    """A guest that needs to be asked three times."""
+class SlowUser:
+    """A user of slots that leaves them when asked three times."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.welcomed: list[str] = []
+        self.preloaded: list[str] = []
 
-    def make_way(self, slots: Collection[int]) -> bool:
+    def release_slots(self, slots: Collection[int]) -> bool:
         self.asked.append(list(slots))
         return len(self.asked) >= 3
 
-    def welcome(self, job: Job) -> None:
-        self.welcomed.append(job.id)
+    def preload(self, job: Job) -> None:
+        self.preloaded.append(job.id)
 
 
-def test_nothing_starts_on_slots_that_a_guest_has_not_left(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
-    guest = Slow()
-    reconciler = new_reconciler(tmp_path, store, launcher, guest=guest)
+def test_no_attempt_starts_on_slots_that_are_still_in_use(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+    user = SlowUser()
+    reconciler = new_reconciler(tmp_path, store, launcher, slot_user=user)
     add_job(store)
-    while len(guest.asked) < 2:
+    while len(user.asked) < 2:
         reconciler.step()
         assert not launcher.started
     start_running(reconciler, store, launcher)
-    assert guest.asked == [[0, 1]] * 3
+    assert user.asked == [[0, 1]] * 3
     launcher.end("ftjob-1", 1, SUCCEEDED)
-    assert not guest.welcomed
+    assert not user.preloaded
     step_until(reconciler, store)
-    assert guest.welcomed == ["ftjob-1"]
+    assert user.preloaded == ["ftjob-1"]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ft_service.host import processes
-from ft_service.jobs import decisions, reasons
+from ft_service.jobs import decisions
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
-from ft_service.jobs.verbs import Verb
-from ft_service.launcher.local import LocalLauncher
+from ft_service.jobs.user_actions import Verb
+from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.store.sql import Store
@@ -55,7 +55,7 @@ def test_a_job_with_real_processes(folder: Path, store: Store, run: RunDir) -> N
     add_job(store)
     job = step_until(steps(folder, store, "event,checkpoint=3,event,succeed"), store)
     assert (job.state, job.trained_tokens) == (State.SUCCEEDED, 100)
-    assert [checkpoint.name for checkpoint in store.list_checkpoints(PROJECT, job.id).data] == ["step-3-a1"]
+    assert [checkpoint.name for checkpoint in store.jobs.list_checkpoints(PROJECT, job.id).data] == ["step-3-a1"]
     assert messages(store)[-4:] == ["step 1", "checkpoint step-3-a1", "step 3", "The job has succeeded."]
     assert starts(run, 1) == 1
 
@@ -83,7 +83,7 @@ def test_whatever_is_killed_the_next_attempt_goes_on_from_the_checkpoint(
     assert start is not None
     assert start.checkpoint == "step-3-a1"
     assert (starts(run, 1), starts(run, 2)) == (1, 1)
-    assert any(reasons.USER_TEXT[reason] in message for message in messages(store))
+    assert any(reason.text in message for message in messages(store))
     wait_for(lambda: gone(everything))
 
 
@@ -103,7 +103,7 @@ def test_a_killed_service_finds_its_attempt_again(folder: Path, store: Store, ru
         return job if job.phase is Phase.TRAINING else None
 
     wait_while_stepping(reconciler, adopted)
-    store.request(PROJECT, "ftjob-1", Verb.PAUSE)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.PAUSE)
     job = step_until(reconciler, store, State.PAUSED)
     assert (job.attempt, starts(run, 1), run.get("attempts/2/start.json")) == (1, 1, None)
     assert messages(store).count("step 1") == 1
@@ -130,20 +130,20 @@ def test_cancel_leaves_no_process(folder: Path, store: Store, run: RunDir) -> No
     reconciler = steps(folder, store, "hang")
     wait_while_stepping(reconciler, lambda: run.get("pids/1-0") and run.get("pids/1-1"))
     everything = all_processes(run)
-    assert store.request(PROJECT, "ftjob-1", Verb.CANCEL).state is State.CANCELLED
+    assert store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL).state is State.CANCELLED
     step_until(reconciler, store, State.CANCELLED)
     wait_for(lambda: gone(everything))
-    assert store.free_slots(LocalLauncher(2).host, 2) == [0, 1]
+    assert store.leases.free_slots(LocalLauncher(2).host, 2) == [0, 1]
 
 
 def test_pause_and_resume(folder: Path, store: Store, run: RunDir) -> None:
     add_job(store)
     reconciler = steps(folder, store, "checkpoint=3,wait/succeed")
     wait_while_stepping(reconciler, lambda: run.get("checkpoints/step-3-a1/COMPLETE"))
-    store.request(PROJECT, "ftjob-1", Verb.PAUSE)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.PAUSE)
     job = step_until(reconciler, store, State.PAUSED)
     assert job.failures == 0
-    store.request(PROJECT, "ftjob-1", Verb.RESUME)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.RESUME)
     assert step_until(reconciler, store).state is State.SUCCEEDED
     start = run.read("attempts/2/start.json", Start)
     assert start is not None

@@ -1,4 +1,4 @@
-"""Documents of a run directory that cannot be read: the attempt is lost, the job goes on or ends, and no slot stays taken.
+"""Documents of a run directory that cannot be read: the attempt is lost, the job continues or ends, and no slot stays taken.
 
 Every document × several kinds of what may lie in its place (tests/ft_service/rundir reads all of them), with the reconciler's
 own turns over the launcher of this host. Attempts without processes leave what a supervisor that has died leaves.
@@ -20,17 +20,17 @@ from ft_service.host.processes import ProcessIdentity
 from ft_service.jobs import decisions
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Observation, Phase, State
-from ft_service.jobs.verbs import Verb
-from ft_service.launcher.fake import FakeLauncher
-from ft_service.launcher.local import LocalLauncher
+from ft_service.jobs.user_actions import Verb
+from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Outcome, OutcomeKind, Result, Stop
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import JobSpec
 from ft_service.store.sql import Store
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import all_processes, gone, scripted, supervisor_of, wait_for
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
 from tests.support.unreadable import GARBAGE, put_garbage
 
@@ -121,7 +121,7 @@ def test_an_attempt_with_an_unreadable_document_is_lost_and_the_next_one_goes_on
         reconciler = new_reconciler(folder, store, Dying(document, kind), lease_seconds=0.2)
         job = _steps_until(reconciler, store, job_id)
         assert (job.state, job.attempt, job.trained_tokens) == (State.SUCCEEDED, 2, 7), kind
-        assert store.free_slots("here", 2) == [0, 1], kind
+        assert store.leases.free_slots("here", 2) == [0, 1], kind
         told = [message for message in messages(store, job_id) if document in message]
         empty = document == SEGMENT and kind == "empty"  # a segment without a line is none's fault
         assert len(told) == (document in TOLD and not empty), (kind, messages(store, job_id))
@@ -136,9 +136,9 @@ def test_a_job_with_an_unreadable_document_can_be_cancelled(folder: Path, store:
         _steps_until(reconciler, store, job_id, State.RUNNING)
         while not RunDir(folder / f"runs/{job_id}").has(SUPERVISOR):
             reconciler.step()
-        store.request(PROJECT, job_id, Verb.CANCEL)
+        store.jobs.request(PROJECT, job_id, Verb.CANCEL)
         job = _steps_until(reconciler, store, job_id, State.CANCELLED)
-        assert (job.phase, store.free_slots("here", 2)) == (None, [0, 1]), kind
+        assert (job.phase, store.leases.free_slots("here", 2)) == (None, [0, 1]), kind
 
 
 # With processes ------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_living_processes_are_ended_with_an_unreadable_document(folder: Path, st
     if document == "supervisor.json":  # it does not read its own
         processes.kill(supervisor)
     job = step_until(reconciler, store)
-    assert (job.state, job.attempt, store.free_slots(LocalLauncher(2).host, 2)) == (State.SUCCEEDED, 2, [0, 1])
+    assert (job.state, job.attempt, store.leases.free_slots(LocalLauncher(2).host, 2)) == (State.SUCCEEDED, 2, [0, 1])
     lost = [message for message in messages(store) if f"attempts/1/{document} cannot be read: it is not JSON." in message]
     assert len(lost) == 1
     assert "is lost" in lost[0]
@@ -180,7 +180,7 @@ def test_a_living_supervisor_that_cannot_be_named_is_asked_to_end(folder: Path, 
 
 
 class Unseen(FakeLauncher):
-    """A place that cannot be looked at, for a reason that nobody has thought of."""
+    """A place that cannot be observed, for an unforeseen reason."""
 
     error: Exception | None = None
 
@@ -207,11 +207,11 @@ def test_a_job_whose_turns_fail_says_so_once_and_can_be_cancelled(folder: Path, 
     assert len(said) == 1
     assert "RuntimeError" in said[0]
     assert "/srv" not in said[0]
-    store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     job = step_until(reconciler, store, State.CANCELLED)
-    assert (job.phase, store.free_slots("fake", 2)) == (None, [0, 1])
+    assert (job.phase, store.leases.free_slots("fake", 2)) == (None, [0, 1])
     assert launcher.kills == [("ftjob-1", 1, Reason.USER_CANCELLED)]
-    assert messages(store)[-1] == of_reconciler.LET_GO
+    assert messages(store)[-1] == of_reconciler.CANCELLED_UNOBSERVED
 
 
 def test_a_disk_without_room_is_named_by_the_job_whose_turns_fail(folder: Path, store: Store) -> None:
@@ -223,11 +223,11 @@ def test_a_disk_without_room_is_named_by_the_job_whose_turns_fail(folder: Path, 
 def test_a_storage_that_is_away_frees_nothing(folder: Path, store: Store) -> None:
     """What is away comes back, and its processes train on meanwhile."""
     reconciler, launcher = _stuck(folder, store, UnavailableError("s3://bucket cannot be used"))
-    store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+    store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     for _ in range(30):
         reconciler.step()
         time.sleep(0.011)
-    assert (get(store).phase, store.free_slots("fake", 2)) == (Phase.STOPPING, [])
+    assert (get(store).phase, store.leases.free_slots("fake", 2)) == (Phase.STOPPING, [])
     launcher.error = None
     step_until(reconciler, store, State.CANCELLED)
-    assert store.free_slots("fake", 2) == [0, 1]
+    assert store.leases.free_slots("fake", 2) == [0, 1]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ft_service.convert import Conversion, convert_file
-from ft_service.convert.convert import FORMATS, convert
+from ft_service.convert.convert import FORMATS, convert, yaml_text
 from ft_service.convert.rules import load_table
 from ft_service.convert.verdicts import Lost, NoEffect, Taken, ToDo, Verdict
 from ft_service.errors import SpecError
@@ -154,7 +154,7 @@ def test_every_option_of_a_file_is_in_what_is_printed(tmp_path: Path) -> None:
         assert name in text
     for part in (
         "reshard_after_forward: false # fsdp_config.fsdp_sharding_strategy",
-        '#   fsdp_config.fsdp_colour: "red" → no option of that name is known of Accelerate',
+        '#   fsdp_config.fsdp_colour: "red" → Accelerate has no known option of this name',
         "# No effect here:\n#   compute_environment, distributed_type, ",
     ):
         assert part in text, part
@@ -481,3 +481,40 @@ def test_a_number_of_samples_for_validation_is_no_share_of_them(tmp_path: Path) 
     found = verdicts(converted(tmp_path, {**AXOLOTL, "val_set_size": 200}))["val_set_size"]
     assert isinstance(found, ToDo)
     assert "set validation_split to the share that they are" in found.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\nb",
+        "a\nb\n",
+        "a\n\n\n",
+        "\n",
+        "\n\na",
+        "  a\n b",
+        "a \n\tb\n",
+        "a\n#b: c\n---\n...\n",
+        "a\r\nb",
+        "a\u2028\nb",
+        "\x07\n",
+        "x",
+    ],
+)
+def test_text_reads_back_as_it_was(text: str) -> None:
+    body = {"chat_template": text, "evaluation": {"prompts": text, "more": {"deep": text}}, "seed": 1}
+    assert (
+        yaml.safe_load(yaml_text(body, {"chat_template": "one", "evaluation": "two", "evaluation.more.deep": "three"})) == body
+    )
+
+
+def test_a_comment_stands_behind_its_option() -> None:
+    body = {"lora": {"r": 8, "target_modules": ["q", "v"]}, "chat_template": "a\nb"}
+    assert yaml_text(body, {"lora.r": "its", "chat_template": "text"}) == (
+        "lora:\n  r: 8 # its\n  target_modules: [q, v]\nchat_template: |2- # text\n  a\n  b\n"
+    )
+
+
+def test_long_values_stay_on_one_line() -> None:
+    body = {"name": "word " * 100, "names": ["name"] * 100}
+    assert len(yaml_text(body, {}).splitlines()) == 2
+    assert yaml.safe_load(yaml_text(body, {})) == body

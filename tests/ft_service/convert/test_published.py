@@ -120,7 +120,7 @@ ORPO: dict[str, Any] = {
     **{"bf16": True, "beta": 0.05, "learning_rate": 5.0e-6, "max_length": 2048, "max_prompt_length": 1792},
     **{"hub_model_id": "zephyr-orpo-141b-A35b", "num_train_epochs": 3, "per_device_train_batch_size": 1},
 }
-"""alignment-handbook, recipes/zephyr-141b-A35b/orpo/config_full: none of its options is ORPO's alone."""
+"""alignment-handbook, recipes/zephyr-141b-A35b/orpo/config_full: its options are not specific to ORPO."""
 ACCELERATE: dict[str, Any] = {
     **{"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP", "downcast_bf16": "no"},
     "fsdp_config": {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ft_service.data.chat_line import LineError, parse_line
-from ft_service.data.records import Chat
+from ft_service.data.sample_kinds import Conversation
 
 USER = {"role": "user", "content": "Two plus two?"}
 ANSWER = {"role": "assistant", "content": "Four."}
@@ -26,7 +26,7 @@ def line(*messages: object, **more: object) -> str:
 def test_a_conversation_becomes_messages_and_weights() -> None:
     sample = parse_line(line({"role": "developer", "content": "Be brief."}, USER, ANSWER))
 
-    assert sample == Chat(({"role": "system", "content": "Be brief."}, USER, ANSWER), (0, 0, 1))
+    assert sample == Conversation(({"role": "system", "content": "Be brief."}, USER, ANSWER), (0, 0, 1))
 
 
 def test_tools_their_calls_and_answers_become_what_templates_take() -> None:
@@ -60,7 +60,7 @@ def test_reasoning_is_what_an_assistant_thinks_before_it_answers() -> None:
         assert parse_line(line(USER, ANSWER | {"reasoning_content": none})).messages[1] == ANSWER
     with pytest.raises(LineError, match=r"messages\.1\.reasoning_content: must be a string, not a number"):
         parse_line(line(USER, ANSWER | {"reasoning_content": 4}))
-    with pytest.raises(LineError, match=r"messages\.0\.reasoning_content: can be in only assistant messages"):
+    with pytest.raises(LineError, match=r"messages\.0\.reasoning_content: is only for messages of the role assistant"):
         parse_line(line(USER | {"reasoning_content": "hm"}, ANSWER))
     with pytest.raises(LineError, match=r"messages\.1\.reasoning_content: is given too where the content has a </think>"):
         parse_line(line(USER, thinking | {"content": "<think>hm</think>Four."}))
@@ -111,7 +111,7 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line({"role": "user", "content": [{"type": "image_url"}]}), "messages.0.content.0", "no images"),
         (line(USER, {"role": "assistant", "content": "\ud83d"}), "messages.1.content", "surrogate"),
         (line(USER, ANSWER | {"tool_calls": []}), "messages.1.tool_calls", "at least one"),
-        (line(USER | {"tool_calls": []}, ANSWER), "messages.0.tool_calls", "only assistant"),
+        (line(USER | {"tool_calls": []}, ANSWER), "messages.0.tool_calls", "only for messages of the role assistant"),
         (line(USER, calling("{")), "messages.1.tool_calls.0.function.arguments", "is not JSON"),
         (line(USER, calling("[]")), "messages.1.tool_calls.0.function.arguments", "must be an object"),
         (line(USER, calling("{}") | {"function_call": {}}), "messages.1.function_call", "keep one"),

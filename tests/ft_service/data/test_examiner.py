@@ -1,4 +1,4 @@
-"""The process that reads data files: asked once for what is the same, gone with whoever started it, and no job lost with it."""
+"""The process that reads data files: it computes each result once, ends with its parent, and loses no job."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 
 from ft_service.control.checks.data_checks import LARGE_BYTES, Checked, Checks, check_data
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress
-from ft_service.data.examiner import Examiner, ExaminerLost, Known, Tell
-from ft_service.data.statistics import FileStatistics, Lines, Spread, Statistics
+from ft_service.data.examiner import Examiner, ExaminerLost, ReportCache, Tell
+from ft_service.data.statistics import DataStatistics, FileStatistics, Lines, Spread
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.host import processes
 from ft_service.jobs.states import Job, State
-from ft_service.jobs.verbs import Verb
-from ft_service.launcher.fake import FakeLauncher
+from ft_service.jobs.user_actions import Verb
 from ft_service.spec import DataFileRef
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
 
 LANES = "ft_service.control.checks.check_lanes.Examiner"
@@ -38,8 +38,6 @@ for line in sys.stdin:
 """
 READING = """
 import os, sys, time
-from ft_service.host.lifetime import die_with_parent
-die_with_parent(int(sys.argv[2]))
 calls = open(sys.argv[1], "a")
 go_on = sys.argv[1] + ".go"
 for line in sys.stdin:
@@ -120,7 +118,7 @@ def test_the_process_is_kept_and_the_same_is_asked_for_once(scripted: Scripted) 
 
 
 def test_what_is_known_is_forgotten_at_last() -> None:
-    known = Known(limit=2)
+    known = ReportCache(limit=2)
     for name in "abc":
         known.put(request(name), DataReport(1, [], 0))
     assert [known.get(request(name)) is None for name in "abc"] == [True, False, False]
@@ -251,7 +249,7 @@ def test_a_cancelled_job_ends_its_check(
     pid = scripted.first()
     reconciler.step()
     assert not is_gone(pid)
-    store.request(PROJECT, job.id, Verb.CANCEL)
+    store.jobs.request(PROJECT, job.id, Verb.CANCEL)
     wait_for(lambda: reconciler.step() or is_gone(pid))
     assert get(store).state is State.CANCELLED
     reconciler.close()
@@ -308,7 +306,7 @@ def test_of_a_check_that_takes_long_it_is_told_how_far_it_is(
         lambda known, tokens: Examiner(known, command=scripted.command(READING)),
     )
     file = FileStatistics("a.jsonl", "line", samples=1, tokens=7, targets=7, lengths=Spread(), learned=Spread(), histogram=())
-    measured = Statistics(file, None, overlap=Lines(), items=1, steps=3, trained_tokens=21, padding_saved=0.0)
+    measured = DataStatistics(file, None, overlap=Lines(), items=1, steps=3, trained_tokens=21, padding_saved=0.0)
     monkeypatch.setattr(Examiner, "measure_job", lambda *_: measured)
     reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
     add_job(store, training_data=DataFileRef(name="a.jsonl", path=str(path), sha256="a"))

@@ -10,7 +10,7 @@ import pytest
 from ft_service.data.chat_line import load_object
 from ft_service.data.line_errors import LineError
 from ft_service.data.preference_line import parse_pair
-from ft_service.data.records import Pair
+from ft_service.data.sample_kinds import Pair
 
 ASK = {"role": "user", "content": "2 + 2?"}
 GOOD = {"role": "assistant", "content": "4"}

@@ -56,7 +56,7 @@ def test_it_is_what_transformers_renders() -> None:
     identity = processes.of(pid)
     del process
     gc.collect()
-    assert not processes.is_alive(identity), "it ends with whoever used it"
+    assert not processes.is_alive(identity), "it ends with the process that used it"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_it_knows_no_secret(hostile: TemplateProcess, monkeypatch: pytest.Monkey
 
 
 def test_only_two_processes_render() -> None:
-    """Whoever else renders goes through them: nothing but their module calls transformers' functions for that."""
+    """All rendering goes through them: only their module calls transformers' functions for that."""
     root = Path(__file__).parents[3]
     sources = {path: path.read_text() for folder in ("ft_service", "api", "workers") for path in (root / folder).rglob("*.py")}
     rendering = {
@@ -114,4 +114,4 @@ def test_only_two_processes_render() -> None:
         for path, text in sources.items()
         if "tokens.tokenize import" in text and re.search(r"\b(tokenize|as_text|load_dataset|file_samples)\(", text)
     }
-    assert callers == {"ft_service/data/tokens/examine.py", "ft_service/data/tokens/show.py"}
+    assert callers == {"ft_service/data/tokens/examine.py", "ft_service/data/tokens/sample_view.py"}

@@ -18,7 +18,7 @@ USEFUL = {
 }
 WITHOUT = {
     "ft_service/host/hardware.py": "nvidia-smi, a program of the driver's",
-    "workers/output/export.py": "a child of a rank",
+    "workers/output/outcome.py": "a child of a rank",
 }
 """Modules that start a process with their own environment, and which."""
 STARTS = {"subprocess.Popen", "subprocess.run", "subprocess.check_output", "subprocess.call", "subprocess.check_call"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli.app import run
+from ft_service.cli.root_command import run
 from ft_service.host.home import create_home, openness
 from ft_service.store.sql import migrate, open_store
 

@@ -38,7 +38,7 @@ def test_a_tied_process_dies_with_its_parent() -> None:
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_go_on() -> None:
-    with python(TIED.format(1)) as orphan:  # its parent is not the one that it is told to have
+    with python(TIED.format(1)) as orphan:  # its parent is not the one that it expects
         assert orphan.wait() == -signal.SIGKILL
     with python(TIED.format("")) as child:
         assert child.stdout is not None

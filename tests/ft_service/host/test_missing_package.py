@@ -28,7 +28,7 @@ EXTRA = "Install what workers need: pip install 'ft-service[workers]'."
         ),
         (
             "ModuleNotFoundError: No module named 'sentencepiece.a'",
-            "The package sentencepiece is not installed where the workers run. Install sentencepiece beside them.",
+            "The package sentencepiece is not installed where the workers run. Install sentencepiece there.",
         ),
         (
             "ImportError: libcudart.so.12: cannot open\n  shared object file",

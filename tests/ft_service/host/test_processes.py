@@ -35,7 +35,7 @@ def test_a_zombie_is_gone(child: subprocess.Popen[bytes]) -> None:
     identity = processes.of(child.pid)
     child.kill()
     wait_for(lambda: not processes.is_alive(identity))
-    os.kill(child.pid, 0)  # it is still in the process table: nobody has reaped it
+    os.kill(child.pid, 0)  # it is still in the process table: it has not been reaped
     with pytest.raises(ProcessLookupError):
         processes.of(child.pid)
 

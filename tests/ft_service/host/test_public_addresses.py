@@ -10,7 +10,7 @@ from ft_service.host.public_addresses import EMBEDDING, NOT_PUBLIC_V4, NOT_PUBLI
 
 PUBLIC = {
     "1.1.1.1": "a public resolver",
-    "192.0.1.1": "beside the IETF's assignments",
+    "192.0.1.1": "next to the IETF's assignments",
     "172.32.0.1": "behind private use",
     "100.63.255.255": "before shared address space",
     "100.128.0.1": "behind it",

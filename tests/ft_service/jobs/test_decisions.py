@@ -22,20 +22,20 @@ from ft_service.jobs.decisions import (
     Validate,
     Wait,
     decide,
-    displaced_by,
     halted,
     launch_failed,
     placed,
+    preempted_by,
     signalled,
     validated,
 )
-from ft_service.jobs.line import LONGEST_WAIT_SECONDS, Shape, Waiting
-from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason
+from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, QueuedJob
+from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
-from ft_service.jobs.verbs import Verb, request
+from ft_service.jobs.user_actions import Verb, request
 from ft_service.rundir.documents import Desired, ErrorInfo, ExitReason
 from ft_service.spec import StoredSpec
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of
 
 NOW = 1000.0
 TOO_SILENT = SILENCE_LIMIT_SECONDS + 1
@@ -55,7 +55,7 @@ OBSERVATIONS: dict[str, Observation] = {
 }
 
 # Every job that can be (test_the_table_has_every_job_that_can_be), with every observation. Wish: `told` if the running attempt
-# knows it, `new` if not yet, `-` where that does not matter. A single word stands for all columns.
+# knows it, `new` if not yet, `-` where that does not matter. A single word applies to all columns.
 #
 #   wait, validate, place, launch, signal, kill    the actions of those names
 #   training, queued, paused, succeeded, failed    the job becomes this
@@ -248,59 +248,6 @@ def test_kill_reasons() -> None:
     assert decide(cancelled, Running(silent_seconds=TOO_SILENT), NOW) == Kill(Reason.STOP_TIMEOUT)
 
 
-REQUESTS = """
-state/phase        desired | cancel               pause             resume
-validating_files   run     | cancelled            validating_files  same
-validating_files   pause   | cancelled            same              validating_files
-queued             run     | cancelled            paused            same
-paused             pause   | cancelled            same              queued
-running/training   run     | cancelled/stopping   running/training  same
-running/stopping   pause   | cancelled/stopping   same              running/stopping
-cancelled          cancel  | same                 error             error
-succeeded          run     | error                error             error
-failed             run     | error                error             error
-"""
-
-
-@pytest.mark.parametrize("line", REQUESTS.strip().splitlines()[1:])
-@pytest.mark.parametrize(("column", "verb"), list(enumerate([Verb.CANCEL, Verb.PAUSE, Verb.RESUME])))
-def test_request(line: str, column: int, verb: Verb) -> None:
-    key, _, words = line.partition("|")
-    expected = words.split()[column]
-    state, desired = key.split()
-    job = job_of((state, desired, "told"))
-    if expected == "error":
-        with pytest.raises(SpecError, match=job.id) as caught:
-            request(job, verb, NOW)
-        assert caught.value.code == "invalid_state"
-        return
-    after = request(job, verb, NOW)
-    if expected == "same":
-        assert after == job
-        return
-    assert row_of(after)[0] == expected
-    assert after.generation == job.generation + 1
-    assert after.signalled == job.signalled
-    assert after.finished_at == (NOW if verb is Verb.CANCEL else None)
-    assert (after.reason is Reason.USER_CANCELLED) == (verb is Verb.CANCEL)
-
-
-def test_resume_forgives_earlier_failures() -> None:
-    job = new_job(state=State.PAUSED, desired=Desired.PAUSE, failures=2, not_before=NOW + 60)
-    after = request(job, Verb.RESUME, NOW)
-    assert (after.failures, after.not_before) == (0, 0.0)
-
-
-def test_only_a_paused_job_goes_on_with_another_number_of_ranks() -> None:
-    paused = new_job(state=State.PAUSED, desired=Desired.PAUSE, slots=2)
-    assert request(paused, Verb.RESUME, NOW, 3).slots == 3
-    assert request(paused, Verb.RESUME, NOW).slots == 2
-    for state in (State.QUEUED, State.RUNNING):
-        with pytest.raises(SpecError, match="only a paused job") as refused:
-            request(new_job(state=state, desired=Desired.PAUSE), Verb.RESUME, NOW, 3)
-        assert refused.value.param == "distributed.nproc_per_node"
-
-
 def test_placed_counts_attempts_and_starts_reading_events_anew() -> None:
     job = new_job(state=State.QUEUED, attempt=3, ingested=17, generation=4, signalled=2)
     after = placed(job, "host-1")
@@ -341,7 +288,7 @@ def test_failures_without_progress_end_the_job() -> None:
     delays = []
     for failure in range(1, MAX_FAILURES):
         action = ended_job(job, "worker_error")
-        assert (action.message or "").endswith("The job goes on from the beginning.")
+        assert (action.message or "").endswith("The job continues from the beginning.")
         assert (action.job.state, action.job.failures) == (State.QUEUED, failure)
         delays.append(action.job.not_before - NOW)
         job = placed(action.job, "h")
@@ -382,7 +329,7 @@ def test_a_permanent_failure_keeps_the_workers_error() -> None:
     action = ended_job(running_job(), "permanent_error", error=error)
     assert action.job.error == {
         "code": "invalid_model",
-        "message": f"{USER_TEXT[Reason.PERMANENT_ERROR]} no config.json",
+        "message": f"{Reason.PERMANENT_ERROR.text} no config.json",
         "param": "model",
     }
     assert action.job.finished_at == NOW
@@ -392,11 +339,6 @@ def test_an_attempt_that_ended_by_itself_knows_every_wish() -> None:
     """The next attempt starts under the newest wish, so nothing is left to tell."""
     job = running_job(desired=Desired.PAUSE, generation=3, signalled=2)
     assert ended_job(job, "stopped").job.signalled == 3
-
-
-@pytest.mark.parametrize("total", [RETRY, ERROR_CODE, USER_TEXT])
-def test_every_reason_has_its_retry_class_code_and_text(total: dict[Reason, object]) -> None:
-    assert set(total) == set(Reason)
 
 
 def test_a_job_that_the_cluster_keeps_waiting_says_why_until_it_has_a_place() -> None:
@@ -498,20 +440,20 @@ STOPPED = Ended(exit_of(ExitReason.STOPPED, "stopped at a checkpoint"), checkpoi
 
 
 def test_a_job_that_makes_room_stops_at_a_checkpoint_and_is_queued_again_without_a_failure() -> None:
-    head = Waiting(id="head", project="q", number=9, slots=1, priority=7)
-    job = displaced_by(training(), head)
-    assert (job.wish, job.desired, job.halt) == (Desired.PAUSE, Desired.RUN, Halt.PREEMPTED)
+    head = QueuedJob(id="head", project="q", number=9, slots=1, priority=7)
+    job = preempted_by(training(), head)
+    assert (job.effective_desired, job.desired, job.halt) == (Desired.PAUSE, Desired.RUN, Halt.PREEMPTED)
     assert "priority 7" in (job.pending or "")
     assert decide(job, Running(reported=True), NOW) == Signal()
     job = signalled(job)
     assert job.phase is Phase.STOPPING
-    assert displaced_by(job, head) == job, "once is enough"
+    assert preempted_by(job, head) == job, "once is enough"
     assert decide(job, Running(reported=True), NOW) == Wait()
     action = decide(job, STOPPED, NOW)
     assert isinstance(action, Become)
     assert action.release
     assert (action.job.state, action.job.reason, action.job.halt) == (State.QUEUED, Reason.PREEMPTED, None)
-    assert (action.job.failures, action.job.wish) == (0, Desired.RUN)
+    assert (action.job.failures, action.job.effective_desired) == (0, Desired.RUN)
     assert decide(action.job, Absent(), NOW) == Place()
 
 
@@ -520,7 +462,7 @@ def test_a_job_that_makes_room_stops_at_a_checkpoint_and_is_queued_again_without
 )
 def test_what_its_user_wants_comes_before_making_room(verb: Verb, state: State, wish: Desired) -> None:
     job = request(signalled(halted(training(), Halt.PREEMPTED)), verb, NOW)
-    assert job.wish is wish
+    assert job.effective_desired is wish
     assert decide(job, Running(reported=True), NOW) == Signal()
     action = decide(signalled(job), STOPPED, NOW)
     assert isinstance(action, Become)
@@ -531,7 +473,7 @@ def test_what_its_user_wants_comes_before_making_room(verb: Verb, state: State, 
 @pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.WAITING, Phase.STOPPING])
 def test_only_what_trains_makes_room(phase: Phase) -> None:
     job = training(phase=phase)
-    assert displaced_by(job, Waiting(id="head", project="q", number=9, slots=1, priority=7)) == job
+    assert preempted_by(job, QueuedJob(id="head", project="q", number=9, slots=1, priority=7)) == job
 
 
 def test_a_job_out_of_time_stops_at_a_checkpoint_and_has_failed() -> None:
@@ -541,7 +483,7 @@ def test_a_job_out_of_time_stops_at_a_checkpoint_and_has_failed() -> None:
     assert isinstance(action, Become)
     assert (action.job.halt, action.release) == (Halt.TIME_LIMIT, False)
     job = signalled(action.job)
-    assert decide(job, Running(reported=True), NOW + 9) == Wait(), "it is told once"
+    assert decide(job, Running(reported=True), NOW + 9) == Wait(), "it is reported once"
     for ended in (STOPPED, Ended(None)):
         over = decide(job, ended, NOW + 9)
         assert isinstance(over, Become)
@@ -561,30 +503,17 @@ def test_a_job_without_time_left_is_not_started_again() -> None:
 
 
 def test_a_job_of_any_size_waits_with_the_fewest_ranks_and_runs_with_what_it_got() -> None:
-    shapes = (Shape(2, 4), Shape(1, 4), Shape(1, 2))
+    shapes = (JobSize(2, 4), JobSize(1, 4), JobSize(1, 2))
     waits = training(state=State.QUEUED, phase=None, slots=2, nodes=1, shapes=shapes)
-    runs = placed(waits, "agents", Shape(2, 4))
-    assert (runs.slots, runs.nodes, runs.host) == (8, 2, "agents")
+    runs = placed(waits, "cluster", JobSize(2, 4))
+    assert (runs.slots, runs.nodes, runs.host) == (8, 2, "cluster")
     ended = decide(replace(runs, phase=Phase.TRAINING, left_seconds=10.0), STOPPED, NOW)
     assert isinstance(ended, Become)
     assert (ended.job.state, ended.job.slots, ended.job.nodes) == (State.QUEUED, 2, 1)
     assert ended.job.left_seconds == 40.0, "a quarter of the ranks takes four times as long"
-    fixed = placed(replace(waits, shapes=()), "h", Shape(1, 2))
+    fixed = placed(replace(waits, shapes=()), "h", JobSize(1, 2))
     assert (fixed.slots, fixed.nodes) == (2, 1)
     assert request(replace(waits, state=State.PAUSED, desired=Desired.PAUSE), Verb.RESUME, NOW, 3).shapes == ()
-
-
-def test_a_job_leaves_a_drained_host_once_and_is_no_failure() -> None:
-    job = training()
-    leaves = decide(job, Running(reported=True, leaving="Its host a is drained"), NOW)
-    assert isinstance(leaves, Become)
-    assert leaves.job.halt is Halt.DRAINED
-    assert leaves.job.wish is Desired.PAUSE
-    told = decide(leaves.job, Running(reported=True, leaving="Its host a is drained"), NOW)
-    assert isinstance(told, Signal)
-    rest = decide(replace(leaves.job, signalled=leaves.job.generation), STOPPED, NOW)
-    assert isinstance(rest, Become)
-    assert (rest.job.state, rest.job.halt, rest.job.failures) == (State.QUEUED, None, 0)
 
 
 def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
@@ -598,5 +527,5 @@ def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
     assert action.message == action.job.pending
     assert action.message is not None
     assert action.message.startswith("Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there.")
-    assert "The job goes on from step 4 in 120 seconds" in action.message
+    assert "The job continues from step 4 in 120 seconds" in action.message
     assert decide(action.job, Absent(), NOW) == Wait()

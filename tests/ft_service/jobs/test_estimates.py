@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ft_service.jobs.estimates import Effort, Measured, Paces
+from ft_service.jobs.estimates import Effort, MeasuredJob, Paces
 
 
 def effort(
@@ -11,8 +11,8 @@ def effort(
 
 def test_what_finished_jobs_took_corrects_the_plan() -> None:
     """One of three took much longer; the same base comes first."""
-    done = [Measured(effort(planned=10.0), held, held * 2) for held in (14.0, 15.0, 90.0)]
-    done += [Measured(effort("large", planned=10.0), 40.0, 80.0)]
+    done = [MeasuredJob(effort(planned=10.0), held, held * 2) for held in (14.0, 15.0, 90.0)]
+    done += [MeasuredJob(effort("large", planned=10.0), 40.0, 80.0)]
     paces = Paces(done)
     assert paces.expected_seconds(effort(planned=20.0)) == 30.0
     assert paces.expected_seconds(effort("large", planned=20.0)) == 80.0
@@ -21,7 +21,7 @@ def test_what_finished_jobs_took_corrects_the_plan() -> None:
 
 
 def test_where_no_plan_knows_the_machine_work_is_compared() -> None:
-    paces = Paces([Measured(effort(slots=2, work=100.0), 5.0, 10.0)])
+    paces = Paces([MeasuredJob(effort(slots=2, work=100.0), 5.0, 10.0)])
     assert paces.expected_seconds(effort(slots=1, work=300.0)) == 30.0
     assert paces.expected_seconds(effort(slots=3, work=300.0)) == 10.0
     assert Paces().expected_seconds(effort()) is None
@@ -29,4 +29,4 @@ def test_where_no_plan_knows_the_machine_work_is_compared() -> None:
 
 
 def test_what_a_job_measured_itself_counts_first() -> None:
-    assert Paces([Measured(effort(), 5.0, 10.0)]).expected_seconds(effort(left=7.0)) == 7.0
+    assert Paces([MeasuredJob(effort(), 5.0, 10.0)]).expected_seconds(effort(left=7.0)) == 7.0

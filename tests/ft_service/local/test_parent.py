@@ -109,5 +109,5 @@ def test_a_spec_goes_on_from_a_job_by_any_word_that_names_it(home: Settings) -> 
     parent = resolved(home, "model: mine\n").parent
     assert parent is not None
     assert parent.name == "ft:tiny:local:mine:12"
-    with pytest.raises(SpecError, match=r"'ftjob-1' means 2 jobs: give more of the id\."):
+    with pytest.raises(SpecError, match=r"'ftjob-1' matches 2 jobs: give more of the id\."):
         resolved(home, "model: ftjob-1\n")

@@ -16,6 +16,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, Start
 from ft_service.rundir.events import Event
 from ft_service.spec import DistributedOptions, JobSpec, TrainingOptions
+from ft_service.supervisor.command_line import SupervisorOptions
 from tests.support.attempts import all_processes, gone, scripted, starts, wait_for
 from tests.support.reconciling import spec_of
 
@@ -23,15 +24,21 @@ RUN_LOCAL = """
 import sys
 from pathlib import Path
 from ft_service.local.run import STOPPING, run_local
+from ft_service.supervisor.command_line import SupervisorOptions
 from tests.support.attempts import scripted
 from tests.support.reconciling import spec_of
-sys.exit(run_local(spec_of("j"), Path(sys.argv[1]), lambda event: None, worker_command=scripted(sys.argv[2])).code)
+options = SupervisorOptions(grace_seconds=60, worker_command=scripted(sys.argv[2]))
+sys.exit(run_local(spec_of("j"), Path(sys.argv[1]), lambda event: None, options=options).code)
 """
+
+
+def supervisor(script: str) -> SupervisorOptions:
+    return SupervisorOptions(grace_seconds=60, worker_command=scripted(script))
 
 
 def local(folder: Path, script: str, events: list[Event] | None = None, spec: JobSpec | None = None, **options) -> Exit:
     on_event = (events if events is not None else []).append
-    return run_local(spec or spec_of("j"), folder, on_event, worker_command=scripted(script), **options)
+    return run_local(spec or spec_of("j"), folder, on_event, options=supervisor(script), **options)
 
 
 def foreground(folder: Path, script: str) -> subprocess.Popen[bytes]:
@@ -56,7 +63,7 @@ def test_a_run_that_is_done_is_not_trained_again(folder: Path) -> None:
 
 def test_a_stopped_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(folder: Path) -> None:
     stop = threading.Event()
-    found = run_local(spec_of("j"), folder, lambda event: stop.set(), stop, worker_command=scripted("checkpoint=3,wait"))
+    found = run_local(spec_of("j"), folder, lambda event: stop.set(), stop, options=supervisor("checkpoint=3,wait"))
     assert (found.code, found.message) == (75, "Training has stopped at checkpoint step-3-a1.")
     others = DistributedOptions(nproc_per_node=4, activation_checkpointing="full", compile=True)
     budget = TrainingOptions(tokens_per_micro_batch=4096)
@@ -148,7 +155,7 @@ def test_an_error_in_the_callback_does_not_leave_training_behind(folder: Path) -
         raise RuntimeError("the terminal is gone")
 
     with pytest.raises(RuntimeError, match="the terminal is gone"):
-        run_local(spec_of("j"), folder, broken, worker_command=scripted("event,wait"))
+        run_local(spec_of("j"), folder, broken, options=supervisor("event,wait"))
     run = RunDir(folder)
     found = run.read("attempts/1/exit.json", Exit)
     assert found is not None

@@ -101,5 +101,5 @@ def test_an_unknown_model_lists_what_there_is(place: Path) -> None:
 
 def test_data_in_place_of_a_spec_are_called_so(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(SpecError, match="holds data, by its name: say which base it is for"):
+    with pytest.raises(SpecError, match="is a data file, by its name: name a base"):
         load_spec_file(tmp_path / "train.jsonl")

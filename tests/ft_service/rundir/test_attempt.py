@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ft_service.host import processes
-from ft_service.rundir.attempt import Attempt, AttemptKeys, NodeKeys
+from ft_service.rundir.attempt import Attempt, AttemptKeys
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Start, Stop
-from ft_service.supervisor.verdict import conclude
+from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude
 from tests.support.unreadable import put_garbage
 
 START = Start(job_id="ftjob-1", attempt=3, world_size=4, generation=1, checkpoint=None, nodes=2)
@@ -41,7 +41,7 @@ def test_names_on_disk() -> None:
 )
 def test_a_nodes_names_on_disk(index: int, nodes: int, folder: str, logs: str) -> None:
     keys = AttemptKeys(3).node(index, nodes)
-    assert keys == NodeKeys(folder, logs)
+    assert (keys.folder, keys.logs) == (folder, logs)
     assert [keys.supervisor, keys.exit, keys.lock] == [
         f"{folder}/supervisor.json",
         f"{folder}/exit.json",
@@ -113,6 +113,6 @@ def test_an_attempt_has_an_end_though_its_record_cannot_be_read(tmp_path: Path, 
     assert (ended.reason, of_node.reason) == (ExitReason.UNREADABLE, ExitReason.UNREADABLE)
     assert ended.message.startswith("attempts/1/exit.json cannot be read: it is no")
     assert of_node.message.startswith("attempts/1/nodes/1/exit.json cannot be read: it is no")
-    concluded = conclude(1, {}, outcome, attempt.read_result())
+    concluded = conclude(AttemptRecords(1, {}, outcome, attempt.read_result()))
     assert concluded.reason is ExitReason.UNREADABLE
     assert concluded.message.startswith("attempts/1/outcome.json cannot be read: it is no")

@@ -133,7 +133,7 @@ def test_what_a_worker_has_linked_is_not_read_for_it(tmp_path: Path) -> None:
     for key in ("adapter/key", "../secrets/key", "attempts/../../secrets/key", str(secret)):
         assert run.get(key) is None, key
     for key in ("events.jsonl", "pipe", "attempts"):
-        with pytest.raises(UnreadableDocumentError, match=f"{key} cannot be read: it is no plain file"):
+        with pytest.raises(UnreadableDocumentError, match=f"{key} cannot be read: it is not a regular file"):
             run.get(key)
     for key in ("events.jsonl", "adapter", "adapter/key", "../secrets", str(secret)):
         assert run.plain(key) is None, key

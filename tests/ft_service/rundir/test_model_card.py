@@ -7,7 +7,7 @@ import yaml
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit
-from ft_service.rundir.manifest import Manifest, spec_beside
+from ft_service.rundir.manifest import AdapterSource, Manifest, spec_beside
 from ft_service.rundir.model_card import CARD, describe_adapter, model_card
 from tests.support.run_directories import finished_run
 
@@ -41,7 +41,7 @@ def test_nothing_that_leaves_with_an_adapter_names_a_path_of_its_host(run: RunDi
     run.write(
         "attempts/1/exit.json", ended.model_copy(update={"message": f"{base}/config.json is broken; see https://a.org/b"})
     )
-    manifest = describe_adapter(run, run.path("adapter"), attempt=3, step=6, checkpoint=None, metrics=None, versions={})
+    manifest = describe_adapter(run, run.path("adapter"), AdapterSource(attempt=3, step=6, versions={}))
     assert manifest.history[0].message == "…/config.json is broken; see https://a.org/b"
     for path in run.path("adapter").iterdir():
         assert str(run.root.parent).encode() not in path.read_bytes()

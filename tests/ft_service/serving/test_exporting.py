@@ -56,7 +56,7 @@ def stopped(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -
 
 
 def told(store: Store, job: Job) -> list[str]:
-    return [event.message for event in store.list_events(PROJECT, job.id).data if "xported" in event.message]
+    return [event.message for event in store.jobs.list_events(PROJECT, job.id).data if "xported" in event.message]
 
 
 def test_what_is_asked_for_is_made_once_and_told(store: Store, settings: Settings, job: Job) -> None:
@@ -104,7 +104,6 @@ def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
     monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", says))
     with pytest.raises(SpecError, match="too large"):
         exporting.by_process(adapter, tmp_path / "out", GGUF, threading.Event())
-    monkeypatch.setattr(exporting, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", "import time; time.sleep(60)"))
     stop = threading.Event()
     stop.set()
@@ -115,10 +114,10 @@ def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
 def test_an_export_whose_process_is_killed_is_made_anew_and_nothing_half_done_stays(
     store: Store, settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process fills a folder beside `out`, as workers.output.export does, and is killed in the middle of it."""
+    """The process fills a folder next to `out`, as workers.output.outcome does, and is killed in the middle of it."""
     program = """
 import json, os, pathlib, signal, sys
-out = pathlib.Path(sys.argv[3])
+out = pathlib.Path(sys.argv[2])
 beside, tries = out.with_name(out.name + ".tmp"), out.parent / "tries"
 beside.mkdir(exist_ok=True)
 tries.open("a").write("x")

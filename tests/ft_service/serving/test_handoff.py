@@ -54,7 +54,7 @@ def succeeded(store: Store, home: Path, *, r: int = 8, probes: bool = True) -> J
     if probes:
         document = Probes(step=1, probes=[Probe(tokens=TOKENS, tuned=TUNED, base=BASE)] * 4)
         run.put(PROBES, document.model_dump_json().encode())
-    return store.get_job(PROJECT, job.id)
+    return store.jobs.get_job(PROJECT, job.id)
 
 
 def store_state(store: Store, job: Job) -> None:
@@ -63,7 +63,7 @@ def store_state(store: Store, job: Job) -> None:
 
 
 def told(store: Store, job: Job) -> list[str]:
-    events = store.list_events(PROJECT, job.id, limit=50).data
+    events = store.jobs.list_events(PROJECT, job.id, limit=50).data
     return [event.message for event in reversed(events) if "erved" in event.message or "server" in event.message]
 
 
@@ -86,7 +86,7 @@ def test_a_tuned_model_is_published_loaded_by_all_and_verified_once(
     assert name in replicas[0].loaded
     assert len(told(store, job)) == 1
 
-    store.delete_model(PROJECT, name)
+    store.models.delete_model(PROJECT, name)
     handoff.look()
     assert not any(vllm.loaded for vllm in replicas)
     assert not (tmp_path / "served" / name).exists()

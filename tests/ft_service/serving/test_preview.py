@@ -18,10 +18,10 @@ import pytest
 from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, State
-from ft_service.launcher.local import host_id
+from ft_service.launcher.local_launcher import host_id
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import preview as preview_module
-from ft_service.serving.preview import Preview
+from ft_service.serving.preview import Preview, PreviewModel
 from ft_service.serving.preview_process import PreviewProcess, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     url = f"sqlite:///{tmp_path / 'ft.db'}"
     migrate(url)
     opened = open_store(url)
-    opened.ensure_project(PROJECT, "local")
+    opened.projects.ensure_project(PROJECT, "local")
     yield opened
     opened.close()
 
@@ -84,7 +84,7 @@ class Answer:
     ) -> None:
         self._parts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         order = {"messages": [{"role": "user", "content": wanted}], "adapter": adapter}
-        self.ticket = preview.submit(base, precision, order, self._parts.put, job, beside=beside)
+        self.ticket = preview.submit(PreviewModel(base, precision, job), order, self._parts.put, on_processor=beside)
 
     def part(self, kind: str) -> dict[str, Any]:
         while (part := self._parts.get(timeout=30))["kind"] != kind:
@@ -114,7 +114,7 @@ def succeeded(store: Store, home: Path, tuned: Sequence[float] = (-1.0, -1.0), b
 
 
 def told(store: Store, job: Job) -> list[str]:
-    return [event.message for event in store.list_events(PROJECT, job.id, limit=50).data if "preview" in event.message]
+    return [event.message for event in store.jobs.list_events(PROJECT, job.id, limit=50).data if "preview" in event.message]
 
 
 def alive(pid: int | None) -> bool:
@@ -165,7 +165,7 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
     assert Answer(preview, "loads").text() == "1"
     pid = preview.pid
     job = succeeded(store, tmp_path)
-    preview.welcome(job)
+    preview.preload(job)
     wait_for(lambda: told(store, job) != [], 30)
     (message,) = told(store, job)
     assert message.startswith("In the preview: served, verified: 1 prompts")
@@ -179,13 +179,13 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
 def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tmp_path: Path) -> None:
     preview = make(preview_idle_seconds=0.2)
     job = succeeded(store, tmp_path)
-    preview.welcome(job)
+    preview.preload(job)
     time.sleep(0.5)
     assert preview.pid is None
     Answer(preview, base="/b").text()
     wait_for(lambda: preview.pid is None, 30)
     time.sleep(0.2)
-    preview.welcome(job)
+    preview.preload(job)
     time.sleep(0.5)
     assert preview.pid is None
 
@@ -194,8 +194,8 @@ def test_the_preview_comes_back_to_who_tried_models_before_the_job(make: Make, s
     preview = make()
     Answer(preview).text()
     first = preview.pid
-    wait_for(lambda: preview.make_way([0, 1]), 30)
-    preview.welcome(succeeded(store, tmp_path))
+    wait_for(lambda: preview.release_slots([0, 1]), 30)
+    preview.preload(succeeded(store, tmp_path))
     wait_for(lambda: preview.pid is not None, 30)
     assert preview.pid != first
     assert Answer(preview, "loads", precision=NF4, adapter="/x").text() == "1"
@@ -207,7 +207,7 @@ def test_another_base_that_is_being_asked_is_left_alone(
     preview = make()
     Answer(preview, base="/b").text()
     job = succeeded(store, tmp_path)
-    preview.welcome(job)
+    preview.preload(job)
     time.sleep(0.5)
     assert Answer(preview, "loads", base="/b").text() == "1"
     monkeypatch.setattr(preview_module, "REST_SECONDS", 0.0)
@@ -252,7 +252,7 @@ def test_a_base_that_cannot_be_loaded_says_why(make: Make) -> None:
     error = Answer(preview, base="/bad").error()
     assert isinstance(error, SpecError)
     assert (error.message, error.code) == ("no such base", "model_not_served")
-    assert Answer(preview, "loads").text() == "2", "it goes on with another base"
+    assert Answer(preview, "loads").text() == "2", "it continues with another base"
 
 
 def test_a_process_that_cannot_be_started_costs_one_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +293,14 @@ def test_beside_training_the_processor_answers_whoever_asks_for_that(
     assert pid is not None
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19, "training comes first"
     assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
-    assert preview.make_way([0, 1]), "it is in nobody's way"
+    assert preview.release_slots([0, 1]), "it does not hold the slots"
     assert Answer(preview, base=base, precision=NF4, beside=True).text() == "tiny nf4 None"
     assert preview.pid == pid
     preview.cancel(hanging.ticket)
-    claimed = store.claim(host=host_id(), owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    claimed = store.leases.claim(host=host_id(), owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claimed is not None
     assert claimed.job.id == job.id
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.CANCELLED), release_slots=True))
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.CANCELLED), release_slots=True))
     wait_for(lambda: not alive(pid), 30)
     assert Answer(preview, base=base, precision=NF4, beside=True).text() == "tiny nf4 None"
     assert os.getpriority(os.PRIO_PROCESS, preview.pid or 0) == os.getpriority(os.PRIO_PROCESS, 0), "it has a slot of its own"
@@ -315,7 +315,7 @@ def test_beside_training_no_base_takes_more_than_half_of_the_free_memory(
     monkeypatch.setattr(preview_module, "available_memory", lambda: 100_000)
     error = Answer(preview, base=base, beside=True).error()
     assert isinstance(error, UnavailableError)
-    assert "beside training it may take 48.83 KiB, half of what is free" in error.message
+    assert "during training it may take 48.83 KiB, half of what is free" in error.message
     assert preview.pid is None
 
 
@@ -325,11 +325,11 @@ def test_a_job_gets_its_slots(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
     hanging = Answer(preview, "hang")
     hanging.part("begun")
     pid = preview.pid
-    assert preview.make_way([0]), "it is on the other one"
-    assert not preview.make_way([0, 1])
+    assert preview.release_slots([0]), "it is on the other one"
+    assert not preview.release_slots([0, 1])
     with pytest.raises(UnavailableError, match="made way for a training job"):
         Answer(preview)
-    wait_for(lambda: preview.make_way([0, 1]), 30)
+    wait_for(lambda: preview.release_slots([0, 1]), 30)
     assert not alive(pid)
     assert "made way" in hanging.error().message
 
@@ -355,7 +355,7 @@ def test_a_process_that_reads_nothing_holds_up_neither_those_who_ask_nor_trainin
     try:
         for _ in range(4):
             process.ask(Ticket(None, "/a", {"adapter": None, "text": "x" * 2**20}, lambda _: None, None, "p"))
-        process.be_modest()
+        process.reduce_threads()
     finally:
         process.end()
 
@@ -366,9 +366,8 @@ def test_one_project_does_not_take_all_places(make: Make, monkeypatch: pytest.Mo
     preview = make()
 
     def ask(project: str) -> Ticket:
-        return preview.submit(
-            "/a", None, {"messages": [{"content": "slow"}], "adapter": None}, lambda _: None, project_id=project
-        )
+        order = {"messages": [{"content": "slow"}], "adapter": None}
+        return preview.submit(PreviewModel("/a"), order, lambda _: None, project_id=project)
 
     monkeypatch.setattr(preview, "_load_next", lambda: None)  # all wait
     tickets = [ask("rival"), ask("rival")]

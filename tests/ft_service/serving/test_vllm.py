@@ -129,7 +129,7 @@ def logprobs(model: Any, tokens: list[int]) -> list[float]:
 
 
 def told(store: Store, job: Job) -> list[str]:
-    events = store.list_events(PROJECT, job.id, limit=50).data
+    events = store.jobs.list_events(PROJECT, job.id, limit=50).data
     return [event.message for event in events if "erved" in event.message or "server" in event.message]
 
 
@@ -157,7 +157,7 @@ def test_vllm_answers_as_the_trainer_and_it_is_said_with_both_distances(
     assert len(told(store, plain)) == 1
     ours = {str(job.tuned_name) for job in (plain, with_patterns, another)}
     for name in ours:
-        store.delete_model(PROJECT, name)
+        store.models.delete_model(PROJECT, name)
     handoff.look()
     assert not ours & server.models()
     server.close()

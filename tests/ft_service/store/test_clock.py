@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 
 from ft_service.control.webhook_delivery import TRY_SECONDS, retry_after
-from ft_service.errors import ConflictError
 from ft_service.ids import new_id
 from ft_service.jobs.estimates import Paces
 from ft_service.jobs.forecast import forecast
-from ft_service.jobs.line import LONGEST_WAIT_SECONDS
+from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS
 from ft_service.jobs.states import Phase, State
-from ft_service.jobs.verbs import Verb
-from ft_service.store.fleet.hosts import HostRow
+from ft_service.jobs.user_actions import Verb
 from ft_service.store.records import JobChange, WebhookEndpoint
-from ft_service.store.tenants.rates import MINUTE
+from ft_service.store.tenants.request_buckets import MINUTE
 from ft_service.store.webhooks import longest_wait
 from tests.support.creating import create_job
 from tests.support.databases import set_clock
@@ -26,7 +24,7 @@ HOURS = pytest.mark.parametrize("hours", [-2, 2])
 
 
 def look(store, idle_seconds=0.5):
-    return store.claim(host="h1", owner="test", lease_seconds=60.0, idle_seconds=idle_seconds)
+    return store.leases.claim(host="h1", owner="test", lease_seconds=60.0, idle_seconds=idle_seconds)
 
 
 def looked_at(store, job_id: str) -> None:
@@ -34,7 +32,7 @@ def looked_at(store, job_id: str) -> None:
     found = look(store)
     assert found is not None
     assert found.job.id == job_id
-    assert store.apply(found, JobChange(job=found.job))
+    assert store.leases.apply(found, JobChange(job=found.job))
 
 
 @HOURS
@@ -60,7 +58,7 @@ def test_a_job_from_before_the_clock_went_back_is_not_kept_waiting_by_those_sinc
 def test_a_job_that_is_left_alone_for_a_moment_is(store):
     create_job(store, new_job(state=State.VALIDATING))
     found = claim(store)
-    assert store.apply(found, JobChange(job=found.job, rest_seconds=5.0))
+    assert store.leases.apply(found, JobChange(job=found.job, rest_seconds=5.0))
     assert look(store, idle_seconds=0.0) is None
 
 
@@ -84,10 +82,10 @@ def test_a_back_off_is_over(store, hours):
 def test_a_forecast_counts_a_back_off_from_before_as_over(store):
     job = create_job(store, new_job(state=State.QUEUED, not_before=store.now() + 60))
     set_clock(store, -7200)
-    (waiting,) = store.whole_line(Paces()).waiting
+    (waiting,) = store.queue.snapshot(Paces()).waiting
     assert waiting.id == job.id
-    store.tell_host("h1", 8)
-    assert "next attempt" not in forecast(store.whole_line(Paces()))[job.id].reason
+    store.queue.announce_host("h1", 8)
+    assert "next attempt" not in forecast(store.queue.snapshot(Paces()))[job.id].reason
 
 
 @HOURS
@@ -97,25 +95,25 @@ def test_slots_are_given_back_and_use_is_no_less_than_nothing(store, hours):
     set_clock(store, hours * 3600)
     found = claim(store)
     ended = replace(found.job, state=State.SUCCEEDED, phase=None, finished_at=found.now)
-    assert store.apply(found, JobChange(job=ended, release_slots=True))
-    assert store.held_slots(job.id) == {}
-    assert store.get_job(PROJECT, job.id).held_seconds >= 0
+    assert store.leases.apply(found, JobChange(job=ended, release_slots=True))
+    assert store.leases.held_slots(job.id) == []
+    assert store.jobs.get_job(PROJECT, job.id).held_seconds >= 0
 
 
 @HOURS
 def test_a_delivery_is_made(store, hours):
-    store.add_webhook(
+    store.webhooks.add_webhook(
         WebhookEndpoint(
             id=new_id("we_"), project_id=PROJECT, name="n", url="https://x", event_types=["fine_tuning.job.cancelled"]
         )
     )
     job = create_job(store, new_job(state=State.QUEUED))
-    store.request(PROJECT, job.id, Verb.CANCEL)
-    (first,) = store.claim_deliveries(limit=10, lease_seconds=60.0)
-    store.settle_delivery(first, error="away", retry_seconds=5.0)
-    assert store.claim_deliveries(limit=10, lease_seconds=60.0) == []
+    store.jobs.request(PROJECT, job.id, Verb.CANCEL)
+    (first,) = store.webhooks.claim_deliveries(limit=10, lease_seconds=60.0)
+    store.webhooks.settle_delivery(first, error="away", retry_seconds=5.0)
+    assert store.webhooks.claim_deliveries(limit=10, lease_seconds=60.0) == []
     set_clock(store, hours * 3600)
-    assert len(store.claim_deliveries(limit=10, lease_seconds=60.0)) == 1
+    assert len(store.webhooks.claim_deliveries(limit=10, lease_seconds=60.0)) == 1
 
 
 def test_no_delivery_waits_longer_than_the_store_believes():
@@ -127,28 +125,16 @@ def test_no_delivery_waits_longer_than_the_store_believes():
 def test_metrics_are_sent_on(store, hours):
     request = {"model": "tiny", "integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}
     create_job(store, new_job(state=State.RUNNING, attempt=1, request=request))
-    assert len(store.claim_integrations("gone", lease_seconds=120.0)) == 1
-    assert store.claim_integrations("other", lease_seconds=120.0) == []
+    assert len(store.integrations.claim_integrations("gone", lease_seconds=120.0)) == 1
+    assert store.integrations.claim_integrations("other", lease_seconds=120.0) == []
     set_clock(store, hours * 3600)
-    assert len(store.claim_integrations("other", lease_seconds=120.0)) == 1
+    assert len(store.integrations.claim_integrations("other", lease_seconds=120.0)) == 1
 
 
 @HOURS
 def test_a_bucket_of_requests_is_full_again_after_a_minute_at_most(store, hours):
     if not store.is_shared:
         pytest.skip("one server keeps its buckets by its own clock")
-    assert store.draw_requests(PROJECT, 60, 30, 0).taken == 30
+    assert store.request_buckets.draw_requests(PROJECT, 60, 30, 0).taken == 30
     set_clock(store, hours * 3600)
-    assert store.draw_requests(PROJECT, 60, 1, 0).full_after <= MINUTE
-
-
-@HOURS
-def test_an_agent_joins_for_a_host_that_was_heard_before(store, hours):
-    host = HostRow(host="a", slots=2, address="", kind="cpu", gpus=0, memory=None)
-    store.join_host(host, 30.0)
-    with pytest.raises(ConflictError):
-        store.join_host(host, 30.0)
-    set_clock(store, hours * 3600)
-    assert store.list_hosts()[0].silent_seconds > 3600
-    store.join_host(host, 30.0)
-    assert store.list_hosts()[0].silent_seconds < 60
+    assert store.request_buckets.draw_requests(PROJECT, 60, 1, 0).full_after <= MINUTE

@@ -64,7 +64,7 @@ def test_a_database_that_is_away_is_unavailable():
         with pytest.raises(UnavailableError) as caught:
             store.check()
         with pytest.raises(UnavailableError):
-            store.find_files(["file-a"])  # past SQLAlchemy
+            store.files.find_files(["file-a"])  # past SQLAlchemy
     assert "secret" not in str(caught.value)
     store.close()
 
@@ -73,9 +73,9 @@ def test_a_file_that_is_no_database_is_unavailable(tmp_path):
     (tmp_path / "ft.db").write_bytes(b"no database at all" * 100)
     store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
     with pytest.raises(UnavailableError):
-        store.authenticate("ft-secret")
+        store.keys.authenticate("ft-secret")
     with pytest.raises(UnavailableError):
-        store.find_files(["file-a"])
+        store.files.find_files(["file-a"])
     store.close()
 
 

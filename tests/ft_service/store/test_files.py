@@ -13,100 +13,104 @@ from tests.support.records import OTHER, PROJECT, claim, new_file, new_job
 
 def test_a_file_is_stored_with_the_databases_time(store):
     before = store.now()
-    file = store.add_file(new_file(created_at=1.0))
+    file = store.files.add_file(new_file(created_at=1.0))
     assert before <= file.created_at <= store.now()
-    assert store.get_file(PROJECT, file.id) == file
+    assert store.files.get_file(PROJECT, file.id) == file
     assert file.bytes == 3_000_000_000
     with pytest.raises(ConflictError):
-        store.add_file(file)
+        store.files.add_file(file)
 
 
 def test_files_are_found_by_their_ids_whosever_they_are(store):
-    mine, theirs, gone, over = (store.add_file(new_file(project_id=who)) for who in (PROJECT, OTHER, PROJECT, PROJECT))
-    store.delete_file(PROJECT, gone.id)
-    expired = store.add_file(new_file(), seconds=0)
+    mine, theirs, gone, over = (store.files.add_file(new_file(project_id=who)) for who in (PROJECT, OTHER, PROJECT, PROJECT))
+    store.files.delete_file(PROJECT, gone.id)
+    expired = store.files.add_file(new_file(), seconds=0)
     asked = {mine.id, theirs.id, gone.id, expired.id, "file-unknown", "file-\x00"}
-    assert store.find_files(asked) == {mine.id: mine, theirs.id: theirs}
-    assert store.find_files({over.id}) == {over.id: store.get_file(PROJECT, over.id)}
-    assert store.find_files(()) == {}
+    assert store.files.find_files(asked) == {mine.id: mine, theirs.id: theirs}
+    assert store.files.find_files({over.id}) == {over.id: store.files.get_file(PROJECT, over.id)}
+    assert store.files.find_files(()) == {}
 
 
 def test_pages_in_both_orders(store):
-    ids = [store.add_file(new_file(purpose=purpose)).id for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")]
-    store.add_file(new_file(project_id=OTHER))
+    ids = [store.files.add_file(new_file(purpose=purpose)).id for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")]
+    store.files.add_file(new_file(project_id=OTHER))
 
-    newest = store.list_files(PROJECT, limit=3)
+    newest = store.files.list_files(PROJECT, limit=3)
     assert [file.id for file in newest.data] == ids[:0:-1]
     assert newest.has_more
-    rest = store.list_files(PROJECT, limit=3, after=newest.data[-1].id)
+    rest = store.files.list_files(PROJECT, limit=3, after=newest.data[-1].id)
     assert ([file.id for file in rest.data], rest.has_more) == (ids[:1], False)
 
-    assert [file.id for file in store.list_files(PROJECT, order="asc", after=ids[1]).data] == ids[2:]
-    assert [file.id for file in store.list_files(PROJECT, order="asc", purpose="fine-tune").data] == [ids[0], *ids[2:]]
+    assert [file.id for file in store.files.list_files(PROJECT, order="asc", after=ids[1]).data] == ids[2:]
+    assert [file.id for file in store.files.list_files(PROJECT, order="asc", purpose="fine-tune").data] == [ids[0], *ids[2:]]
 
 
 def test_an_unknown_cursor_names_the_parameter(store):
-    theirs = store.add_file(new_file(project_id=OTHER))
+    theirs = store.files.add_file(new_file(project_id=OTHER))
     for after in ("file-nowhere", theirs.id, "\x00"):
         with pytest.raises(SpecError) as caught:
-            store.list_files(PROJECT, after=after)
+            store.files.list_files(PROJECT, after=after)
         assert caught.value.param == "after"
 
 
 def test_deleting_hides(store):
-    file, other = store.add_file(new_file()), store.add_file(new_file())
+    file, other = store.files.add_file(new_file()), store.files.add_file(new_file())
     with pytest.raises(NotFoundError):
-        store.delete_file(OTHER, file.id)
-    assert store.delete_file(PROJECT, file.id) is True
+        store.files.delete_file(OTHER, file.id)
+    assert store.files.delete_file(PROJECT, file.id) is True
     with pytest.raises(NotFoundError):
-        store.get_file(PROJECT, file.id)
+        store.files.get_file(PROJECT, file.id)
     with pytest.raises(NotFoundError):
-        store.delete_file(PROJECT, file.id)
-    assert store.list_files(PROJECT).data == [other]
-    # whoever deletes what a page lists can still ask for the next page
-    assert store.list_files(PROJECT, order="asc", after=file.id).data == [other]
+        store.files.delete_file(PROJECT, file.id)
+    assert store.files.list_files(PROJECT).data == [other]
+    # a client that deletes the files of a page can still ask for the next page
+    assert store.files.list_files(PROJECT, order="asc", after=file.id).data == [other]
 
 
 @pytest.mark.parametrize("field", ["training_file", "validation_file"])
 def test_the_bytes_stay_while_a_job_needs_them(store, field):
-    first, second = store.add_file(new_file()), store.add_file(new_file())
+    first, second = store.files.add_file(new_file()), store.files.add_file(new_file())
     create_job(store, new_job(request={"training_file": "file-x", field: first.id}))
-    assert store.delete_file(PROJECT, first.id) is False
+    assert store.files.delete_file(PROJECT, first.id) is False
 
     ended = create_job(store, new_job(id="ftjob-ended", request={"training_file": "file-x", field: second.id}))
     claims = [claim(store), claim(store)]
     mine = next(c for c in claims if c.job.id == ended.id)
-    assert store.apply(mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
-    assert store.get_job(PROJECT, ended.id).state is State.FAILED
-    assert store.delete_file(PROJECT, second.id) is True
+    assert store.leases.apply(mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
+    assert store.jobs.get_job(PROJECT, ended.id).state is State.FAILED
+    assert store.files.delete_file(PROJECT, second.id) is True
 
 
 def test_a_file_without_a_job_that_needs_it_is_freed_once(store):
-    kept, deleted, needed = store.add_file(new_file(), seconds=3600), store.add_file(new_file()), store.add_file(new_file())
-    other = store.add_file(new_file(project_id=OTHER, id=f"{needed.id}x"))
+    kept, deleted, needed = (
+        store.files.add_file(new_file(), seconds=3600),
+        store.files.add_file(new_file()),
+        store.files.add_file(new_file()),
+    )
+    other = store.files.add_file(new_file(project_id=OTHER, id=f"{needed.id}x"))
     assert kept.expires_at == kept.created_at + 3600
     create_job(store, new_job(request={"training_file": needed.id}))
     for file in (deleted, needed, other):
-        store.delete_file(file.project_id, file.id)
+        store.files.delete_file(file.project_id, file.id)
 
-    assert store.freeable_files() == [deleted.id, other.id]
-    assert store.freeable_files(1) == [deleted.id]
-    store.mark_freed([deleted.id, other.id])
-    assert store.freeable_files() == []
+    assert store.files.freeable_files() == [deleted.id, other.id]
+    assert store.files.freeable_files(1) == [deleted.id]
+    store.files.mark_freed([deleted.id, other.id])
+    assert store.files.freeable_files() == []
 
 
 def test_an_expired_file_is_hidden_and_freeable(store):
-    file = store.add_file(new_file(), seconds=0)
+    file = store.files.add_file(new_file(), seconds=0)
     with pytest.raises(NotFoundError):
-        store.get_file(PROJECT, file.id)
+        store.files.get_file(PROJECT, file.id)
     with pytest.raises(NotFoundError):
-        store.delete_file(PROJECT, file.id)
-    assert store.list_files(PROJECT).data == []
-    assert store.freeable_files() == [file.id]
+        store.files.delete_file(PROJECT, file.id)
+    assert store.files.list_files(PROJECT).data == []
+    assert store.files.freeable_files() == [file.id]
 
 
 def test_text_that_a_database_cannot_hold_is_made_storable(store):
-    file = store.add_file(new_file(filename="a\x00b\ud800c"))
+    file = store.files.add_file(new_file(filename="a\x00b\ud800c"))
     assert file.filename == "a\ufffdb?c"
     with pytest.raises(NotFoundError):
-        store.get_file(PROJECT, "file-\x00")
+        store.files.get_file(PROJECT, "file-\x00")

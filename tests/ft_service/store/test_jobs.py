@@ -8,10 +8,10 @@ import pytest
 
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.jobs.line import Shape
+from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Halt, Job, Phase, State
-from ft_service.jobs.verbs import Verb
+from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
 from ft_service.store.records import JobChange, NewEvent, NewJob
@@ -28,7 +28,7 @@ def test_every_field_comes_back(store):
         signalled=3,
         priority=-4,
         slots=5,
-        shapes=(Shape(2, 8), Shape(1, 5)),
+        shapes=(JobSize(2, 8), JobSize(1, 5)),
         host="h",
         attempt=6,
         failures=7,
@@ -54,7 +54,6 @@ def test_every_field_comes_back(store):
         slot_seconds=18.5,
         seen_tokens=19,
         nodes=2,
-        memory=2**36,
         sweep_id="sweep-1",
         sweep_values={"lora.r": 8},
         sweep_course={"rungs": {}},
@@ -65,41 +64,41 @@ def test_every_field_comes_back(store):
     created = create_job(store, job)
     assert before <= created.created_at <= store.now()
     assert created == replace(job, created_at=created.created_at)
-    assert store.get_job(PROJECT, job.id) == created
+    assert store.jobs.get_job(PROJECT, job.id) == created
     assert not [f.name for f in fields(Job) if getattr(created, f.name) is None], "a field this test does not exercise"
 
 
 def test_jobs_are_stored_together_or_not_at_all(store):
     told = NewEvent(level="warn", message="Plan: \x00")
-    first, second = store.create_jobs(
+    first, second = store.jobs.create_jobs(
         [NewJob(new_job(request={"metadata": {"team": "a"}}), [told]), NewJob(new_job(request={}))]
     )
-    assert [job.id for job in store.list_jobs(PROJECT).data] == [second.id, first.id]
-    assert [event.message for event in store.list_events(PROJECT, first.id).data] == [
+    assert [job.id for job in store.jobs.list_jobs(PROJECT).data] == [second.id, first.id]
+    assert [event.message for event in store.jobs.list_events(PROJECT, first.id).data] == [
         "Plan: \ufffd",
         f"Created fine-tuning job: {first.id}",
     ]
-    assert [job.id for job in store.list_jobs(PROJECT, metadata={"team": "a"}).data] == [first.id]
+    assert [job.id for job in store.jobs.list_jobs(PROJECT, metadata={"team": "a"}).data] == [first.id]
     with pytest.raises(ConflictError):
-        store.create_jobs([NewJob(new_job()), NewJob(first)])
-    assert len(store.list_jobs(PROJECT).data) == 2
-    assert create_job(store, new_job()).created_at >= second.created_at, "what was undone is in nobody's way"
+        store.jobs.create_jobs([NewJob(new_job()), NewJob(first)])
+    assert len(store.jobs.list_jobs(PROJECT).data) == 2
+    assert create_job(store, new_job()).created_at >= second.created_at, "an undone transaction has no effect"
 
 
 def test_creation_is_the_first_event(store):
     job = create_job(store, new_job())
-    (event,) = store.list_events(PROJECT, job.id).data
+    (event,) = store.jobs.list_events(PROJECT, job.id).data
     assert event.message == f"Created fine-tuning job: {job.id}"
     assert (event.level, event.created_at, event.job_id) == ("info", job.created_at, job.id)
     with pytest.raises(ConflictError):
         create_job(store, job)
-    assert len(store.list_events(PROJECT, job.id).data) == 1
+    assert len(store.jobs.list_events(PROJECT, job.id).data) == 1
 
 
 def test_what_is_told_at_creation_follows_it(store):
     told = [NewEvent(level="warn", message="first"), NewEvent(level="info", message="second")]
     job = create_job(store, new_job(), told)
-    found = store.list_events(PROJECT, job.id).data
+    found = store.jobs.list_events(PROJECT, job.id).data
     assert [(event.level, event.message) for event in found[:2]] == [("info", "second"), ("warn", "first")]
     assert found[2].message == f"Created fine-tuning job: {job.id}"
 
@@ -109,20 +108,20 @@ def test_paging_through_250_jobs_sees_each_once_newest_first(store):
     seen: list[str] = []
     after = None
     while True:
-        page = store.list_jobs(PROJECT, after=after, limit=50)
+        page = store.jobs.list_jobs(PROJECT, after=after, limit=50)
         seen += [job.id for job in page.data]
         if not page.has_more:
             break
         after = seen[-1]
     assert seen == ids[::-1]
-    assert len(store.list_jobs(PROJECT).data) == 20
+    assert len(store.jobs.list_jobs(PROJECT).data) == 20
 
 
 def test_a_page_that_ends_the_list_has_no_more(store):
     ids = [create_job(store, new_job()).id for _ in range(4)]
-    page = store.list_jobs(PROJECT, after=ids[2], limit=2)
+    page = store.jobs.list_jobs(PROJECT, after=ids[2], limit=2)
     assert ([job.id for job in page.data], page.has_more) == ([ids[1], ids[0]], False)
-    empty = store.list_jobs(PROJECT, after=ids[0])
+    empty = store.jobs.list_jobs(PROJECT, after=ids[0])
     assert (empty.data, empty.has_more) == ([], False)
 
 
@@ -134,28 +133,28 @@ def test_metadata_filter_takes_keys_and_values_literally(store, key):
     create_job(store, new_job(request={"metadata": None}))
     create_job(store, new_job(request={}))
 
-    assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00"}).data == [wanted]
-    assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "1"}).data == [wanted]
-    assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "2"}).data == []
-    assert store.list_jobs(PROJECT, metadata={key: "x"}).data == []
-    assert len(store.list_jobs(PROJECT, metadata={}).data) == 5
+    assert store.jobs.list_jobs(PROJECT, metadata={key: "x'\"%\x00"}).data == [wanted]
+    assert store.jobs.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "1"}).data == [wanted]
+    assert store.jobs.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "2"}).data == []
+    assert store.jobs.list_jobs(PROJECT, metadata={key: "x"}).data == []
+    assert len(store.jobs.list_jobs(PROJECT, metadata={}).data) == 5
 
 
 def test_filtered_pages_go_on_after_a_job(store):
     ids = [create_job(store, new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)]
-    first = store.list_jobs(PROJECT, metadata={"run": "1"}, limit=2)
+    first = store.jobs.list_jobs(PROJECT, metadata={"run": "1"}, limit=2)
     assert ([job.id for job in first.data], first.has_more) == ([ids[5], ids[3]], True)
-    rest = store.list_jobs(PROJECT, metadata={"run": "1"}, limit=2, after=ids[3])
+    rest = store.jobs.list_jobs(PROJECT, metadata={"run": "1"}, limit=2, after=ids[3])
     assert ([job.id for job in rest.data], rest.has_more) == ([ids[1]], False)
 
 
 def test_an_unknown_cursor_names_the_parameter(store):
     job, theirs = create_job(store, new_job()), create_job(store, new_job(project_id=OTHER))
-    their_event = store.list_events(OTHER, theirs.id).data[0].id
+    their_event = store.jobs.list_events(OTHER, theirs.id).data[0].id
     lists = {
-        theirs.id: lambda after: store.list_jobs(PROJECT, after=after),
-        their_event: lambda after: store.list_events(PROJECT, job.id, after=after),
-        "ftckpt_other": lambda after: store.list_checkpoints(PROJECT, job.id, after=after),
+        theirs.id: lambda after: store.jobs.list_jobs(PROJECT, after=after),
+        their_event: lambda after: store.jobs.list_events(PROJECT, job.id, after=after),
+        "ftckpt_other": lambda after: store.jobs.list_checkpoints(PROJECT, job.id, after=after),
     }
     for foreign, read in lists.items():
         for after in (foreign, "nowhere"):
@@ -167,35 +166,35 @@ def test_an_unknown_cursor_names_the_parameter(store):
 def test_another_projects_job_does_not_exist(store):
     job = create_job(store, new_job())
     reads = [
-        lambda: store.get_job(OTHER, job.id),
-        lambda: store.list_events(OTHER, job.id),
-        lambda: store.list_checkpoints(OTHER, job.id),
-        lambda: store.request(OTHER, job.id, Verb.CANCEL),
+        lambda: store.jobs.get_job(OTHER, job.id),
+        lambda: store.jobs.list_events(OTHER, job.id),
+        lambda: store.jobs.list_checkpoints(OTHER, job.id),
+        lambda: store.jobs.request(OTHER, job.id, Verb.CANCEL),
     ]
     for read in reads:
         with pytest.raises(NotFoundError, match=job.id):
             read()
-    assert store.list_jobs(OTHER).data == []
-    assert store.get_job(PROJECT, job.id) == job
+    assert store.jobs.list_jobs(OTHER).data == []
+    assert store.jobs.get_job(PROJECT, job.id) == job
 
 
 def test_a_verb_is_written_with_its_event(store):
     job = create_job(store, new_job(state=State.QUEUED))
 
-    paused = store.request(PROJECT, job.id, Verb.PAUSE)
+    paused = store.jobs.request(PROJECT, job.id, Verb.PAUSE)
     assert (paused.state, paused.desired, paused.generation) == (State.PAUSED, Desired.PAUSE, 2)
     assert paused.version == job.version + 1
-    assert store.request(PROJECT, job.id, Verb.PAUSE) == paused, "repeating it changes nothing"
+    assert store.jobs.request(PROJECT, job.id, Verb.PAUSE) == paused, "repeating it changes nothing"
 
-    assert store.request(PROJECT, job.id, Verb.RESUME).state is State.QUEUED
-    cancelled = store.request(PROJECT, job.id, Verb.CANCEL)
-    assert cancelled == store.get_job(PROJECT, job.id)
+    assert store.jobs.request(PROJECT, job.id, Verb.RESUME).state is State.QUEUED
+    cancelled = store.jobs.request(PROJECT, job.id, Verb.CANCEL)
+    assert cancelled == store.jobs.get_job(PROJECT, job.id)
     assert (cancelled.state, cancelled.reason) == (State.CANCELLED, Reason.USER_CANCELLED)
     assert abs(cancelled.finished_at - store.now()) < 60
     with pytest.raises(SpecError, match="been cancelled and cannot be paused"):
-        store.request(PROJECT, job.id, Verb.PAUSE)
+        store.jobs.request(PROJECT, job.id, Verb.PAUSE)
 
-    messages = [event.message for event in store.list_events(PROJECT, job.id).data]
+    messages = [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
     assert messages[:-1] == ["Cancel requested.", "Resume requested.", "Pause requested."]
 
 
@@ -206,37 +205,37 @@ def test_verbs_at_the_same_moment_are_all_counted(store):
     def ask() -> None:
         start.wait()
         for verb in (Verb.PAUSE, Verb.RESUME) * 3:
-            store.request(PROJECT, job.id, verb)
+            store.jobs.request(PROJECT, job.id, verb)
 
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(ask) for _ in range(8)]:
             future.result(timeout=60)
-    stored = store.get_job(PROJECT, job.id)
-    asked = len(store.list_events(PROJECT, job.id, limit=1000).data) - 1
+    stored = store.jobs.get_job(PROJECT, job.id)
+    asked = len(store.jobs.list_events(PROJECT, job.id, limit=1000).data) - 1
     assert (stored.version, stored.generation) == (1 + asked, 1 + asked)
     assert asked >= 1
 
 
 def test_events_newest_first_and_latest_metrics(store):
     job = create_job(store, new_job())
-    assert store.latest_metrics(job.id) is None
+    assert store.jobs.latest_metrics(job.id) is None
     claimed = claim(store)
     rows = [
         NewEvent(level="info", message=f"Step {n}", created_at=float(n), metrics=Metrics(step=n, total_steps=9), source=(0, n))
         for n in range(1, 6)
     ]
-    assert store.apply(claimed, JobChange(job=claimed.job, events=[*rows, NewEvent(level="warn", message="done")]))
+    assert store.leases.apply(claimed, JobChange(job=claimed.job, events=[*rows, NewEvent(level="warn", message="done")]))
 
-    page = store.list_events(PROJECT, job.id, limit=3)
+    page = store.jobs.list_events(PROJECT, job.id, limit=3)
     assert [event.message for event in page.data] == ["done", "Step 5", "Step 4"]
     assert page.has_more
     assert page.data[0].created_at == claimed.now
     assert page.data[1].created_at == 5.0
     assert page.data[1].metrics == Metrics(step=5, total_steps=9)
-    rest = store.list_events(PROJECT, job.id, limit=4, after=page.data[-1].id)
+    rest = store.jobs.list_events(PROJECT, job.id, limit=4, after=page.data[-1].id)
     assert [event.message for event in rest.data][:3] == ["Step 3", "Step 2", "Step 1"]
     assert not rest.has_more
-    assert store.latest_metrics(job.id) == Metrics(step=5, total_steps=9)
+    assert store.jobs.latest_metrics(job.id) == Metrics(step=5, total_steps=9)
 
 
 def test_the_latest_validation_is_found_behind_steps_without_one(store):
@@ -244,9 +243,9 @@ def test_the_latest_validation_is_found_behind_steps_without_one(store):
     claimed = claim(store)
     rows = [Metrics(step=n, total_steps=9, valid_loss=1.5 if n == 2 else None) for n in range(1, 6)]
     events = [NewEvent(level="info", message="a step", metrics=row, source=(0, row.step)) for row in rows]
-    assert store.latest_validation(job.id) is None
-    assert store.apply(claimed, JobChange(job=claimed.job, events=events))
-    assert store.latest_validation(job.id) == rows[1]
+    assert store.jobs.latest_validation(job.id) is None
+    assert store.leases.apply(claimed, JobChange(job=claimed.job, events=events))
+    assert store.jobs.latest_validation(job.id) == rows[1]
 
 
 def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
@@ -255,12 +254,12 @@ def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
     made = {
         (s, a): new_checkpoint(job, s, a, metrics=Metrics(step=s, total_steps=9)) for s, a in [(2, 1), (4, 1), (4, 2), (6, 2)]
     }
-    assert store.apply(claimed, JobChange(job=claimed.job, checkpoints=list(made.values())))
+    assert store.leases.apply(claimed, JobChange(job=claimed.job, checkpoints=list(made.values())))
 
-    assert store.list_checkpoints(PROJECT, job.id).data == [made[6, 2], made[4, 2], made[2, 1]]
-    page = store.list_checkpoints(PROJECT, job.id, limit=1)
+    assert store.jobs.list_checkpoints(PROJECT, job.id).data == [made[6, 2], made[4, 2], made[2, 1]]
+    page = store.jobs.list_checkpoints(PROJECT, job.id, limit=1)
     assert (page.data, page.has_more) == ([made[6, 2]], True)
-    rest = store.list_checkpoints(PROJECT, job.id, after=made[6, 2].id)
+    rest = store.jobs.list_checkpoints(PROJECT, job.id, after=made[6, 2].id)
     assert (rest.data, rest.has_more) == ([made[4, 2], made[2, 1]], False)
 
 
@@ -270,11 +269,11 @@ def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
     broken = Metrics(step=1, total_steps=2, train_loss=float("nan"), grad_norm=float("inf"))
     error = {"code": "x", "message": "nul \x00 and \ud800", "param": None}
     event = NewEvent(level="error", message="a\x00b", metrics=broken, source=(0, 0))
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, error=error), events=[event]))
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, error=error), events=[event]))
 
-    assert store.latest_metrics(job.id) == Metrics(step=1, total_steps=2)
-    assert store.list_events(PROJECT, job.id).data[0].message == "a\ufffdb"
-    assert store.get_job(PROJECT, job.id).error == {"code": "x", "message": "nul \ufffd and ?", "param": None}
+    assert store.jobs.latest_metrics(job.id) == Metrics(step=1, total_steps=2)
+    assert store.jobs.list_events(PROJECT, job.id).data[0].message == "a\ufffdb"
+    assert store.jobs.get_job(PROJECT, job.id).error == {"code": "x", "message": "nul \ufffd and ?", "param": None}
 
 
 def test_a_job_needs_a_project(store):
@@ -286,14 +285,14 @@ def test_jobs_without_metadata(store):
     requests = [{}, {"metadata": None}, {"metadata": {}}, {"metadata": {"metadata": "null"}}]
     created = [create_job(store, new_job(request={"training_file": "f", **request})).id for request in requests]
 
-    assert [job.id for job in store.list_jobs(PROJECT, metadata="none").data] == [created[1], created[0]]
+    assert [job.id for job in store.jobs.list_jobs(PROJECT, metadata="none").data] == [created[1], created[0]]
 
 
 def test_events_in_both_orders(store):
     job = create_job(store, new_job())
-    store.request(PROJECT, job.id, Verb.PAUSE)
-    newest, oldest = store.list_events(PROJECT, job.id).data
+    store.jobs.request(PROJECT, job.id, Verb.PAUSE)
+    newest, oldest = store.jobs.list_events(PROJECT, job.id).data
 
-    assert store.list_events(PROJECT, job.id, order="asc").data == [oldest, newest]
-    assert store.list_events(PROJECT, job.id, order="asc", after=oldest.id).data == [newest]
-    assert store.list_events(PROJECT, job.id, after=newest.id).data == [oldest]
+    assert store.jobs.list_events(PROJECT, job.id, order="asc").data == [oldest, newest]
+    assert store.jobs.list_events(PROJECT, job.id, order="asc", after=oldest.id).data == [newest]
+    assert store.jobs.list_events(PROJECT, job.id, after=newest.id).data == [oldest]

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, create_engine, event, func, select, text
 
 from ft_service.jobs.decisions import Become, decide, placed, too_large, validated
 from ft_service.jobs.states import Ended, Phase, State
-from ft_service.jobs.verbs import Verb
+from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired, Exit, ExitReason
 from ft_service.store import leases, queue
 from ft_service.store.records import Claim, JobChange, NewEvent
@@ -20,7 +20,7 @@ from tests.support.records import PROJECT, claim, claim_next, new_checkpoint, ne
 
 
 def try_claim(store, *, host="h1", lease_seconds=60.0, idle_seconds=0.0) -> Claim | None:
-    return store.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=idle_seconds)
+    return store.leases.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=idle_seconds)
 
 
 def count(url: str, table) -> int:
@@ -89,26 +89,26 @@ def test_a_lease_keeps_others_away_until_it_expires(store):
     assert current.job.id == other.id
 
     event = NewEvent(level="info", message="too late")
-    assert not store.apply(late, JobChange(job=replace(late.job, state=State.QUEUED), events=[event]))
-    assert store.get_job(PROJECT, other.id) == other, "a stale token writes nothing"
-    assert len(store.list_events(PROJECT, other.id).data) == 1
+    assert not store.leases.apply(late, JobChange(job=replace(late.job, state=State.QUEUED), events=[event]))
+    assert store.jobs.get_job(PROJECT, other.id) == other, "a stale token writes nothing"
+    assert len(store.jobs.list_events(PROJECT, other.id).data) == 1
     assert try_claim(store) is None, "a stale token does not end the newer lease"
-    assert store.apply(current, JobChange(job=replace(current.job, state=State.QUEUED)))
-    assert store.get_job(PROJECT, other.id).state is State.QUEUED
-    assert store.get_job(PROJECT, job.id) == job
+    assert store.leases.apply(current, JobChange(job=replace(current.job, state=State.QUEUED)))
+    assert store.jobs.get_job(PROJECT, other.id).state is State.QUEUED
+    assert store.jobs.get_job(PROJECT, job.id) == job
 
 
 def test_an_expired_lease_that_nobody_took_still_writes(store):
     create_job(store, new_job())
     claimed = claim(store, lease_seconds=-5)
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED)))
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED)))
 
 
 def test_a_claim_writes_once(store):
     create_job(store, new_job())
     claimed = claim(store)
-    assert store.apply(claimed, JobChange(job=claimed.job))
-    assert not store.apply(claimed, JobChange(job=claimed.job))
+    assert store.leases.apply(claimed, JobChange(job=claimed.job))
+    assert not store.leases.apply(claimed, JobChange(job=claimed.job))
 
 
 def test_the_job_looked_at_longest_ago_comes_first(store):
@@ -117,7 +117,7 @@ def test_the_job_looked_at_longest_ago_comes_first(store):
     for _ in range(6):
         claimed = claim(store)
         seen.append(claimed.job.id)
-        assert store.apply(claimed, JobChange(job=claimed.job))
+        assert store.leases.apply(claimed, JobChange(job=claimed.job))
     assert sorted(seen[:3]) == sorted(ids)
     assert seen[3:] == seen[:3]
 
@@ -128,19 +128,19 @@ def test_a_released_job_frees_its_own_slots_and_no_others(store):
     claimed = claim(store)
     while claimed.job.id != first.id:
         claimed = claim(store)
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
-    assert (store.held_slots(first.id), store.held_slots(second.id)) == ({}, {"h1": [2]})
-    assert store.free_slots("h1", 4) == [0, 1, 3]
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
+    assert (store.leases.held_slots(first.id), store.leases.held_slots(second.id)) == ([], [2])
+    assert store.leases.free_slots("h1", 4) == [0, 1, 3]
 
 
 def test_a_job_is_left_alone_for_idle_seconds_unless_something_happens(store):
     job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     claimed = try_claim(store, idle_seconds=1000)
     assert claimed is not None, "it has just begun to run"
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, ingested=3)))
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, ingested=3)))
     assert try_claim(store, idle_seconds=1000) is None
 
-    store.request(PROJECT, job.id, Verb.PAUSE)
+    store.jobs.request(PROJECT, job.id, Verb.PAUSE)
     claimed = try_claim(store, idle_seconds=1000)
     assert claimed is not None
     assert claimed.job.desired is Desired.PAUSE
@@ -149,16 +149,16 @@ def test_a_job_is_left_alone_for_idle_seconds_unless_something_happens(store):
 def test_a_verb_during_a_claim_undoes_the_reconcilers_write(store):
     job = place(store, create_job(store, new_job(state=State.QUEUED)), [0, 1])
     claimed = claim(store)
-    store.request(PROJECT, job.id, Verb.CANCEL)
+    store.jobs.request(PROJECT, job.id, Verb.CANCEL)
 
     done = decide(claimed.job, Ended(Exit(code=0, reason=ExitReason.SUCCEEDED, message="")), claimed.now)
     assert isinstance(done, Become)
     event = NewEvent(level="info", message="late", source=(0, 0))
-    assert not store.apply(claimed, JobChange(job=done.job, events=[event], release_slots=True))
+    assert not store.leases.apply(claimed, JobChange(job=done.job, events=[event], release_slots=True))
 
-    assert store.get_job(PROJECT, job.id).state is State.CANCELLED
-    assert store.free_slots("h1", 4) == [2, 3]
-    assert "late" not in [event.message for event in store.list_events(PROJECT, job.id).data]
+    assert store.jobs.get_job(PROJECT, job.id).state is State.CANCELLED
+    assert store.leases.free_slots("h1", 4) == [2, 3]
+    assert "late" not in [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
     again = claim(store)
     assert again.job.state is State.CANCELLED, "the lease has ended with the lost write"
 
@@ -174,34 +174,34 @@ def test_a_taken_slot_undoes_the_whole_change(store, store_url):
         events=[NewEvent(level="info", message="Placed.")],
         checkpoints=[new_checkpoint(second, 1)],
         files=[new_file()],
-        take_slots={"h1": [2, 1]},
+        take_slots=[2, 1],
     )
-    assert not store.apply(claimed, change)
+    assert not store.leases.apply(claimed, change)
 
-    assert store.get_job(PROJECT, second.id) == second
+    assert store.jobs.get_job(PROJECT, second.id) == second
     assert {table: count(store_url, table) for table in before} == before
-    assert store.free_slots("h1", 4) == [2, 3]
+    assert store.leases.free_slots("h1", 4) == [2, 3]
     claimed = claim_next(store)
     assert claimed is not None, "the lease has ended with the lost write"
-    assert store.apply(claimed, replace(change, job=placed(claimed.job, "h1"), take_slots={"h1": [2, 3]}))
-    assert store.free_slots("h1", 5) == [4]
+    assert store.leases.apply(claimed, replace(change, job=placed(claimed.job, "h1"), take_slots=[2, 3]))
+    assert store.leases.free_slots("h1", 5) == [4]
 
 
 def test_slots_belong_to_a_host_and_are_released(store):
     first = place(store, create_job(store, new_job(state=State.QUEUED)), [2, 0])
     second = place(store, create_job(store, new_job(state=State.QUEUED)), [0, 1], host="h2")
-    assert store.held_slots(first.id) == {"h1": [0, 2]}
-    assert store.held_slots(second.id) == {"h2": [0, 1]}
-    assert store.free_slots("h1", 4) == [1, 3]
-    assert store.free_slots("h2", 4) == [2, 3]
-    assert store.free_slots("h3", 2) == [0, 1]
-    assert store.free_slots("h1", 1) == []
+    assert store.leases.held_slots(first.id) == [0, 2]
+    assert store.leases.held_slots(second.id) == [0, 1]
+    assert store.leases.free_slots("h1", 4) == [1, 3]
+    assert store.leases.free_slots("h2", 4) == [2, 3]
+    assert store.leases.free_slots("h3", 2) == [0, 1]
+    assert store.leases.free_slots("h1", 1) == []
 
     claimed = claim(store, host="h1")
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True))
-    assert store.free_slots("h1", 4) == [0, 1, 2, 3]
-    assert store.held_slots(first.id) == {}
-    assert store.held_slots(second.id) == {"h2": [0, 1]}
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True))
+    assert store.leases.free_slots("h1", 4) == [0, 1, 2, 3]
+    assert store.leases.held_slots(first.id) == []
+    assert store.leases.held_slots(second.id) == [0, 1]
 
 
 def test_a_change_is_written_whole(store):
@@ -215,15 +215,15 @@ def test_a_change_is_written_whole(store):
         checkpoints=[new_checkpoint(claimed.job, 3)],
         files=[file],
     )
-    assert store.apply(claimed, change)
+    assert store.leases.apply(claimed, change)
 
-    job = store.get_job(PROJECT, claimed.job.id)
+    job = store.jobs.get_job(PROJECT, claimed.job.id)
     assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1, queued_at=job.queued_at)
     assert job.queued_at is not None
     assert job.queued_at >= claimed.now
-    assert store.list_events(PROJECT, job.id).data[0].message == "Files are valid."
-    assert store.list_checkpoints(PROJECT, job.id).data[0].step == 3
-    stored = store.get_file(PROJECT, file.id)
+    assert store.jobs.list_events(PROJECT, job.id).data[0].message == "Files are valid."
+    assert store.jobs.list_checkpoints(PROJECT, job.id).data[0].step == 3
+    stored = store.files.get_file(PROJECT, file.id)
     assert before <= stored.created_at <= store.now()
     assert stored == replace(file, created_at=stored.created_at)
 
@@ -234,18 +234,18 @@ def test_events_and_checkpoints_read_twice_are_stored_once(store):
     more = [*first, NewEvent(level="info", message="2/0", source=(2, 0))]
     for rows in (first, more):
         claimed = claim(store)
-        assert store.apply(claimed, JobChange(job=claimed.job, events=rows, checkpoints=[new_checkpoint(job, 5)]))
-    messages = [event.message for event in store.list_events(PROJECT, job.id).data]
+        assert store.leases.apply(claimed, JobChange(job=claimed.job, events=rows, checkpoints=[new_checkpoint(job, 5)]))
+    messages = [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
     assert messages[:-1] == ["2/0", "1/2", "1/1", "1/0", "0/2", "0/1", "0/0"]
-    assert len(store.list_checkpoints(PROJECT, job.id).data) == 1
+    assert len(store.jobs.list_checkpoints(PROJECT, job.id).data) == 1
 
     claimed = claim(store)
     own = NewEvent(level="info", message="own")
     # read under attempt 1, though the change begins attempt 2
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, attempt=2), events=[first[0], own, own]))
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, attempt=2), events=[first[0], own, own]))
     claimed = claim(store)
-    assert store.apply(claimed, JobChange(job=claimed.job, events=first[:1]))
-    messages = [event.message for event in store.list_events(PROJECT, job.id).data]
+    assert store.leases.apply(claimed, JobChange(job=claimed.job, events=first[:1]))
+    messages = [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
     assert messages[:3] == ["0/0", "own", "own"], "another attempt's segments and the service's own events are new"
 
 
@@ -272,7 +272,7 @@ def test_two_jobs_of_a_project_are_placed_in_the_same_moment(store):
     event.listen(store._engine, "after_cursor_execute", meet)
 
     def start(claimed: Claim, slot: int) -> bool:
-        return store.apply(claimed, JobChange(job=placed(claimed.job, "h1"), take_slots={"h1": [slot]}))
+        return store.leases.apply(claimed, JobChange(job=placed(claimed.job, "h1"), take_slots=[slot]))
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(start, claims, (0, 1))) == [True, True]
@@ -304,11 +304,7 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
 @pytest.mark.parametrize(
     ("statement", "index", "values"),
     [
-        (
-            queue._FIRST_OF_PROJECT._statement,
-            "ix_jobs_queue",
-            {"of_project": "p1", "host_slots": 8, "most": 9, "none": 0},
-        ),
+        (queue._FIRST_OF_PROJECT, "ix_jobs_queue", {"of_project": "p1", "host_slots": 8}),
         (queue._PROJECTS, "ix_jobs_queue_of_project", {}),
         (queue._MEASURED, "ix_jobs_measured", {}),
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
@@ -365,12 +361,12 @@ def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
     claimed = claim_next(store, host_slots=2)
     assert claimed is not None
     assert claimed.job.id == "ftjob-small"
-    told = store.claim_too_large(**who, host_slots=2)
+    told = store.leases.claim_too_large(**who, host_slots=2)
     assert told is not None
     assert told.job.id == "ftjob-large"
-    assert store.apply(told, JobChange(job=too_large(told.job)))
-    assert "needs 4 slots" in (store.get_job(PROJECT, large.id).pending or "")
-    assert store.claim_too_large(**who, host_slots=2) is None
+    assert store.leases.apply(told, JobChange(job=too_large(told.job)))
+    assert "needs 4 slots" in (store.jobs.get_job(PROJECT, large.id).pending or "")
+    assert store.leases.claim_too_large(**who, host_slots=2) is None
     later = claim_next(store, host_slots=4)
     assert later is not None, "the host has grown"
     assert later.job.id == "ftjob-large"

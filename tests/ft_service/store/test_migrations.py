@@ -6,19 +6,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import Column, MetaData, create_engine, inspect, text
 
 from ft_service.errors import UnavailableError
-from ft_service.store.database import Database
-from ft_service.store.sql import _config, migrate, open_store
+from ft_service.store.database import StorableText
+from ft_service.store.migrations import revise
+from ft_service.store.sql import migrate, open_store
 from ft_service.store.tables import metadata
 from tests.support.attempts import wait_for
-from tests.support.creating import create_job
 from tests.support.databases import new_postgres_database
-from tests.support.records import PROJECT, new_job
+from tests.support.records import PROJECT
 
 
 def test_migrations_make_the_schema_of_the_tables(database_url):
@@ -53,31 +52,19 @@ def test_every_row_but_a_hosts_names_its_project():
 
 def test_check_tells_a_database_without_the_schema(database_url):
     store = open_store(database_url)
-    with pytest.raises(UnavailableError, match=r"schema none.*needs 0010.*ft migrate"):
+    with pytest.raises(UnavailableError, match=r"schema none.*needs 0001.*ft migrate"):
         store.check()
     with pytest.raises(UnavailableError):
-        store.list_jobs("proj_default")
+        store.jobs.list_jobs("proj_default")
     migrate(database_url)
     store.check()
     store.close()
 
 
 def test_migrating_again_keeps_what_is_there(store, store_url):
-    store.create_key(project_id="proj_default", name="mine", scope="user")
+    store.keys.create_key(project_id="proj_default", name="mine", scope="user")
     migrate(store_url)
-    assert len(store.list_keys("proj_default")) == 1
-
-
-def test_metadata_of_older_jobs_can_be_searched(store, store_url):
-    create_job(store, new_job(id="ftjob-a", request={"metadata": {"team": "a"}}))
-    create_job(store, new_job(id="ftjob-b", request={}))
-    with store.writing() as connection:
-        config = _config()
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0002")
-    migrate(store_url)
-    assert [job.id for job in store.list_jobs(PROJECT, metadata={"team": "a"}).data] == ["ftjob-a"]
-    assert [job.id for job in store.list_jobs(PROJECT, metadata="none").data] == ["ftjob-b"]
+    assert len(store.keys.list_keys("proj_default")) == 1
 
 
 def test_several_may_migrate_at_once(database_url):
@@ -108,7 +95,7 @@ def test_many_open_a_new_sqlite_file_at_once(tmp_path):
 
 
 def processes_that_migrate(number: int, *urls: str) -> list[subprocess.Popen[str]]:
-    """As the init containers of as many pods: each does one database after the other, when it is told to (`go`)."""
+    """Act as the init containers of as many pods: each migrates one database after the other, on `go`."""
     program = "import sys; from ft_service.store.sql import migrate; print(flush=True); sys.stdin.readline()"
     words = [sys.executable, "-c", f"{program}; [migrate(url) for url in sys.argv[1:]]", *urls]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -126,34 +113,32 @@ def go(begun: list[subprocess.Popen[str]]) -> None:
         process.stdin.flush()
 
 
-def test_processes_migrate_at_once_an_empty_database_and_an_old_one(postgres_url):
-    empty, old = new_postgres_database(postgres_url), new_postgres_database(postgres_url)
-    _bring(old, command.upgrade, "0001")
-    begun = processes_that_migrate(3, empty, old)
+def test_processes_migrate_an_empty_database_at_once(postgres_url):
+    url = new_postgres_database(postgres_url)
+    begun = processes_that_migrate(3, url)
     go(begun)
     for process in begun:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-    for url in (empty, old):
-        store = open_store(url)
-        store.check()
-        store.ensure_project(PROJECT, "local")
-        store.close()
+    store = open_store(url)
+    store.check()
+    store.projects.ensure_project(PROJECT, "local")
+    store.close()
 
 
 def test_who_is_killed_while_it_migrates_leaves_the_next_one_its_turn(postgres_url):
-    """Killed while it waits for a table that somebody uses, holding the lock that others wait for."""
+    """Killed while it waits for another transaction, holding the lock that others wait for."""
     url = new_postgres_database(postgres_url)
-    _bring(url, command.upgrade, "0001")
     engine = create_engine(url)
-    with engine.begin() as user:
-        user.execute(text("LOCK TABLE jobs IN ACCESS EXCLUSIVE MODE"))
+    with engine.connect() as other:
+        other.execute(text("CREATE TABLE jobs (id TEXT)"))
         (killed,) = begun = processes_that_migrate(1, url)
         go(begun)
-        wait_for(lambda: _waiting_for_a_table(engine), 60)
+        wait_for(lambda: _somebody_waits(engine), 60)
         killed.kill()
         killed.communicate()
-        assert user.scalar(text("SELECT version_num FROM alembic_version")) == "0001"
+        other.rollback()
+    assert inspect(engine).get_table_names() == [], "nothing of it is there"
     engine.dispose()
     migrate(url)
     store = open_store(url)
@@ -161,9 +146,27 @@ def test_who_is_killed_while_it_migrates_leaves_the_next_one_its_turn(postgres_u
     store.close()
 
 
-def _waiting_for_a_table(engine) -> bool:
+def _somebody_waits(engine) -> bool:
     with engine.connect() as connection:
-        return bool(connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation'")))
+        return bool(connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")))
+
+
+def test_a_revision_is_written_for_what_the_tables_have_and_the_newest_revision_has_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(revise, "VERSIONS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["revise", "nothing", "Nothing."])
+    with pytest.raises(SystemExit, match="nothing to do"):
+        revise.main()
+    tables = MetaData(naming_convention=metadata.naming_convention)
+    for table in metadata.tables.values():
+        table.to_metadata(tables)
+    tables.tables["keys"].append_column(Column("note", StorableText))
+    monkeypatch.setattr(revise, "metadata", tables)
+    monkeypatch.setattr("sys.argv", ["revise", "notes", "Notes on keys."])
+    revise.main()
+    written = (tmp_path / "0002_notes.py").read_text()
+    assert 'down_revision = "0001"' in written
+    (change,) = written.split("def upgrade() -> None:\n")[1].strip().splitlines()
+    assert change == 'op.add_column("keys", sa.Column("note", sa.Text(), nullable=True))'
 
 
 def test_a_newer_releases_schema_is_lived_with(database_url, caplog):
@@ -180,12 +183,3 @@ def test_a_newer_releases_schema_is_lived_with(database_url, caplog):
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
     engine.dispose()
-
-
-def _bring(url, move, revision) -> None:
-    database = Database(url)
-    with database.writing() as connection:
-        config = _config()
-        config.attributes["connection"] = connection
-        move(config, revision)
-    database.close()

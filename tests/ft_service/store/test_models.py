@@ -9,47 +9,47 @@ from tests.support.records import OTHER, PROJECT
 @pytest.fixture
 def store(store):
     """Both projects are of one organization, as those must be that share something."""
-    store.ensure_project(OTHER, store.get_project(PROJECT).organization)
+    store.projects.ensure_project(OTHER, store.projects.get_project(PROJECT).organization)
     return store
 
 
 def test_a_grant_is_one_row_per_project_in_the_order_asked(store):
-    first = store.grant(PROJECT, "ft:a", [OTHER])
-    both = store.grant(PROJECT, "ft:a", [PROJECT, OTHER, PROJECT])
+    first = store.models.grant(PROJECT, "ft:a", [OTHER])
+    both = store.models.grant(PROJECT, "ft:a", [PROJECT, OTHER, PROJECT])
 
     assert [item.grantee for item in both] == [PROJECT, OTHER]
     assert both[1] == first[0]
-    assert store.list_permissions(PROJECT, "ft:a").data == both
-    assert store.list_permissions(PROJECT, "ft:a", order="asc").data == both[::-1]
-    assert store.list_permissions(PROJECT, "ft:a", order="asc", after=first[0].id).data == both[:1]
-    assert store.list_permissions(PROJECT, "ft:a", grantee=OTHER).data == first
-    assert store.list_permissions(PROJECT, "ft:b").data == store.list_permissions(OTHER, "ft:a").data == []
-    assert store.granted(OTHER) == store.granted(OTHER, "ft:a") == first
-    assert store.granted(OTHER, "ft:b") == []
+    assert store.models.list_permissions(PROJECT, "ft:a").data == both
+    assert store.models.list_permissions(PROJECT, "ft:a", order="asc").data == both[::-1]
+    assert store.models.list_permissions(PROJECT, "ft:a", order="asc", after=first[0].id).data == both[:1]
+    assert store.models.list_permissions(PROJECT, "ft:a", grantee=OTHER).data == first
+    assert store.models.list_permissions(PROJECT, "ft:b").data == store.models.list_permissions(OTHER, "ft:a").data == []
+    assert store.models.granted(OTHER) == store.models.granted(OTHER, "ft:a") == first
+    assert store.models.granted(OTHER, "ft:b") == []
 
     with pytest.raises(NotFoundError):
-        store.revoke(OTHER, "ft:a", first[0].id)
-    store.revoke(PROJECT, "ft:a", first[0].id)
-    assert store.granted(OTHER) == []
+        store.models.revoke(OTHER, "ft:a", first[0].id)
+    store.models.revoke(PROJECT, "ft:a", first[0].id)
+    assert store.models.granted(OTHER) == []
 
 
 def test_a_grant_to_a_project_that_there_is_not_grants_nothing(store):
     with pytest.raises(SpecError, match=r"project_ids\.1"):
-        store.grant(PROJECT, "ft:a", [OTHER, "none"])
-    assert store.granted(OTHER) == []
+        store.models.grant(PROJECT, "ft:a", [OTHER, "none"])
+    assert store.models.granted(OTHER) == []
 
 
 def test_another_organization_is_granted_nothing_and_what_it_was_granted_is_nothing(store):
-    store.grant(PROJECT, "ft:a", [OTHER])
-    store.ensure_project(OTHER, "elsewhere")
-    assert store.granted(OTHER) == store.granted(OTHER, "ft:a") == []
+    store.models.grant(PROJECT, "ft:a", [OTHER])
+    store.projects.ensure_project(OTHER, "elsewhere")
+    assert store.models.granted(OTHER) == store.models.granted(OTHER, "ft:a") == []
     for grantee in (OTHER, "none"):
         with pytest.raises(SpecError, match=f"project_ids.0 = '{grantee}': there is no such project in this organization"):
-            store.grant(PROJECT, "ft:a", [grantee])
+            store.models.grant(PROJECT, "ft:a", [grantee])
 
 
 def test_deleted_models_are_remembered(store):
-    store.delete_model(PROJECT, "ft:a")
-    store.delete_model(PROJECT, "ft:a")
-    assert (store.deleted_models(PROJECT), store.deleted_models(OTHER)) == ({"ft:a"}, set())
-    assert (store.is_deleted("ft:a"), store.is_deleted("ft:b")) == (True, False)
+    store.models.delete_model(PROJECT, "ft:a")
+    store.models.delete_model(PROJECT, "ft:a")
+    assert (store.models.deleted_models(PROJECT), store.models.deleted_models(OTHER)) == ({"ft:a"}, set())
+    assert (store.models.is_deleted("ft:a"), store.models.is_deleted("ft:b")) == (True, False)

@@ -8,8 +8,8 @@ from sqlalchemy import text
 
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.estimates import Paces
-from ft_service.jobs.line import HALF_LIFE_SECONDS, Host
 from ft_service.jobs.queue import next_start
+from ft_service.jobs.queue_snapshot import HALF_LIFE_SECONDS, Host
 from ft_service.jobs.states import State
 from ft_service.store.queue import HOST_SECONDS, OF_EACH_PROJECT
 from ft_service.store.records import JobChange
@@ -17,7 +17,7 @@ from ft_service.store.tables import jobs
 from tests.support.creating import create_job
 from tests.support.records import OTHER, PROJECT, claim, claim_next, new_job, place
 
-H1 = {"h1": Host(slots=8)}
+H1 = Host(slots=8)
 
 
 def sql(store, statement: str, **values) -> None:
@@ -29,44 +29,35 @@ def test_what_a_job_held_is_added_to_it_and_to_its_project_as_its_slots_are_free
     job = place(store, create_job(store, new_job(state=State.QUEUED, slots=3)), [0, 1, 2])
     assert job.taken_at is not None
     sql(store, "UPDATE slots SET taken_at = taken_at - 100")
-    [holding] = store.line_for("h1", H1, Paces()).holdings
-    assert (holding.slots, holding.project) == (3, PROJECT)
-    before = store.line_for("h1", H1, Paces()).shares[PROJECT].used
+    [job] = store.queue.snapshot_for("h1", H1, Paces()).running
+    assert (job.slots, job.project) == (3, PROJECT)
+    before = store.queue.snapshot_for("h1", H1, Paces()).shares[PROJECT].used
     assert 299 < before < 400
     claimed = claim(store)
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
-    after = store.get_job(PROJECT, job.id)
+    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
+    after = store.jobs.get_job(PROJECT, job.id)
     assert (after.taken_at, after.ends_at) == (None, None)
     assert 100 <= after.held_seconds < 130
     assert after.slot_seconds == 3 * after.held_seconds
-    shares = store.line_for("h1", H1, Paces()).shares
+    shares = store.queue.snapshot_for("h1", H1, Paces()).shares
     assert shares[PROJECT].used == pytest.approx(after.slot_seconds, rel=1e-2)
     assert shares[OTHER].used == 0.0
     sql(store, "UPDATE projects SET used_at = used_at - :ago", ago=HALF_LIFE_SECONDS)
-    assert store.line_for("h1", H1, Paces()).shares[PROJECT].used == pytest.approx(after.slot_seconds / 2, rel=1e-2)
-
-
-def test_slots_that_an_earlier_version_took_count_nothing(store):
-    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
-    sql(store, "UPDATE slots SET taken_at = NULL")
-    assert store.line_for("h1", H1, Paces()).holdings[0].taken_at > 0
-    claimed = claim(store)
-    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
-    assert store.get_job(PROJECT, job.id).slot_seconds == 0.0
+    assert store.queue.snapshot_for("h1", H1, Paces()).shares[PROJECT].used == pytest.approx(after.slot_seconds / 2, rel=1e-2)
 
 
 def test_a_project_never_runs_more_ranks_than_it_may_whoever_places_them(store):
     """Two reconcilers have chosen at once: the second one's change is undone."""
     first, second = (create_job(store, new_job(state=State.QUEUED, slots=2)) for _ in range(2))
     claims = [
-        store.claim_queued(job.id, host=host, owner="t", lease_seconds=60, host_slots=8)
+        store.leases.claim_queued(job.id, host=host, owner="t", lease_seconds=60, host_slots=8)
         for job, host in ((first, "h1"), (second, "h2"))
     ]
     sql(store, "UPDATE projects SET max_slots = 3")
-    assert store.apply(claims[0], JobChange(job=placed(claims[0].job, "h1"), take_slots={"h1": [0, 1]}))
-    assert not store.apply(claims[1], JobChange(job=placed(claims[1].job, "h2"), take_slots={"h2": [0, 1]}))
-    assert store.get_job(PROJECT, second.id).state is State.QUEUED
-    assert store.held_slots(second.id) == {}
+    assert store.leases.apply(claims[0], JobChange(job=placed(claims[0].job, "h1"), take_slots=[0, 1]))
+    assert not store.leases.apply(claims[1], JobChange(job=placed(claims[1].job, "h2"), take_slots=[0, 1]))
+    assert store.jobs.get_job(PROJECT, second.id).state is State.QUEUED
+    assert store.leases.held_slots(second.id) == []
     assert claim_next(store, host="h2") is None, "the queue passes it over"
 
 
@@ -83,13 +74,13 @@ def test_a_turn_reads_the_first_jobs_of_each_project_and_the_forecast_all(store)
     for number in range(OF_EACH_PROJECT + 5):
         create_job(store, new_job(id=f"ftjob-{number}", state=State.QUEUED))
     create_job(store, new_job(id="ftjob-o", state=State.QUEUED, project_id=OTHER, stored_spec=new_job().stored_spec))
-    line = store.line_for("h1", H1, Paces())
-    assert len(line.waiting) == OF_EACH_PROJECT + 1
-    assert next_start(line) is not None
-    store.tell_host("h1", 4)
-    store.tell_host("gone", 4)
+    snapshot = store.queue.snapshot_for("h1", H1, Paces())
+    assert len(snapshot.waiting) == OF_EACH_PROJECT + 1
+    assert next_start(snapshot) is not None
+    store.queue.announce_host("h1", 4)
+    store.queue.announce_host("gone", 4)
     sql(store, "UPDATE hosts SET seen_at = seen_at - :ago WHERE host = 'gone'", ago=HOST_SECONDS + 1)
-    whole = store.whole_line(Paces())
+    whole = store.queue.snapshot(Paces())
     assert len(whole.waiting) == OF_EACH_PROJECT + 6
     assert whole.hosts == {"h1": Host(slots=4)}
 
@@ -101,19 +92,19 @@ def test_finished_jobs_tell_how_long_others_take(store):
     )
     create_job(store, done)
     create_job(store, replace(done, id="ftjob-old", work=None))
-    paces = Paces(store.measured_jobs())
+    paces = Paces(store.queue.measured_jobs())
     create_job(store, new_job(state=State.QUEUED, stored_spec=spec, work=30.0, slots=1))
-    [waiting] = store.line_for("h1", H1, paces).waiting
+    [waiting] = store.queue.snapshot_for("h1", H1, paces).waiting
     assert waiting.seconds == 12.0
 
 
 def test_jobs_that_train_tell_it_by_their_steps(store):
     spec = replace(new_job().stored_spec, document={"model": {"name": "tiny"}})
     job = place(store, create_job(store, new_job(state=State.QUEUED, stored_spec=spec, work=10.0, slots=2)), [0, 1])
-    assert store.measured_jobs() == [], "its end is a guess"
+    assert store.queue.measured_jobs() == [], "its end is a guess"
     training = f"UPDATE jobs SET phase = 'training', left_seconds = 5, ends_at = taken_at + 8 WHERE id = '{job.id}'"
     sql(store, training)
-    [measured] = store.measured_jobs()
+    [measured] = store.queue.measured_jobs()
     assert (measured.held_seconds, measured.slot_seconds) == (pytest.approx(8.0), pytest.approx(16.0))
 
 
@@ -127,8 +118,8 @@ def test_a_turn_with_ten_thousand_queued_jobs_reads_few_of_them(store):
         del row["position"]
         connection.execute(jobs.insert(), [{**row, "id": f"ftjob-{n}"} for n in range(10_000)])
     began = time.perf_counter()
-    line = store.line_for("h1", H1, Paces())
-    start = next_start(line)
+    snapshot = store.queue.snapshot_for("h1", H1, Paces())
+    start = next_start(snapshot)
     print(f"{1000 * (time.perf_counter() - began):.1f} ms")
     assert start is not None
-    assert len(line.waiting) == OF_EACH_PROJECT
+    assert len(snapshot.waiting) == OF_EACH_PROJECT

@@ -1,4 +1,4 @@
-"""Jobs whose spec this version cannot read: they are in nobody's way."""
+"""Jobs whose spec this version cannot read do not affect other jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy import text
 
 from ft_service.control import tuned_models
 from ft_service.jobs.states import Job, State
-from ft_service.jobs.verbs import Verb
+from ft_service.jobs.user_actions import Verb
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, Principal
@@ -30,17 +30,17 @@ def unreadable(store: Store) -> Job:
     document = {**document, "lora": {**document["lora"], "gone": True}}
     with store.writing() as connection:
         connection.execute(text("UPDATE jobs SET spec = :spec"), {"spec": json.dumps(document)})
-    return store.get_job(PROJECT, job.id)
+    return store.jobs.get_job(PROJECT, job.id)
 
 
 def test_it_is_listed_claimed_and_cancelled(store: Store, unreadable: Job) -> None:
     with pytest.raises(ValidationError, match="gone"):
         _ = unreadable.spec
-    assert [job.id for job in store.list_jobs(PROJECT).data] == [unreadable.id]
-    assert store.unfinished_jobs() == store.jobs_by_id([unreadable.id]) == [unreadable]
+    assert [job.id for job in store.jobs.list_jobs(PROJECT).data] == [unreadable.id]
+    assert store.jobs.unfinished_jobs() == store.jobs.jobs_by_id([unreadable.id]) == [unreadable]
     claimed = claim(store)
-    assert store.apply(claimed, JobChange(job=claimed.job))
-    assert store.request(PROJECT, unreadable.id, Verb.CANCEL).state is State.CANCELLED
+    assert store.leases.apply(claimed, JobChange(job=claimed.job))
+    assert store.jobs.request(PROJECT, unreadable.id, Verb.CANCEL).state is State.CANCELLED
 
 
 def test_its_model_is_still_found(store: Store, unreadable: Job, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def add(store, *, seconds: int = 60, at_most: int = 5, size: int = 100) -> Uploa
     upload = Upload(
         id=new_id("upload_"), project_id=PROJECT, filename="a.jsonl", purpose="fine-tune", bytes=size, file_seconds=3600
     )
-    return store.add_upload(upload, seconds=seconds, at_most=at_most)
+    return store.uploads.add_upload(upload, seconds=seconds, at_most=at_most)
 
 
 def part(upload: Upload, size: int = 10) -> UploadPart:
@@ -24,22 +24,26 @@ def part(upload: Upload, size: int = 10) -> UploadPart:
 def test_an_upload_becomes_a_file_once(store):
     upload = add(store)
     assert (upload.status, upload.expires_at - upload.created_at) == ("pending", 60)
-    parts = [store.add_part(part(upload, size), slack=0, at_most=9) for size in (60, 40)]
-    assert store.list_parts(PROJECT, upload.id) == parts
-    assert store.list_parts(OTHER, upload.id) == []
+    parts = [store.uploads.add_part(part(upload, size), slack=0, at_most=9) for size in (60, 40)]
+    assert store.uploads.list_parts(PROJECT, upload.id) == parts
+    assert store.uploads.list_parts(OTHER, upload.id) == []
     first, second = new_file(id="file-1"), new_file(id="file-2")
 
-    done = store.complete_upload(PROJECT, upload.id, ["b", "a"], first)
+    done = store.uploads.complete_upload(PROJECT, upload.id, ["b", "a"], first)
 
     assert (done.status, done.part_ids, done.file_id) == ("completed", ["b", "a"], "file-1")
-    assert store.complete_upload(PROJECT, upload.id, ["b", "a"], second) == done == store.get_upload(PROJECT, upload.id)
-    file = store.get_file(PROJECT, "file-1")
+    assert (
+        store.uploads.complete_upload(PROJECT, upload.id, ["b", "a"], second)
+        == done
+        == store.uploads.get_upload(PROJECT, upload.id)
+    )
+    file = store.files.get_file(PROJECT, "file-1")
     assert file.expires_at == file.created_at + 3600
     with pytest.raises(NotFoundError):
-        store.get_file(PROJECT, "file-2")
-    assert store.list_parts(PROJECT, upload.id) == []
+        store.files.get_file(PROJECT, "file-2")
+    assert store.uploads.list_parts(PROJECT, upload.id) == []
     with pytest.raises(SpecError, match="completed"):
-        store.complete_upload(PROJECT, upload.id, ["a", "b"], second)
+        store.uploads.complete_upload(PROJECT, upload.id, ["a", "b"], second)
 
 
 def test_parts_that_arrive_at_once_are_bounded_together(store):
@@ -47,7 +51,7 @@ def test_parts_that_arrive_at_once_are_bounded_together(store):
 
     def try_part(_: int) -> bool:
         try:
-            store.add_part(part(upload), slack=5, at_most=100)
+            store.uploads.add_part(part(upload), slack=5, at_most=100)
         except SpecError:
             return False
         return True
@@ -58,20 +62,20 @@ def test_parts_that_arrive_at_once_are_bounded_together(store):
 
 def test_an_ended_upload_takes_nothing(store):
     expired, cancelled = add(store, seconds=0), add(store)
-    store.cancel_upload(PROJECT, cancelled.id)
-    assert store.get_upload(PROJECT, expired.id).status == "expired"
+    store.uploads.cancel_upload(PROJECT, cancelled.id)
+    assert store.uploads.get_upload(PROJECT, expired.id).status == "expired"
     for upload, word in ((expired, "expired"), (cancelled, "cancelled")):
         with pytest.raises(SpecError, match=word):
-            store.add_part(part(upload), slack=0, at_most=9)
+            store.uploads.add_part(part(upload), slack=0, at_most=9)
         with pytest.raises(SpecError, match=word):
-            store.complete_upload(PROJECT, upload.id, ["a"], new_file())
-    assert store.pending_uploads() == set()
+            store.uploads.complete_upload(PROJECT, upload.id, ["a"], new_file())
+    assert store.uploads.pending_uploads() == set()
 
 
 def test_a_project_has_few_pending_uploads(store):
     first = add(store, at_most=1)
     with pytest.raises(SpecError):
         add(store, at_most=1)
-    store.cancel_upload(PROJECT, first.id)
+    store.uploads.cancel_upload(PROJECT, first.id)
     second = add(store, at_most=1)
-    assert store.pending_uploads() == {second.id}
+    assert store.uploads.pending_uploads() == {second.id}

@@ -8,7 +8,7 @@ import pytest
 from ft_service.errors import NotFoundError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Phase, State
-from ft_service.jobs.verbs import Verb
+from ft_service.jobs.user_actions import Verb
 from ft_service.store.records import JobChange, WebhookEndpoint
 from ft_service.store.webhooks import EVENT_TYPES
 from tests.support.creating import create_job
@@ -17,13 +17,13 @@ from tests.support.records import OTHER, PROJECT, claim, new_job, place
 
 def add(store, *event_types: str, project: str = PROJECT) -> WebhookEndpoint:
     types = list(event_types or EVENT_TYPES)
-    return store.add_webhook(
+    return store.webhooks.add_webhook(
         WebhookEndpoint(id=new_id("we_"), project_id=project, name="a", url="https://example.com", event_types=types)
     )
 
 
 def cancel(store) -> str:
-    return store.request(PROJECT, create_job(store, new_job()).id, Verb.CANCEL).id
+    return store.jobs.request(PROJECT, create_job(store, new_job()).id, Verb.CANCEL).id
 
 
 def test_a_job_that_ends_leaves_a_delivery_to_each_endpoint_that_asks(store):
@@ -32,9 +32,9 @@ def test_a_job_that_ends_leaves_a_delivery_to_each_endpoint_that_asks(store):
     add(store, project=OTHER)
     create_job(store, new_job())
     taken = claim(store)
-    assert store.apply(taken, JobChange(job=replace(taken.job, state=State.FAILED, finished_at=7.0)))
+    assert store.leases.apply(taken, JobChange(job=replace(taken.job, state=State.FAILED, finished_at=7.0)))
 
-    deliveries = store.claim_deliveries(limit=9, lease_seconds=60)
+    deliveries = store.webhooks.claim_deliveries(limit=9, lease_seconds=60)
 
     assert {delivery.endpoint.id for delivery in deliveries} == asked
     assert len({delivery.id for delivery in deliveries}) == 2
@@ -47,11 +47,11 @@ def test_a_job_that_ends_leaves_a_delivery_to_each_endpoint_that_asks(store):
 def test_a_cancelled_job_is_announced_once_though_its_processes_end_later(store):
     add(store)
     job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
-    store.request(PROJECT, job.id, Verb.CANCEL)
+    store.jobs.request(PROJECT, job.id, Verb.CANCEL)
     stopping = claim(store)
     assert (stopping.job.state, stopping.job.phase) == (State.CANCELLED, Phase.STOPPING)
-    assert store.apply(stopping, JobChange(job=replace(stopping.job, phase=None), release_slots=True))
-    assert len(store.claim_deliveries(limit=9, lease_seconds=60)) == 1
+    assert store.leases.apply(stopping, JobChange(job=replace(stopping.job, phase=None), release_slots=True))
+    assert len(store.webhooks.claim_deliveries(limit=9, lease_seconds=60)) == 1
 
 
 def test_one_delivery_is_claimed_by_one(store):
@@ -60,7 +60,9 @@ def test_one_delivery_is_claimed_by_one(store):
         cancel(store)
     with ThreadPoolExecutor(4) as pool:
         claimed = [
-            d.id for batch in pool.map(lambda _: store.claim_deliveries(limit=8, lease_seconds=60), range(8)) for d in batch
+            d.id
+            for batch in pool.map(lambda _: store.webhooks.claim_deliveries(limit=8, lease_seconds=60), range(8))
+            for d in batch
         ]
     assert len(claimed) == len(set(claimed)) == 12
 
@@ -68,42 +70,42 @@ def test_one_delivery_is_claimed_by_one(store):
 def test_a_delivery_is_claimed_again_when_its_lease_or_its_wait_is_over(store):
     add(store)
     cancel(store)
-    (first,) = store.claim_deliveries(limit=1, lease_seconds=0)
-    (second,) = store.claim_deliveries(limit=1, lease_seconds=60)
+    (first,) = store.webhooks.claim_deliveries(limit=1, lease_seconds=0)
+    (second,) = store.webhooks.claim_deliveries(limit=1, lease_seconds=60)
     assert (first.id, first.tries, second.tries) == (second.id, 1, 2)
 
-    store.settle_delivery(first, error=None, retry_seconds=None)  # too late
-    store.settle_delivery(second, error="away", retry_seconds=60)
-    assert store.claim_deliveries(limit=1, lease_seconds=60) == []
-    store.settle_delivery(second, error="away", retry_seconds=0)
-    (third,) = store.claim_deliveries(limit=1, lease_seconds=0)
-    store.settle_delivery(third, error=None, retry_seconds=None)
-    assert store.claim_deliveries(limit=1, lease_seconds=0) == []
-    store.forget_deliveries(older_than_seconds=60, give_up_seconds=60)
-    store.forget_deliveries(older_than_seconds=0, give_up_seconds=60)
+    store.webhooks.settle_delivery(first, error=None, retry_seconds=None)  # too late
+    store.webhooks.settle_delivery(second, error="away", retry_seconds=60)
+    assert store.webhooks.claim_deliveries(limit=1, lease_seconds=60) == []
+    store.webhooks.settle_delivery(second, error="away", retry_seconds=0)
+    (third,) = store.webhooks.claim_deliveries(limit=1, lease_seconds=0)
+    store.webhooks.settle_delivery(third, error=None, retry_seconds=None)
+    assert store.webhooks.claim_deliveries(limit=1, lease_seconds=0) == []
+    store.webhooks.forget_deliveries(older_than_seconds=60, give_up_seconds=60)
+    store.webhooks.forget_deliveries(older_than_seconds=0, give_up_seconds=60)
 
 
 def test_an_endpoint_goes_with_its_deliveries(store):
     endpoint = add(store)
     cancel(store)
-    store.delete_webhook(PROJECT, endpoint.id)
-    assert store.claim_deliveries(limit=1, lease_seconds=0) == []
+    store.webhooks.delete_webhook(PROJECT, endpoint.id)
+    assert store.webhooks.claim_deliveries(limit=1, lease_seconds=0) == []
     with pytest.raises(NotFoundError):
-        store.get_webhook(PROJECT, endpoint.id)
+        store.webhooks.get_webhook(PROJECT, endpoint.id)
 
 
 def test_secrets_are_not_printed(store):
     endpoint = add(store)
-    rotated = store.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=60)
+    rotated = store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=60)
     assert rotated.old_secret == endpoint.secret
     assert "whsec_" not in repr(rotated)
-    assert store.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=0).old_secret is None
+    assert store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=0).old_secret is None
 
 
 def test_a_change_that_changes_nothing_is_none(store):
     endpoint = add(store)
-    assert store.update_webhook(PROJECT, endpoint.id, name="a") == endpoint
-    changed = store.update_webhook(PROJECT, endpoint.id, name="b")
+    assert store.webhooks.update_webhook(PROJECT, endpoint.id, name="a") == endpoint
+    changed = store.webhooks.update_webhook(PROJECT, endpoint.id, name="b")
     assert (changed.name, changed.updated_at > endpoint.updated_at) == ("b", True)
 
 
@@ -113,17 +115,17 @@ def test_projects_take_turns_and_in_each_its_endpoints(store):
             add(store, project=project)
     for project, ended in ((OTHER, 5), (PROJECT, 2)):
         for _ in range(ended):
-            store.request(project, create_job(store, new_job(project_id=project)).id, Verb.CANCEL)
+            store.jobs.request(project, create_job(store, new_job(project_id=project)).id, Verb.CANCEL)
 
     def claimed(limit: int, **shares) -> list[str]:
-        return sorted(d.project_id for d in store.claim_deliveries(limit=limit, lease_seconds=60, **shares))
+        return sorted(d.project_id for d in store.webhooks.claim_deliveries(limit=limit, lease_seconds=60, **shares))
 
     both = sorted([OTHER, PROJECT])
     assert claimed(2) == both, "ten of one wait, and two of the other"
     assert claimed(9, of_project=2, under_way={OTHER: 1, PROJECT: 1}) == both
     assert claimed(1, of_project=2, under_way={OTHER: 2}) == []
     assert claimed(1, of_project=4, under_way={OTHER: 3}) == [OTHER]
-    of_two = store.claim_deliveries(limit=2, lease_seconds=60)
+    of_two = store.webhooks.claim_deliveries(limit=2, lease_seconds=60)
     assert len({delivery.endpoint.id for delivery in of_two}) == 2
     assert claimed(99) == [OTHER] * 5
 
@@ -132,8 +134,8 @@ def test_what_waits_for_too_long_is_given_up_though_it_was_never_tried(store):
     add(store)
     cancel(store)
     cancel(store)
-    [under_way] = store.claim_deliveries(limit=1, lease_seconds=60)
-    store.forget_deliveries(older_than_seconds=60, give_up_seconds=0)
-    assert store.claim_deliveries(limit=9, lease_seconds=0) == []
-    store.settle_delivery(under_way, error="away", retry_seconds=0)
-    assert [delivery.id for delivery in store.claim_deliveries(limit=9, lease_seconds=0)] == [under_way.id]
+    [under_way] = store.webhooks.claim_deliveries(limit=1, lease_seconds=60)
+    store.webhooks.forget_deliveries(older_than_seconds=60, give_up_seconds=0)
+    assert store.webhooks.claim_deliveries(limit=9, lease_seconds=0) == []
+    store.webhooks.settle_delivery(under_way, error="away", retry_seconds=0)
+    assert [delivery.id for delivery in store.webhooks.claim_deliveries(limit=9, lease_seconds=0)] == [under_way.id]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, arguments, parse, program, standby_arguments
+from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, parse, program
 
 WORKER = ["python", "worker.py", "--grace", "7"]
 
@@ -17,12 +17,9 @@ def test_the_module_is_called_as_ever() -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    words = arguments(
-        "/runs/ftjob-1",
-        4,
+    options = SupervisorOptions(
         grace_seconds=2.5,
         detach=True,
-        lock_fd=0,
         parent=17,
         node_rank=0,
         scratch="/tmp",
@@ -32,7 +29,7 @@ def test_what_is_written_is_read() -> None:
         mirror="s3://bucket/ft",
         worker_command=WORKER,
     )
-    read = vars(parse(words))
+    read = vars(parse(options.arguments("/runs/ftjob-1", 4, lock_fd=0)))
     assert read.pop("run_dir") == Path("/runs/ftjob-1")
     assert read.pop("scratch") == Path("/tmp")
     assert read == {
@@ -41,7 +38,6 @@ def test_what_is_written_is_read() -> None:
         "detach": True,
         "lock_fd": 0,
         "parent": 17,
-        "standby": None,
         "node_rank": 0,
         "rdzv_endpoint": "host:29500",
         "address": "10.0.0.1",
@@ -53,14 +49,12 @@ def test_what_is_written_is_read() -> None:
 
 def test_what_is_not_said_is_left_to_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FT_STOP_GRACE_SECONDS", raising=False)
-    assert arguments("/runs/a", 1, grace_seconds=60.0) == ["/runs/a", "1", "--grace", "60"]
-    assert parse(arguments("/runs/a", 1, grace_seconds=1234567.25)).grace == 1234567.25
-    said, unsaid = parse(arguments("/runs/a", 1, grace_seconds=DEFAULT_GRACE_SECONDS)), parse(["/runs/a", "1"])
-    assert said == unsaid
+    assert SupervisorOptions(grace_seconds=60.0).arguments("/runs/a", 1) == ["/runs/a", "1", "--grace", "60"]
+    assert parse(SupervisorOptions(grace_seconds=1234567.25).arguments("/runs/a", 1)).grace == 1234567.25
+    given = SupervisorOptions(grace_seconds=DEFAULT_GRACE_SECONDS).arguments("/runs/a", 1)
+    assert parse(given) == parse(["/runs/a", "1"])
 
 
-def test_one_that_waits_needs_no_attempt() -> None:
-    waiting = parse(standby_arguments(5))
-    assert (waiting.standby, waiting.detach, waiting.attempt) == (5, True, None)
+def test_an_attempt_is_required() -> None:
     with pytest.raises(SystemExit):
         parse(["/runs/a"])

@@ -66,7 +66,7 @@ def test_a_rank_that_nccl_ended_waited_for_another_one(folder: Path) -> None:
     found = exit_of(run)
     assert found.error is not None
     assert (found.reason, found.error.code, found.error.rank) == ("worker_error", "collective_timeout", 0)
-    assert "ended it by SIGABRT: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, " in found.message
+    assert "aborted it (SIGABRT): Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, " in found.message
 
 
 def test_sigterm_stops_at_a_checkpoint(folder: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_exit_is_not_told_before_the_last_rank_is_gone(
     torchrun = process_of(run, "1-torchrun")
     with leftover_rank(run):
         processes.kill(torchrun)
-        wait_for(lambda: "torchrun is gone and a rank still lives" in caplog.text)
+        wait_for(lambda: "torchrun is gone and a rank is still alive" in caplog.text)
         assert run.get("attempts/1/exit.json") is None
     watching.join(30)
     assert exit_of(run).reason == "worker_killed"

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.launcher.local import LocalLauncher
+from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, Start
 from ft_service.supervisor import torchrun
-from ft_service.supervisor.node import Node
+from ft_service.supervisor.torchrun import Node
 from tests.support.attempts import new_run, process_of, supervisor_of, wait_for
 from tests.support.ports import listening_sockets
 

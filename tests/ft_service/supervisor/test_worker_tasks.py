@@ -10,14 +10,14 @@ from ft_service.errors import NotFoundError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.file_digest import NamedFile
-from ft_service.rundir.intact import adapter_faults
+from ft_service.rundir.verified_files import adapter_faults
 from ft_service.supervisor import worker_tasks
 from ft_service.supervisor.worker_tasks import WorkersMissingError, make_checkpoint_adapter, run_worker
 from tests.support.run_directories import finished_run, flip_a_bit
 
 
 def test_a_worker_that_cannot_start_says_what_to_install() -> None:
-    with pytest.raises(WorkersMissingError, match=r"workers\.absent has failed: .*No module named workers\.absent"):
+    with pytest.raises(WorkersMissingError, match=r"workers\.absent ended with code 1.*No module named workers\.absent"):
         run_worker("workers.absent", [])
 
 

@@ -57,7 +57,7 @@ def browsing(downloads: Path) -> Iterator[webdriver.Chrome]:
 
 
 def until(condition: Callable[[], Found], seconds: float = 30.0) -> Found:
-    """What a condition gives once it is true; elements that are replaced meanwhile are looked for anew."""
+    """Return a condition's value once it is true; elements that are replaced meanwhile are found again."""
     deadline = time.monotonic() + seconds
     while True:
         try:

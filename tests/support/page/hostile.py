@@ -6,12 +6,12 @@ from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 from sqlalchemy import update
 
-from ft_service.store.records import Limits
+from ft_service.store.records import TenantLimits
 from ft_service.store.tables import jobs as jobs_table
 from tests.support.page.browser import find, until
 from tests.support.page.place import Place
 from tests.support.page.seeded import NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
-from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_sweep, seed_use
+from tests.support.page.teams import seed_evaluation, seed_sweep, seed_use
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>',
@@ -32,7 +32,7 @@ def hostile_views(place: Place) -> list[str]:
     files = seed_files(place.settings, place.store, "default")
     with place.store.writing() as connection:
         connection.exec_driver_sql("UPDATE files SET filename = ?", (f"{HOSTILE[0]}.jsonl",))
-    place.store.create_key(project_id="default", name=HOSTILE[0], scope="user")
+    place.store.keys.create_key(project_id="default", name=HOSTILE[0], scope="user")
     metadata = {"name": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
     asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": metadata}
     error = {"code": "invalid_file", "message": HOSTILE[0], "param": "training_file"}
@@ -47,12 +47,11 @@ def hostile_views(place: Place) -> list[str]:
     succeeded = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
     done = seed_job(place.settings, place.store, place.holder, asked, **succeeded)
     seed_evaluation(place.settings, done, [(*HOSTILE, HOSTILE[0])], 12)
-    seed_messages(place.store, jobs[0], evaluation_messages([(*HOSTILE, HOSTILE[0])], 12))
-    project = place.store.create_project(
-        name=HOSTILE[0], organization="local", limits=Limits(bases=(*HOSTILE, "tiny-llama"))
+    project = place.store.projects.create_project(
+        name=HOSTILE[0], organization="local", limits=TenantLimits(bases=(*HOSTILE, "tiny-llama"))
     ).id
-    key, secret = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
-    theirs = place.store.authenticate(secret)
+    key, secret = place.store.keys.create_key(project_id=project, name=HOSTILE[0], scope="user")
+    theirs = place.store.keys.authenticate(secret)
     assert theirs is not None
     own = asked | {"training_file": seed_files(place.settings, place.store, project)["train"]}
     seed_job(place.settings, place.store, theirs, own, **ended)

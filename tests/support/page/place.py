@@ -14,9 +14,8 @@ import uvicorn
 
 from api.app import create_app
 from ft_service.control.checks.data_checks import Checked
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import Job, Running
-from ft_service.launcher.fake import FakeLauncher
 from ft_service.rundir.attempt import AttemptKeys
 from ft_service.rundir.checkpoints import checkpoint_name, marker_key
 from ft_service.rundir.directory import RunDir
@@ -27,7 +26,9 @@ from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store, migrate, open_store
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.describing import at_once
+from tests.support.fake_launcher import FakeLauncher
 from tests.support.page.seeded import new_settings
 from tests.support.rest.service import wait_until
 
@@ -57,9 +58,9 @@ class Place:
         self.settings = new_settings(self.home)
         migrate(self.settings.resolved_database_url())
         self.store = open_store(self.settings.resolved_database_url())
-        self.store.ensure_project(PROJECT, "local")
-        _, self.key = self.store.create_key(project_id=PROJECT, name="test", scope="admin")
-        holder = self.store.authenticate(self.key)
+        self.store.projects.ensure_project(PROJECT, "local")
+        _, self.key = self.store.keys.create_key(project_id=PROJECT, name="test", scope="admin")
+        holder = self.store.keys.authenticate(self.key)
         assert holder is not None
         self.holder = holder
         self._stop_moving = threading.Event()
@@ -80,7 +81,7 @@ class Place:
         """Serve, on the same port as before."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
-        app = create_app(self.settings, self.store, preview=self.preview)
+        app = create_app(self.settings, self.store, preview=self.preview, descriptions=at_once())
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._serving = threading.Thread(target=self._server.run, args=([self._listener],))
         self._serving.start()
@@ -100,7 +101,7 @@ class Place:
 
     def _move(self) -> None:
         check = lambda job, examiner, tell: Checked()  # noqa: E731
-        reconciler = Reconciler(self.store, self.launcher, Places(self.home), check=check, idle_seconds=0.05)
+        reconciler = Reconciler(self.store, self.launcher, Places(self.home), ReconcilerOptions(check=check, idle_seconds=0.05))
         if self.moves:
             reconciler.run(self._stop_moving)
 
@@ -112,7 +113,7 @@ class Place:
     def begun(self, job_id: str, attempt: int) -> Job:
         """The job, once the attempt was started."""
         wait_until(lambda: (job_id, attempt) in self.launcher.started)
-        return self.store.get_job(PROJECT, job_id)
+        return self.store.jobs.get_job(PROJECT, job_id)
 
     def train(self, job: Job, attempt: int, steps: range) -> None:
         """Report steps, as a segment of events."""

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import insert, update
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import create, read
+from ft_service.control.admission import AdmissionContext, create_job
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.rundir.checkpoints import checkpoint_name, marker_key
@@ -25,6 +25,7 @@ from ft_service.store.records import File, Principal
 from ft_service.store.sql import Store
 from ft_service.store.tables import checkpoints, events, jobs
 from tests.support.bases import SAMPLE
+from tests.support.describing import at_once
 
 DATA = Path(__file__).parents[3] / "examples/data"
 NOW = time.time()
@@ -53,26 +54,25 @@ def seed_files(settings: Settings, store: Store, project: str) -> dict[str, str]
             created_at=0.0,
         )
         (settings.files_dir / file.id).write_bytes(body)
-        store.add_file(file)
+        store.files.add_file(file)
         found[path.stem] = file.id
     return found
 
 
 def seed_job(settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any], **row: Any) -> Job:
     """A job by a create body, then made what the columns in `row` say."""
-    asked = read(dict(body), principal=holder, store=store, settings=settings)
-    (job,) = create([asked], store=store, settings=settings, catalogue=Catalogue.from_settings(settings))
-    assert isinstance(job, Job), job
+    catalogue = Catalogue.from_settings(settings, at_once())
+    job = create_job(dict(body), AdmissionContext(holder, store, settings, catalogue))
     if row:
         with store.writing() as connection:
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(**row, **OUT_OF_REACH))
-    return store.get_job(holder.project_id, job.id)
+    return store.jobs.get_job(holder.project_id, job.id)
 
 
 def seed_steps(
     store: Store, job: Job, steps: int, *, total: int, seed: int = 0, began: float | None = None, again_from: int | None = None
 ) -> None:
-    """What attempts reported: `steps` steps; with `again_from`, a second attempt that goes on from there after a pause."""
+    """What attempts reported: `steps` steps; with `again_from`, a second attempt that continues from there after a pause."""
     began = NOW - steps * 1.5 if began is None else began
     noise = random.Random(seed)
     level, floor, pace = 2.4 + noise.random(), 0.25 + 0.5 * noise.random(), 0.12 + 0.2 * noise.random()
@@ -184,7 +184,7 @@ def seed_all(
         seed_steps(store, one, 300, total=300, seed=number + 1, began=ended - 1200)
     swept = {"model": "tiny-llama", "training_file": files["train"], "suffix": "how-fast-to-learn"}
     ids = {"sweep": sweep(settings, store, holder, swept)}
-    for number, one in enumerate(store.jobs_of_sweeps([ids["sweep"]])[ids["sweep"]]):
+    for number, one in enumerate(store.sweeps.jobs_of_sweeps([ids["sweep"]])[ids["sweep"]]):
         seed_steps(store, one, 75 if number == 3 else 300, total=300, seed=30 + number, began=NOW - 5300)
     made["cancelled"] = job(
         "first-try", {}, state="cancelled", reason="user_cancelled", attempt=1, created_at=NOW - 5160, finished_at=NOW - 5000

@@ -1,4 +1,4 @@
-"""Projects, keys and what they used, and what a job's evaluation says: what is seeded beside jobs."""
+"""Seeded data besides jobs: projects, keys and their usage, and a job's evaluation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 from sqlalchemy import insert, update
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.sweeps.admission import create_sweep
+from ft_service.control.admission import AdmissionContext
+from ft_service.control.sweep_admission import create_sweep
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
-from ft_service.rundir.evaluations import Answered, Evaluation, evaluation_key
+from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, evaluation_key
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
-from ft_service.store.records import Limits, Principal
+from ft_service.store.records import Principal, TenantLimits
 from ft_service.store.sql import Store
-from ft_service.store.sweeps.tables import sweeps
-from ft_service.store.tables import events, jobs, projects, slots
+from ft_service.store.tables import events, jobs, projects, slots, sweeps
 from ft_service.store.tenants.audit import Actor, acting
 from ft_service.store.tenants.usage import DAY_SECONDS, add_use
+from tests.support.describing import at_once
 from tests.support.page.seeded import NOW, OUT_OF_REACH
 
 STOPPED = {
@@ -54,15 +55,15 @@ def _seed_teams(store: Store, organization: str) -> dict[str, str]:
     found = {}
     for number, (name, limits) in enumerate(
         {
-            "Customer support": Limits(max_slots=4, max_queued=20, max_bytes=50 * 2**30),
-            "Research": Limits(max_slots=2, max_priority=0, bases=("tiny-llama",)),
+            "Customer support": TenantLimits(max_slots=4, max_queued=20, max_bytes=50 * 2**30),
+            "Research": TenantLimits(max_slots=2, max_priority=0, bases=("tiny-llama",)),
         }.items()
     ):
-        project = store.create_project(name=name, organization=organization, limits=limits)
+        project = store.projects.create_project(name=name, organization=organization, limits=limits)
         found[name] = project.id
         for place, person in enumerate(("ci", "maria", "tom")):
             scope = "read" if person == "tom" else "submit"
-            key, _ = store.create_key(
+            key, _ = store.keys.create_key(
                 project_id=project.id, name=f"{person}, {name.lower()}", scope=scope, expires_at=NOW + 7e6
             )
             if scope == "submit":
@@ -70,14 +71,14 @@ def _seed_teams(store: Store, organization: str) -> dict[str, str]:
         with store.writing() as connection:
             used = {"used": 3600.0 * (9 - 6 * number), "used_at": NOW}
             connection.execute(update(projects).where(projects.c.id == project.id).values(**used))
-    old, _ = store.create_key(project_id="default", name="laptop of before", scope="submit")
-    store.revoke_key("default", old.id)
+    old, _ = store.keys.create_key(project_id="default", name="laptop of before", scope="submit")
+    store.keys.revoke_key("default", old.id)
     return found
 
 
 def seed_host(store: Store, job_id: str) -> None:
-    """A host of one slot, which a job holds: whoever is queued waits for it."""
-    store.tell_host("h", 1)
+    """A host of one slot, which a job holds: queued jobs wait for it."""
+    store.queue.announce_host("h", 1)
     with store.writing() as connection:
         connection.execute(insert(slots).values(host="h", slot=0, job_id=job_id, project_id="default", attempt=1))
 
@@ -86,9 +87,9 @@ def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mappin
     """A sweep over learning rates that is over: three jobs to their end, one stopped on the way. Returns its id."""
     rates = (1e-4, 3e-4, 1e-3, 3e-3)
     asked = {**body, "validation_file": body["training_file"], "sweep": {"training.learning_rate": list(rates)}}
-    catalogue = Catalogue.from_settings(settings)
-    sweep = create_sweep(asked, principal=holder, store=store, settings=settings, catalogue=catalogue, sweep_id=None)
-    made = store.jobs_of_sweeps([sweep.id])[sweep.id]
+    catalogue = Catalogue.from_settings(settings, at_once())
+    sweep = create_sweep(asked, AdmissionContext(holder, store, settings, catalogue))
+    made = store.sweeps.jobs_of_sweeps([sweep.id])[sweep.id]
     with store.writing() as connection:
         ended = {"finished_at": NOW - 3000, "created_at": NOW - 5400, "best_job": made[2].id}
         connection.execute(update(sweeps).where(sweeps.c.id == sweep.id).values(**ended))
@@ -121,7 +122,7 @@ def seed_evaluation(settings: Settings, job: Job, answers: Sequence[tuple[str, s
     before, after = {"exact_match": 0.0, "json_valid": 0.17}, {"exact_match": 0.83, "json_valid": 1.0}
     for number in (0, step):
         samples = [
-            Answered(
+            EvaluatedPrompt(
                 prompt=prompt,
                 messages=[{"role": "user", "content": prompt}],
                 reference=reference,
@@ -135,10 +136,3 @@ def seed_evaluation(settings: Settings, job: Job, answers: Sequence[tuple[str, s
         scores = after if number else before
         evaluation = Evaluation(step=number, time=NOW, metrics=scores, base_metrics=before, samples=samples)
         run.write(evaluation_key(number, 1), evaluation)
-
-
-def evaluation_messages(answers: Sequence[tuple[str, str, str, str]], step: int) -> list[str]:
-    """What the workers of earlier versions say of prompts, expected answers, and answers before and after."""
-    scores = "exact_match 0.83 (before: 0.00), json_valid 1.00 (before: 0.17)"
-    told = [f"Evaluation after step {step}, {len(answers)} prompts: {scores}."]
-    return told + [f"Asked: {a}\nExpected: {b}\nBefore: {c}\nAfter: {d}" for a, b, c, d in answers]

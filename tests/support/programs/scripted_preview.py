@@ -1,4 +1,4 @@
-"""Plays the preview's process without torch: `scripted_preview.py DESCRIPTOR PARENT`, as `workers.serving`.
+"""Plays the preview's process without torch: `scripted_preview.py`, as `workers.serving`.
 
 A base whose folder is called `bad` cannot be loaded. Each token of a probe is thought to have -1 nat. The last message says
 what to do: `hang` begins an answer and leaves it at that, `die` ends the process, `say …` is answered with the rest of it, word
@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-
     def say(kind: str, **message: Any) -> None:
-        connection.sendall(json.dumps({"kind": kind, **message}).encode() + b"\n")
+        print(json.dumps({"kind": kind, **message}), flush=True)
 
-    lines = connection.makefile("rb")
     refusal = {"message": "no such base", "code": "model_not_served", "param": "model", "wrong": True}
     base: dict[str, Any] = {}
     bad = False
-    for line in lines:
+    for line in sys.stdin:
         message = json.loads(line)
         if message["op"] == "base":
             base, bad = message, Path(message["path"]).name == "bad"

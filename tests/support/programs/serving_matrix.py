@@ -31,7 +31,7 @@ from tests.support.training.models import FAMILIES, OF_EXPERTS, save_tiny
 from workers.exports.gguf_layout import layout_of
 from workers.exports.to_gguf import export_adapter, export_model
 from workers.model.build import base_on_meta
-from workers.model.wrapped import text_decoder
+from workers.model.multimodal import text_decoder
 from workers.tasks.merge import merge
 from workers.tasks.pad_ranks import pad_ranks
 
@@ -150,7 +150,7 @@ def served_by_vllm(python: str, family: str, scratch: Path) -> tuple[str, str]:
     asked = {"model": str(base), "adapter": str(scratch / "served"), "ids": IDS.tolist()}
     program = Path(__file__).with_name("vllm_logprobs.py")
     ended = subprocess.run([python, "-P", str(program)], input=json.dumps(asked), capture_output=True, text=True, check=True)
-    said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"version"')))  # vLLM logs beside it
+    said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"version"')))  # vLLM logs to it too
     if "refused" in said:
         return "no", f"vLLM: {said['refused']}"
     off = float((torch.tensor(said["logprobs"]) - expected).abs().max())

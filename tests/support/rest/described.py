@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from tests.support.rest.service import TRAINING, Service, put, run_dir
+
+MAKES = {
+    "/v1/fine_tuning/jobs/{job_id}/checkpoints/{checkpoint_id}/adapter",
+    "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
+}
+"""Routes whose GET makes something."""
 
 OPEN = {"/livez", "/readyz", "/metrics"}
 """Routes that need no key, or another one."""
@@ -39,11 +46,11 @@ def tenant(service: Service, project_id: str, key: str, url: str = "http://secre
     client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
     upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
     third = f"third-{project_id}"
-    service.store.ensure_project(third, service.store.get_project(project_id).organization)
+    service.store.projects.ensure_project(third, service.store.projects.get_project(project_id).organization)
     granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=[third]).data[0]
     service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
     endpoint = client.webhooks.create(name="secret-name", url=url, event_types=["fine_tuning.job.failed"])
-    api_key, _ = service.store.create_key(project_id=project_id, name="secret-name", scope="submit")
+    api_key, _ = service.store.keys.create_key(project_id=project_id, name="secret-name", scope="submit")
     tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
     body = {"model": "tiny", "training_file": file_id, "validation_file": file_id, **tried}
     sweep = service.http("POST", "/v1/fine_tuning/sweeps", key=key, json=body).json()
@@ -64,3 +71,8 @@ def tenant(service: Service, project_id: str, key: str, url: str = "http://secre
         "key_id": api_key.id,
         "format": "vllm",
     }
+
+
+def ask(service: Service, method: str, path: str, key: str) -> Any:
+    sent: dict[str, Any] = {"json": {}} if method == "POST" else {"params": {"model": "tiny"}}  # which samples of a file need
+    return service.http(method, path, key=key, **sent)

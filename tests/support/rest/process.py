@@ -31,7 +31,7 @@ serve(Settings(), wait)
 
 @dataclass(frozen=True)
 class Server:
-    """A server process. Its log is a file: nobody reads it meanwhile, and a pipe that is full would stop the server."""
+    """A server process. Its log is a file: it is not read meanwhile, and a full pipe would stop the server."""
 
     process: subprocess.Popen[str]
     log: IO[str]

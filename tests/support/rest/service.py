@@ -61,15 +61,17 @@ class Service:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+    """Wait in pauses that grow with the time waited, from 5 to 100 milliseconds."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        waited = time.monotonic() - began
+        assert waited < seconds, "waited in vain"
+        time.sleep(max(0.005, min(0.1, waited / 20)))
 
 
 def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int, ...] = (), **changes: Any) -> Job:
     """Write to a job what a reconciler would write."""
-    claim = service.store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    claim = service.store.leases.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claim is not None
     assert claim.job.id == job_id
     points = [
@@ -86,19 +88,19 @@ def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int
         for step in checkpoints
     ]
     change = JobChange(job=replace(claim.job, **changes), events=events, checkpoints=points)
-    assert service.store.apply(claim, change)
+    assert service.store.leases.apply(claim, change)
     for point in points:
         marker = CheckpointMarker(step=point.step, attempt=1, world_size=2, files=[])
         run_dir(service, job_id).write(f"checkpoints/{point.name}/COMPLETE", marker)
-    return service.store.get_job(claim.job.project_id, job_id)
+    return service.store.jobs.get_job(claim.job.project_id, job_id)
 
 
 def put_state(store: Store, job_id: str, state: State) -> None:
     """Write a state to the job whose turn it is, as a reconciler of this host would."""
-    claim = store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    claim = store.leases.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claim is not None
     assert claim.job.id == job_id
-    assert store.apply(claim, JobChange(job=replace(claim.job, state=state, attempt=1, host="h")))
+    assert store.leases.apply(claim, JobChange(job=replace(claim.job, state=state, attempt=1, host="h")))
 
 
 def run_dir(service: Service, job_id: str) -> RunDir:

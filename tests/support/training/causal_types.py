@@ -155,7 +155,7 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a type needs beside them."""
+"""What a type needs besides them."""
 _SEVERAL = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 OF_SEVERAL = sorted({kind for name in _SEVERAL for kind in getattr(modeling_auto, name, {})} & CONFIG_MAPPING_NAMES.keys())
 """Types that are made of several models, as far as this version of transformers knows them."""

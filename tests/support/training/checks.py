@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,28 +17,27 @@ import transformers
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-from ft_service.bases.contents import read_config, read_contents
-from ft_service.bases.families.acceptance import refuse_untunable
-from ft_service.bases.published_layouts import declared_block, quantization_of
+from ft_service.bases.base_files import read_config
 from ft_service.errors import SpecError
-from ft_service.plan.base import base_shape
-from ft_service.plan.storage import adapters_of
+from ft_service.plan.weight_storage import adapters_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.spec import JobSpec
+from tests.support.bases import describe
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank
 from tests.support.training.models import save_chats, spec_for
 from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
 from tests.support.training.prequantized import BY_BLOCKS, VALUES
+from workers.base.layouts import declared_block, quantization_of
 from workers.base.load import adapters, load, plain_name
 from workers.data.batches import collate
 from workers.layers.segments import CURRENT
 from workers.model.build import BuiltModel, build
-from workers.output.export import new_folder, write_adapter
+from workers.output.outcome import new_folder, write_adapter
 from workers.training.packing import settle_attention
 
 LORA = {"r": 3, "target_modules": "all-linear"}
@@ -62,7 +61,7 @@ READS_TEXT = {
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), "language_model"),
 }
 """Type → the part of its published class that is asked with text alone: the whole has no forward, or wants an image."""
-REREAD_BY_PEFT = patch("workers.output.export._check_in_fresh_process")
+REREAD_BY_PEFT = patch("workers.output.outcome._check_in_fresh_process")
 """A process that reads the adapter again takes longer than all the rest; here the published class reads it."""
 
 
@@ -131,11 +130,20 @@ def check(folders: Mapping[str, Path], work: Path) -> dict[str, Found]:
     return {name: found[name] for name in folders}
 
 
-def between_ranks(folders: Mapping[str, Path], world: int, **weights: Any) -> dict[str, float]:
-    """The largest error of loss or gradient of each base on `world` ranks against one. `weights`: precision other than NF4."""
+def between_ranks(
+    folders: Mapping[str, Path], world: int, step: Callable[..., Any] | None = None, **weights: Any
+) -> dict[str, float]:
+    """The largest error of loss or gradient of each base on `world` ranks against one. `weights`: precision other than NF4.
+
+    `step`: a function in place of `measure`, whose module the ranks import.
+    """
     alone, together = (
         run_on_ranks(
-            measure, n, {name: _spec(f, _quantised(f), n, precision=weights) for name, f in folders.items()}, None, timeout=1700
+            step or measure,
+            n,
+            {name: _spec(f, _quantised(f), n, precision=weights) for name, f in folders.items()},
+            None,
+            timeout=1700,
         )
         for n in (1, world)
     )
@@ -165,36 +173,43 @@ def _is_by_blocks(folder: Path) -> bool:
 
 
 def refusal(folder: Path) -> str:
-    """The words in which the plan refuses a base; the worker must agree."""
+    """The words in which the worker refuses a base, before training at the latest; the description must agree."""
     spec = _spec(folder, "nf4")
-    said: list[str] = []
-    for look in (lambda: adapters_of(base_shape(read_contents(folder)), spec), lambda: build(spec, CPU)):
-        try:
-            look()
-            said.append("")
-        except SpecError as error:
-            said.append(str(error))
-    assert bool(said[0]) == bool(said[1]), f"the plan says {said[0]!r}, the worker {said[1]!r}"
-    return said[0]
+    described = _words(lambda: adapters_of(describe(folder), spec))
+    said = _words(lambda: build(spec, CPU))
+    if described and not said:
+        said = _words(lambda: _tried(folder))
+    assert bool(described) == bool(said), f"the description says {described!r}, the worker {said!r}"
+    return said
 
 
-def refused_by_config(folder: Path) -> bool:
-    """Whether the base's config.json alone is enough to refuse it."""
+def _words(look: Callable[[], object]) -> str:
+    """The words of a refusal; empty: there is none."""
     try:
-        refuse_untunable(read_config(folder))
-    except SpecError:
-        return True
-    return False
+        look()
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+def _tried(folder: Path) -> None:
+    """Do what a worker does of a base before it trains. Raises SpecError for a base that it refuses."""
+    built = build(_spec(folder, "bf16"), CPU)
+    load(built.peft_model, folder, seed=0, compute_dtype=torch.float32, device=CPU)
+    try:
+        settle_attention(built.peft_model, CPU, torch.float32)
+    except (ValueError, AttributeError, RuntimeError) as error:  # its class wants more than tokens
+        raise SpecError(f"{type(error).__name__}: {error}", param="model") from error
 
 
 def _sizes(folder: Path) -> dict[str, Any]:
     spec = _spec(folder, "nf4")
-    shape, built = base_shape(read_contents(folder)), build(spec, CPU)
-    planned = adapters_of(shape, spec)
+    base, built = describe(folder), build(spec, CPU)
+    planned = adapters_of(base, spec)
     frozen = sum(p.numel() for p in built.peft_model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for _, p in adapters(built.peft_model))
-    same = (sum(a.numel for a in planned), sum(w.numel for w in shape.weights)) == (trained, frozen)
-    same = same and set(shape.names().quantizable) == set(built.formats)
+    same = (sum(a.numel for a in planned), sum(w.numel for w in base.weights)) == (trained, frozen)
+    same = same and set(base.names.quantizable) == set(built.formats)
     return {"frozen": frozen, "adapted": len(planned), "same_as_planned": same}
 
 
@@ -222,6 +237,11 @@ def check_here(folder: Path, work: Path) -> Found:
     words = refusal(folder)
     if words:
         return Found(refused=words)
+    return replace(check_worker(folder, work), **_sizes(folder))
+
+
+def check_worker(folder: Path, work: Path) -> Found:
+    """The same of the worker alone: nothing that is planned is looked at."""
     spec = _spec(folder, _exact(folder))
     built = build(spec, CPU)
     load(built.peft_model, folder, seed=spec.seed, compute_dtype=torch.float32, device=CPU)
@@ -229,7 +249,7 @@ def check_here(folder: Path, work: Path) -> Found:
     built.peft_model.train()
     with REREAD_BY_PEFT:
         ours = _step(0, 1, spec, built, work / "adapter")
-    return Found(**_sizes(folder), **against_published(folder, work / "adapter", ours), packed=ours.packed)
+    return Found(**against_published(folder, work / "adapter", ours), packed=ours.packed, same_as_planned=True)
 
 
 def _step(rank: int, world: int, spec: JobSpec, built: BuiltModel, out: Path | None) -> OnRank:
@@ -267,9 +287,7 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
         options["quantization_config"] = DEQUANTISED[method](dequantize=True)
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped products know no fp64
-    stock: Any = (
-        published_as(config) if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
-    )
+    stock: Any = published_as(config) if several or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForCausalLM
     with small_timm():
         model = stock.from_pretrained(folder, dtype=dtype, **options)
     part = READS_TEXT.get(config.model_type)

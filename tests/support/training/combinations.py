@@ -1,4 +1,4 @@
-"""Jobs that combine options as users do: what each value of a factor puts into a create body, and the data and bases beside."""
+"""Jobs that combine options as users do: what each value of a factor puts into a create body, and the data and bases."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "semantic_tokenizer_encoder_config": _SMALL_ENCODER,
     },
 }
-"""What a type needs beside them: its config's values by key, of parts below their names."""
+"""What a type needs besides them: its config's values by key, of parts below their names."""
 
 
 def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ as many adapters, under other names."""
 
 def save_composite(kind: str, folder: Path, values: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """A random base in bf16, in the layout in which its type is published; returns whether these values make one. `values`: of
-    its config, beside the small ones.
+    its config, besides the small ones.
 
     Where they do not, there is a config and one tensor: enough to refuse it.
     """

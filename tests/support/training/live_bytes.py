@@ -1,4 +1,4 @@
-"""Bytes of live tensors, from what PyTorch's allocator reports to its profiler: every block, whoever asked for it."""
+"""Bytes of live tensors, from what PyTorch's allocator reports to its profiler: every block, from every caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most bytes that `work` had allocated at any moment, beside those that were there before."""
+    """The most bytes that `work` had allocated at any moment, besides those that were there before."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()

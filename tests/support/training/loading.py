@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.spec import JobSpec
-from workers.base.frozen import Level, Loaded
+from workers.base.frozen_weights import Level, Loaded
 from workers.base.load import base_tensor_name, load
 from workers.model.build import BuiltModel, build
+from workers.model.probes import Probed
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.sharding import shard
 
@@ -36,7 +37,7 @@ class Outcome:
 
 
 def built_and_sharded(spec: JobSpec, world: int) -> BuiltModel:
-    built = build(spec, CPU)
+    built = build(spec, CPU, Probed(True, loss_in_chunks=True))  # trying a copy would leave memory for loading to reuse
     shard(
         built.peft_model,
         built.layers,

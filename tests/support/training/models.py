@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from ft_service.rundir.directory import sha256_of
-from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, parse_request, resolve
 from tests.support.bases import AS_IT_IS
 from tests.support.training.left_out import leave_out_defaults
 from workers.base.load import initial_adapter, plain_name
@@ -258,13 +258,15 @@ def spec_for(
     body = {"model": "tiny", "training_file": "file", **options, "distributed": distributed}
     return resolve(
         parse_request(body),
-        job_id="ftjob-test",
-        organization="local",
-        model=BaseModelRef(name="tiny", path=str(model)),
-        training_data=file,
-        validation_data=valid,
-        seed=7,
-        gpus=0,
+        JobContext(
+            job_id="ftjob-test",
+            organization="local",
+            model=BaseModelRef(name="tiny", path=str(model)),
+            training_data=file,
+            validation_data=valid,
+            seed=7,
+            gpus=0,
+        ),
     )
 
 
@@ -285,6 +287,7 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     named = base_on_meta(str(model)) if of_several else base  # without towers, whose layers overrides must not match
     if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
         targets = adapted_modules(named, spec.lora, shared_experts=spec.shared_experts)
+    named = named if of_several else base_on_meta(str(model))  # which says of experts what published classes may not
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
         by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data

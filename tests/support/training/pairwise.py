@@ -13,7 +13,7 @@ Choice = dict[str, str]
 
 
 def pairwise(factors: Mapping[str, Sequence[str]], never: Collection[frozenset[Value]], seed: int) -> list[Choice]:
-    """Choices that hold every pair of values but those in `never`, none of which any choice holds.
+    """Choices that together contain every pair of values, without those in `never`.
 
     Greedy: each choice begins with a pair that is still missing, and takes of every other factor the value by which most
     missing ones are met. The first value of every factor must go with all others.

@@ -1,4 +1,4 @@
-"""Training steps of the real worker code on N ranks beside the same steps of an unsharded reference of stock parts."""
+"""Training steps of the real worker code on N ranks, next to the same steps of an unsharded reference of stock parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ft_service.spec import JobSpec
 from tests.support.training.models import VOCABULARY, adapter_value, reference
 from workers.base.load import adapters, plain_name
 from workers.data.batches import Batch, collate, make_batch
-from workers.data.sharing import Limits, share_out
+from workers.data.micro_batches import MicroBatchLimits, share_out
 from workers.model.build import BuiltModel
 from workers.ranks.sharding import make_mesh
 from workers.train import construct
@@ -91,7 +91,7 @@ def batches_of(data: list[Tokens], rank: int, world: int, spec: JobSpec, keys: l
     """A rank's micro-batches of a global batch, as the worker makes them. `keys`: of the samples, for dropout."""
     options = spec.training
     tokens = 4096 if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
-    limits = Limits(tokens, options.per_device_train_batch_size, options.packing)
+    limits = MicroBatchLimits(tokens, options.per_device_train_batch_size, options.packing)
     batches = []
     for micro in share_out([len(sample.ids) for sample in data], world, limits):
         own = micro[rank]

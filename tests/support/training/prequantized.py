@@ -106,7 +106,7 @@ def fp8_of_torchao(folder: Path, **settings: Any) -> dict[str, Tensor]:
 
 
 def fp8_by_tensors(folder: Path) -> dict[str, Tensor]:
-    """Static per-tensor scales: scalars, with a scale of the activations beside each."""
+    """Static per-tensor scales: scalars, each with a scale of the activations."""
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         scale = weight.float().abs().max() / 448
@@ -180,7 +180,7 @@ def _others(folder: Path) -> list[str]:
 
 
 def with_values(publish: Callable[[Path], dict[str, Tensor]]) -> Callable[[Path], dict[str, Tensor]]:
-    """`publish`, with the base that its codes stand for beside it, plain: in `VALUES`."""
+    """`publish`, and the same base with plain weights in `VALUES`."""
 
     def published(folder: Path) -> dict[str, Tensor]:
         plain = folder / VALUES
@@ -226,7 +226,7 @@ def int4_by_groups(folder: Path, chosen: Callable[[str], bool] = is_linear, insi
 
 def fp8_with_stacks(folder: Path) -> dict[str, Tensor]:
     """Static FP8 as Mistral Small 4 is published: one scale a linear layer and one a matrix of a stack of experts, and those
-    of the activations beside them.
+    of the activations next to them.
     """
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -22,7 +22,7 @@ from tests.support.training.prequantized import fp8_by_blocks, fp8_with_stacks, 
 from tests.support.training.wrapped import WRAPPERS
 
 ROWS = 272
-"""Of the embedding: the tests' tokenizer has 259 tokens, and none of them stands for an image."""
+"""Rows of the embedding: the tests' tokenizer has 259 tokens, without one for images."""
 IMAGE, VIDEO = 270, 271
 
 _MLA = {
@@ -69,13 +69,13 @@ class Published:
     """A tensor that its files hold by this very name."""
     quantized: Callable[[Path], object] | None = None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Keys that its config.json has beside those that transformers writes today."""
+    """Keys that its config.json has besides those that transformers writes today."""
     as_saved: bool = False
     """Whether its files are laid out as saving does it, unlike others of its kind (`AS_PUBLISHED`)."""
 
 
 def _wrapped(family: str, **text: Any) -> dict[str, Any]:
-    """The tests' tiny config of several models with other values in its text part, and no token that stands for an image."""
+    """The tests' tiny config of several models with other values in its text part, and without a token for images."""
     config = WRAPPERS[family]
     tokens = {name: IMAGE if "image" in name else VIDEO for name in config if name.endswith(("token_id", "token_index"))}
     return {**config, **tokens, "text_config": {**config["text_config"], **text, "vocab_size": ROWS}}
@@ -394,7 +394,7 @@ BASES: dict[str, Published] = {
         "thinker.model.layers.0.self_attn.q_proj.weight",
     ),
 }
-"""Every base that a user is told works."""
+"""Every base that the documentation says works."""
 WRAPPED = frozenset(WRAPPERS) | {"gemma3n", "kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"}
 COMPOSITES = frozenset({"mllama", "phi4_multimodal", "qwen2_5_omni"})
 """Types whose towers are made small by the names of their numbers."""

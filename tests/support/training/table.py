@@ -15,7 +15,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ft_service.bases.wrapped import is_of_several
 from tests.support.training.checks import BOUND, Found, check
 from tests.support.training.published import BASES, Published, save_published
 
@@ -40,7 +39,7 @@ def read() -> dict[str, Found]:
 
 def kind_of(base: Published) -> str:
     """The group that a base is in."""
-    if is_of_several({"model_type": base.kind, **base.config}):
+    if any(key.endswith("_config") and isinstance(value, Mapping) for key, value in base.config.items()):
         return KINDS[3]
     layers = base.config.get("layer_types") or base.config.get("layers_block_type") or []
     if set(layers) & set(_MIXERS) or any(key.startswith("mamba_") for key in base.config):

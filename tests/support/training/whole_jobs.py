@@ -15,18 +15,19 @@ import torch
 from ft_service.data.data_file import DataReport
 from ft_service.data.examiner import Examiner, data_files
 from ft_service.data.formats.reading import count_samples
-from ft_service.data.statistics import Statistics
+from ft_service.data.statistics import DataStatistics
 from ft_service.data.token_folder import FOLDER
 from ft_service.plan.admit import admit
-from ft_service.plan.lengths import Lengths
+from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind, Start
-from ft_service.spec import AdapterRef, BaseModelRef, JobSpec, inherit, parse_request, resolve
+from ft_service.spec import AdapterRef, BaseModelRef, JobContext, JobSpec, inherit, parse_request, resolve
+from tests.support.bases import describe
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank, run_spec
 from tests.support.training.checks import REREAD_BY_PEFT
 from tests.support.training.combinations import Body, merged, save_base, save_data
-from workers.output.saver import WITH_ADAPTERS
+from workers.output.checkpoint_saver import WITH_ADAPTERS
 from workers.training.loop import Trainer
 
 PARENT: Body = {
@@ -41,7 +42,7 @@ class Job:
     """A job that was admitted, and what its data are like."""
 
     spec: JobSpec
-    statistics: Statistics
+    statistics: DataStatistics
 
 
 @dataclass
@@ -67,23 +68,25 @@ class Workshop:
         training = files["training"]
         spec = resolve(
             request,
-            job_id="ftjob-test",
-            organization="local",
-            model=BaseModelRef(name=base, path=str(self._base(base))),
-            training_data=training,
-            validation_data=files[request.validation_file] if request.validation_file else None,
-            seed=7,
-            gpus=0,
-            parent=parent,
-            date="2026-01-01",
-            samples=count_samples(Path(training.path), most=100) if request.counts_samples else None,
+            JobContext(
+                job_id="ftjob-test",
+                organization="local",
+                model=BaseModelRef(name=base, path=str(self._base(base))),
+                training_data=training,
+                validation_data=files[request.validation_file] if request.validation_file else None,
+                seed=7,
+                gpus=0,
+                parent=parent,
+                date="2026-01-01",
+                samples=count_samples(Path(training.path), most=100) if request.counts_samples else None,
+            ),
         )
-        spec = admit(spec, lengths=Lengths.of_size(Path(training.path).stat().st_size)).spec
+        spec = admit(describe(spec.model.path), spec, lengths=SampleLengths.of_size(Path(training.path).stat().st_size)).spec
         for param, file in data_files(spec):
             report = self.examiner.examine_file(param, file, Path(file.path), spec, print)
             assert isinstance(report, DataReport), report
         statistics = self.examiner.measure_job(spec)
-        assert isinstance(statistics, Statistics), statistics
+        assert isinstance(statistics, DataStatistics), statistics
         return Job(spec, statistics)
 
     def _base(self, name: str) -> Path:
@@ -111,7 +114,7 @@ class Run:
 
     directory: RunDir
     pause: int | None = None
-    """The step after which the first attempt is asked to stop; a second one goes on from there."""
+    """The step after which the first attempt is asked to stop; a second one continues from there."""
     tokens: Path | None = None
     """Where the service has kept tokens; None: the ranks make them."""
     with_adapters: bool = False
@@ -155,7 +158,7 @@ class _Paused:
     def __call__(self, *parts: Any, **more: Any) -> Trainer:
         trainer = Trainer(*parts, **more)
         stop: Any = _StopAt(trainer, self.step)
-        return replace(trainer, stop=stop)
+        return replace(trainer, context=replace(trainer.context, stop=stop))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.base.quantized_base import CacheFile, Index, faults, read_entry_index, write_entry_index
+from workers.base.quantized_base import CacheFile, QuantizedIndex, faults, read_entry_index, write_entry_index
 
 WRITTEN = {
     "files": [{"name": "rows-0", "bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest(), "rows": {"w": [0, 2]}}],
@@ -21,7 +21,7 @@ FILE = CacheFile(name="rows-0", bytes=3, sha256=hashlib.sha256(b"abc").hexdigest
 
 
 def test_an_index_is_written_and_read_as_ever(tmp_path: Path) -> None:
-    index = Index([FILE], {"w": 0.25}, {"w": "gptq"})
+    index = QuantizedIndex([FILE], {"w": 0.25}, {"w": "gptq"})
     write_entry_index(tmp_path, index)
     assert (tmp_path / "index.json").read_text() == json.dumps(WRITTEN)
     assert read_entry_index(tmp_path) == index

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft_service.data.tokens.sample import Tokens
-from workers.data.batches import Lengths, batch_of_step, collate, pack, steps_per_epoch, total_steps
+from workers.data.batches import TokenCounts, batch_of_step, collate, pack, steps_per_epoch, total_steps
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(10, 3), (9, 3), (2, 8), (1, 1)])
@@ -64,7 +64,7 @@ def test_the_first_token_is_no_target() -> None:
 
 def test_batches_by_length_pad_less_and_hold_every_sample_once() -> None:
     tokens = np.random.default_rng(0).integers(1, 500, 1003)
-    lengths = Lengths(tokens)
+    lengths = TokenCounts(tokens)
     steps = steps_per_epoch(len(tokens), 8)
     batches = [batch_of_step(step, len(tokens), 8, 7, lengths) for step in range(steps)]
     assert sorted(sample for batch in batches for sample in batch) == list(range(1003))

@@ -119,7 +119,7 @@ def flip(path: Path, place: int) -> None:
 
 @pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "target_counts.bin", "offsets.bin"])
 def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str) -> None:
-    """In the service's set: it is told, the set goes, and the ranks make their own."""
+    """In the service's set: the damage is reported, the set is removed, and the ranks make their own."""
     job_samples(run, spec_of(run))
     stored = shutil.copytree(run.path(token_folder.IN_RUN), tmp_path / "of-service")  # the first ones are in use
     shutil.rmtree(run.path(token_folder.IN_RUN))
@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str)
         train, valid = job_samples(run, spec_of(run), said.append)
     assert (content(train), content(valid)) == expected(run)
     assert sorted(text.split(":")[0] for text in said) == ["train.jsonl", "valid.jsonl"]
-    assert all("than when they were written. They are not used, and made anew." in text for text in said)
+    assert all("than when they were written. They are not used, and made again." in text for text in said)
     assert list(stored.glob("*/index.json")) == []
 
 
@@ -190,11 +190,11 @@ def test_samples_are_set_aside_of_what_is_trained_on(run: RunDir) -> None:
 def test_a_job_does_not_go_on_with_other_tokens(run: RunDir) -> None:
     samples = load_dataset(load_tokenizer(spec_of(run).model.path), spec_of(run).training_data, MAX_LENGTH)
 
-    def file(digest: str | None) -> DataFile:
+    def file(digest: str) -> DataFile:
         return DataFile(role="training", name="train.jsonl", sha256="0", samples=1, tokens=2, targets=1, token_digest=digest)
 
     now = [file(samples.digest)]
-    for before in ([], [file(None)], now):
+    for before in ([], now):
         compare_tokens(before, now, [samples])
     with pytest.raises(DataError, match=r"train\.jsonl has become other tokens since the job began") as refused:
         compare_tokens([file("another")], now, [samples])
@@ -218,7 +218,7 @@ def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(run: RunD
     remove_own(run)
     monkeypatch.setattr(token_options, "date", AnotherDay)
     assert [content(samples) for samples in job_samples(run, began)] == first
-    earlier = began.model_copy(update={"date": ""})  # of a version that pinned none: it goes on, and the set says why it may
+    earlier = began.model_copy(update={"date": ""})  # of a version that pinned none: it continues, and the set says why it may
     (samples, _) = job_samples(run, earlier)
     assert f"Today Date: {date.today():%d %b %Y}" in load_tokenizer(began.model.path).decode(samples[0].ids)
     assert samples.dated

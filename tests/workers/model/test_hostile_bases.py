@@ -1,4 +1,4 @@
-"""Folders that nobody may open, where a worker, an examiner or a preview opens them by a library or copies them."""
+"""Folders without permission to open, where a worker, an examiner or a preview opens them by a library or copies them."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_more_layers_than_any_memory_holds_are_refused_before_they_are_built(tmp
     folder = save_base(tmp_path / "base")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000'))
-    with pytest.raises(SpecError, match="num_hidden_layers = 1000000000, with which no model can be built: it is below 10,000"):
+    with pytest.raises(SpecError, match=r"num_hidden_layers = 1000000000, with which .* it must be below 10,000"):
         base_on_meta(str(folder))

@@ -1,4 +1,4 @@
-"""Checkpoints beside training: true copies, one at a time, agreed on; what a full or forbidden disk and torn files do."""
+"""Checkpoints during training: true copies, one at a time, agreed on; what a full or forbidden disk and torn files do."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.job.training_state import JobState
 from workers.output import checkpoint
 from workers.output.checkpoint import Stager
+from workers.output.checkpoint_saver import WITH_ADAPTERS
 from workers.output.report import metrics_of_all_attempts
-from workers.output.saver import WITH_ADAPTERS
 from workers.ranks.runtime import CheckpointError
 from workers.training.loop import Trainer
 
@@ -137,7 +137,7 @@ def slowly_written_with_adapters(rank: int, world: int, root: str, attempt: int)
 
 
 def test_the_adapter_in_a_checkpoint_is_of_its_own_step_on_one_rank_too(spec: JobSpec, tmp_path: Path) -> None:
-    """Where nothing is sharded and nothing moved, what is gathered could be the very tensor that training goes on with."""
+    """Where nothing is sharded and nothing moved, what is gathered could be the very tensor that training continues with."""
     run = new_run(tmp_path / "run", spec)
     run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None))
     assert run_on_ranks(slowly_written_with_adapters, 1, str(run.root), 1)[0][0].kind == "succeeded"
@@ -196,7 +196,7 @@ def test_a_full_disk_costs_that_checkpoint_and_nothing_else(waited_for: RunDir, 
     assert f"{run.path('checkpoints/step-4-a1/__1_0.distcp')}: the disk is full. " in warning
     assert " bytes are needed, and " in warning
     assert "The checkpoint of step 2 stands." in str(failed.value)
-    assert warning.endswith("The checkpoint of step 2 stands; training goes on and tries again at the next one.")
+    assert warning.endswith("The checkpoint of step 2 stands; training continues and tries again at the next one.")
     assert complete_checkpoints(run) == ["step-2-a1"]
     assert [folder.name for folder in run.path("checkpoints").iterdir()] == ["step-2-a1"], "what was written is removed"
     assert newest_checkpoint(run) == "step-2-a1"

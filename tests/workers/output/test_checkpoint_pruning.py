@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
-from ft_service.rundir.fence import Fence
 from ft_service.spec import JobSpec
 from tests.support.training.models import spec_for
-from workers.job.validation import Validations
-from workers.output.checkpoint_pruning import Held, best, kept_checkpoints, remove_others
+from workers.job.training_state import Validations
+from workers.output.checkpoint_pruning import CheckpointEntry, best, kept_checkpoints, remove_others
 from workers.training.loop import Schedule
 
 LOSSES = {2: 3.0, 4: 1.0, 6: 1.0, 8: None, 10: 2.0}
@@ -37,15 +37,15 @@ def spec(checkpoint: dict[str, Any], **training: Any) -> JobSpec:
     ],
 )
 def test_newest_best_and_every_nth_stay(checkpoint: dict[str, Any], training: dict[str, Any], steps: set[int]) -> None:
-    found = [Held(step, 1, loss) for step, loss in LOSSES.items()]
+    found = [CheckpointEntry(step, 1, loss) for step, loss in LOSSES.items()]
     assert {c.step for c in kept_checkpoints(found, spec(checkpoint, **training))} == steps
 
 
 def test_a_step_belongs_to_its_newest_attempt() -> None:
-    found = [Held(2, 1, 1.0), Held(4, 1, 1.5), Held(4, 2, 1.5), Held(6, 2, 2.0)]
+    found = [CheckpointEntry(2, 1, 1.0), CheckpointEntry(4, 1, 1.5), CheckpointEntry(4, 2, 1.5), CheckpointEntry(6, 2, 2.0)]
     assert kept_checkpoints(found, spec({"save_total_limit": 3})) == {found[0], found[2], found[3]}
-    assert best([Held(4, 1, 1.5), Held(4, 2, 1.5)]) == Held(4, 2, 1.5)
-    assert best([Held(8, 1)]) is None
+    assert best([CheckpointEntry(4, 1, 1.5), CheckpointEntry(4, 2, 1.5)]) == CheckpointEntry(4, 2, 1.5)
+    assert best([CheckpointEntry(8, 1)]) is None
 
 
 def test_what_does_not_stay_is_removed_and_so_is_what_was_never_completed(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_does_not_stay_is_removed_and_so_is_what_was_never_completed(tmp_pa
 
 
 def test_the_best_one_is_not_of_an_attempt_whose_step_was_redone() -> None:
-    found = [Held(2, 1, 1.0), Held(4, 1, 0.5), Held(4, 2, 1.5), Held(6, 2, 2.0)]
+    found = [CheckpointEntry(2, 1, 1.0), CheckpointEntry(4, 1, 0.5), CheckpointEntry(4, 2, 1.5), CheckpointEntry(6, 2, 2.0)]
     assert kept_checkpoints(found, spec({"save_total_limit": 1, "keep_best": True})) == {found[0], found[3]}
 
 

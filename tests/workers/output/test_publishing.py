@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
+from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Start
-from ft_service.rundir.fence import Fence, SealedError
 from tests.support.training.models import spec_for
 from workers.output.checkpoint_pruning import remove_others
 from workers.output.publishing import adapter_folder, put_document
@@ -31,7 +31,7 @@ def publish(run: RunDir, fence: Fence) -> None:
 
 
 def published(run: RunDir) -> set[str]:
-    assert [path.name for path in run.root.glob("adapter*")] == ["adapter"], "nothing is left beside it"
+    assert [path.name for path in run.root.glob("adapter*")] == ["adapter"], "nothing else is left"
     return {run.path("adapter/weights").read_text(), run.path("metrics.csv").read_text()}
 
 

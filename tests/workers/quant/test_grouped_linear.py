@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.quant import grouped_linear as module
-from workers.quant.grouped_linear import PLAIN, grouped_linear, grouped_product
+from workers.quant.grouped_linear import PLAIN, GroupedWeight, grouped_linear, grouped_product
 from workers.quant.weights import FP8Weight, NF4Weight
 
 ROWS, COLS = 24, 64
@@ -44,8 +44,9 @@ def test_the_grouped_product_is_the_loop(name: str, lot: int, counts: list[int],
     y = grouped_linear(x, numbers, parts, name, ROWS, COLS)
     y.backward(grad)
     assert x.grad is not None
-    found = grouped_product(x.detach(), numbers, parts, name, ROWS, COLS, transposed=True)
-    of_x = grouped_product(grad, numbers, parts, name, ROWS, COLS, transposed=False)
+    weight = GroupedWeight(parts, name, ROWS, COLS)
+    found = grouped_product(x.detach(), numbers, weight, transposed=True)
+    of_x = grouped_product(grad, numbers, weight, transposed=False)
     assert torch.allclose(found, y.detach(), rtol=1e-6, atol=1e-5)
     assert torch.allclose(of_x, x.grad, rtol=1e-6, atol=1e-5)
 
@@ -61,12 +62,13 @@ class Forbidding(TorchDispatchMode):
 
 @pytest.mark.parametrize("lot", [2, 5])
 def test_the_host_never_waits_for_the_number_of_rows(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On meta tensors there are no numbers to wait for: whoever asks for one gets an error."""
+    """On meta tensors there are no numbers to wait for: reading one raises an error."""
     monkeypatch.setattr(module, "GROUPED_BYTES", lot * ROWS * COLS * 2)
     there = torch.device("meta")
     x, grad = (factor.to(there, torch.bfloat16) for factor in factors())
-    parts, counts = [part.to(there) for part in stored("fp8")], torch.tensor(COUNTS["all met"], device=there)
+    weight = GroupedWeight([part.to(there) for part in stored("fp8")], "fp8", ROWS, COLS)
+    counts = torch.tensor(COUNTS["all met"], device=there)
     with Forbidding():
-        y = grouped_product(x, counts, parts, "fp8", ROWS, COLS, transposed=True)
-        of_x = grouped_product(grad, counts, parts, "fp8", ROWS, COLS, transposed=False)
+        y = grouped_product(x, counts, weight, transposed=True)
+        of_x = grouped_product(grad, counts, weight, transposed=False)
     assert (y.shape, of_x.shape) == ((14, ROWS), (14, COLS))

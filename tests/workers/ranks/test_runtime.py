@@ -6,6 +6,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
-from workers.ranks.runtime import quiet_libraries, report_failure, surroundings
+from workers.ranks.runtime import quiet_libraries, report_failure, start_thread, surroundings
 
 OUTCOME = "attempts/1/outcome.json"
 
@@ -96,3 +97,11 @@ def test_what_libraries_tell_their_callers_is_not_in_every_ranks_output() -> Non
         warnings.warn("`is_gradient_checkpointing` is deprecated", FutureWarning, stacklevel=1)
         warnings.warn("an operation is not deterministic", UserWarning, stacklevel=1)
     assert [warning.category for warning in heard] == [UserWarning]
+
+
+def test_a_thread_sets_the_ranks_device_before_it_does_anything() -> None:
+    for device, expected in (("cuda:3", [torch.device("cuda:3"), "work"]), ("cpu", ["work"])):
+        done: list[object] = []
+        with patch("torch.cuda.set_device", done.append):
+            start_thread("test", torch.device(device), done.append, "work").join()
+        assert done == expected

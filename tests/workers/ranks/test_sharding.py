@@ -1,4 +1,4 @@
-"""What the options of `distributed` do to collectives and activations; that none of them changes the numbers."""
+"""What the options of `distributed` do to collectives and activations; that they do not change the numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.training.parity import (
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
 from workers.model.build import build
-from workers.ranks.grouping import ShardGroup, _choose, grouped
+from workers.ranks.grouping import ShardGroup, grouped
 from workers.ranks.sharding import gather_first
 from workers.training.step import evaluate
 
@@ -137,21 +137,6 @@ def test_no_group_by_size_holds_one_place_of_a_tied_weight(base: str, request: p
 
 def _parameters_of(group: ShardGroup) -> list[nn.Parameter]:
     return [parameter for module in group.modules for parameter in module.parameters()]
-
-
-def test_no_group_by_size_lies_inside_what_runs_sample_by_sample() -> None:
-    """Ranks run that as often as they have samples, and would gather as often."""
-    attention = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
-    model = nn.Sequential(attention, nn.Linear(40, 40))
-
-    def groups() -> list[str]:
-        chosen: set[int] = set()
-        _choose(model, 1000, set(), chosen)
-        return [name for name, module in model.named_modules() if id(module) in chosen]
-
-    assert groups() == ["0.0", "0.1", "1"]
-    attention.by_sample = True  # pyright: ignore[reportArgumentType]
-    assert groups() == ["0", "1"]
 
 
 def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(deep: Path) -> None:

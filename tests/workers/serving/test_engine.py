@@ -1,4 +1,4 @@
-"""Answers of the engine: the tokens of transformers' `generate`, whoever else is answered at the same time."""
+"""Answers of the engine: the tokens of transformers' `generate`, whatever else is answered at the same time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ft_service.data.template_process import RenderLimits
-from ft_service.errors import SpecError
-from ft_service.host import processes
 from ft_service.spec import PrecisionOptions
-from ft_service.spec.templates import TEMPLATES
 from tests.support.bases import SAMPLE
-from workers.serving import chat as chat_module
+from workers.serving import chat_tokens as chat_module
 from workers.serving import engine as engine_module
-from workers.serving.chat import Chat, Chats
+from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.engine import Engine, Request
 from workers.serving.model import ServedModel
 
@@ -39,16 +36,16 @@ def chats() -> Chats:
 
 
 @pytest.fixture(scope="module")
-def chat(chats: Chats) -> Chat:
+def chat(chats: Chats) -> ChatTokenizer:
     return chats.of(None)
 
 
-def prompt_of(chat: Chat, messages: list[Any]) -> list[int]:
+def prompt_of(chat: ChatTokenizer, messages: list[Any]) -> list[int]:
     return chat.tokens(chat.prompt(messages, []).result())
 
 
 @pytest.fixture(scope="module")
-def expected(chat: Chat) -> list[list[int]]:
+def expected(chat: ChatTokenizer) -> list[list[int]]:
     """Tokens by transformers, one conversation at a time."""
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
     answers = []
@@ -89,9 +86,9 @@ def heard(served: ServedModel, chats: Chats) -> Heard:
 
 
 def test_answers_that_come_and_go_are_those_of_generate(
-    heard: Heard, chat: Chat, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    heard: Heard, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)  # prompts are read in parts, beside the answers of others
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)  # prompts are read in parts, between other answers
     heard.ask("0", CHATS[0])
     for _ in range(4):
         heard.engine.step()
@@ -106,7 +103,7 @@ def test_answers_that_come_and_go_are_those_of_generate(
         assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(prompt_of(chat, CHATS[number]))
 
 
-def test_log_probabilities_are_the_models_own(heard: Heard, chat: Chat, expected: list[list[int]]) -> None:
+def test_log_probabilities_are_the_models_own(heard: Heard, chat: ChatTokenizer, expected: list[list[int]]) -> None:
     heard.ask("a", top_logprobs=3, temperature=1.5, seed=1)
     heard.run()
     told = [entry for message in heard.of("a", "text") for entry in message["logprobs"]]
@@ -139,7 +136,7 @@ def test_top_p_leaves_only_the_likeliest(heard: Heard) -> None:
     assert heard.text("drawn") == heard.text("greedy")
 
 
-def test_an_answer_ends_before_a_stop(heard: Heard, chat: Chat, expected: list[list[int]]) -> None:
+def test_an_answer_ends_before_a_stop(heard: Heard, chat: ChatTokenizer, expected: list[list[int]]) -> None:
     whole = chat.tokenizer.decode(expected[0], skip_special_tokens=True)
     stop = whole[5:9]
     heard.ask("a", stop=[stop])
@@ -166,37 +163,6 @@ def test_a_dropped_request_costs_no_more_steps(heard: Heard) -> None:
     heard.engine.drop("a")
     assert not heard.engine.busy
     heard.engine.step()
-
-
-def test_ends_are_what_the_template_writes_behind_an_answer(chat: Chat) -> None:
-    assert chat.ends == {chat.tokenizer.eos_token_id}
-
-
-def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -> None:
-    """Which the base need not have: a prompt that was never seen in training is answered by no training."""
-    base, adapter, plain = tmp_path / "base", tmp_path / "adapter", tmp_path / "plain"
-    for folder in (base, adapter, plain):
-        folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (base / name).write_bytes((SAMPLE / name).read_bytes())
-    (adapter / "chat_template.jinja").write_text(TEMPLATES["zephyr"])
-    chats, asked = Chats(str(base)), [{"role": "user", "content": "2+2?"}]
-    tuned = chats.of(str(adapter))
-    assert tuned.prompt(asked, []).result() == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
-    assert chats.of(str(adapter)) is tuned, "compiled once"
-    pid = tuned._process.pid
-    assert pid is not None
-    process = processes.of(pid)
-    for number in range(chat_module._TEMPLATES):
-        other = tmp_path / f"other {number}"
-        other.mkdir()
-        (other / "chat_template.jinja").write_text(f"{{{{ messages[0].content }}}} {number}")
-        chats.of(str(other))
-    del tuned
-    assert not processes.is_alive(process), "only those that were used last are kept"
-    for without in (None, str(plain)):
-        with pytest.raises(SpecError, match="has no chat template"):
-            chats.of(without)
 
 
 def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from tests.support.training.models import FAMILIES, OF_EXPERTS, adapter_value, reference, save_tiny, spec_for
-from workers.serving.adapters import Adapter, Adapters
-from workers.serving.cached_attention import Memory, Span
-from workers.serving.model import Piece, ServedModel
+from workers.serving.batched_adapters import Adapter
+from workers.serving.cached_attention import KeyValueCache, Span
+from workers.serving.model import ServedModel, TokenSpan
 
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-5}
 FP32 = PrecisionOptions(compute="fp32")
@@ -39,11 +38,11 @@ def saved_adapter(base: Path, family: str, folder: Path, seed: int, **options: A
     return tuned.eval()
 
 
-def row(served: ServedModel, parts: list[tuple[Memory, list[int], int, Adapter | None]]) -> torch.Tensor:
+def row(served: ServedModel, parts: list[tuple[KeyValueCache, list[int], int, Adapter | None]]) -> torch.Tensor:
     """The logits after each of some parts (memory, new tokens, position of the first, adapter), in one forward."""
     pieces, place = [], 0
     for memory, ids, first, adapter in parts:
-        pieces.append(Piece(ids, Span(memory, place, place + len(ids)), first, adapter))
+        pieces.append(TokenSpan(ids, Span(memory, place, place + len(ids)), first, adapter))
         place += len(ids)
     return served.forward(pieces)
 
@@ -77,7 +76,7 @@ def test_every_family_answers_as_plain_peft_does(family: str, tmp_path: Path) ->
         with tuned[0].disable_adapter():  # pyright: ignore[reportCallIssue]
             plain.append(tuned[0](torch.tensor([ids[2]])).logits[0])
 
-    memories, adapters, read = [Memory() for _ in ids], [first, second, None], [0, 0, 0]
+    memories, adapters, read = [KeyValueCache() for _ in ids], [first, second, None], [0, 0, 0]
     for step in (7, 1 if served.by_state else 3, *[1] * max(LENGTHS)):
         going_on = [i for i in range(3) if read[i] < LENGTHS[i]]
         parts = [(memories[i], ids[i][read[i] : read[i] + step], read[i], adapters[i]) for i in going_on]
@@ -96,7 +95,7 @@ def test_patterns_of_rank_and_alpha_and_rslora_scale_as_in_peft(tmp_path: Path) 
     tuned = saved_adapter(base, "llama", tmp_path / "a", 1, use_rslora=True, **patterns)
     served = ServedModel(str(base), FP32, torch.device("cpu"), None)
     ids = [5, 9, 100, 3]
-    logits = row(served, [(Memory(), ids, 0, served.adapters.get(str(tmp_path / "a")))])
+    logits = row(served, [(KeyValueCache(), ids, 0, served.adapters.get(str(tmp_path / "a")))])
     with torch.inference_mode():
         torch.testing.assert_close(logits[0], tuned(torch.tensor([ids])).logits[0, -1], **CLOSE)
 
@@ -108,17 +107,4 @@ def test_the_base_is_the_one_in_its_stored_format(tmp_path: Path) -> None:
     served = ServedModel(str(base), spec.precision, torch.device("cpu"), None)
     with torch.inference_mode(), model.disable_adapter():
         expected = model(torch.tensor([[7, 8, 9]])).logits[0, -1]
-    torch.testing.assert_close(row(served, [(Memory(), [7, 8, 9], 0, None)])[0], expected, **CLOSE)
-
-
-def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
-    saved_adapter(save_tiny("llama", tmp_path / "wide", hidden_size=64), "llama", tmp_path / "a", 1)
-    served = ServedModel(str(save_tiny("llama", tmp_path / "base")), FP32, torch.device("cpu"), None)
-    with pytest.raises(SpecError, match="of another base"):
-        served.adapters.get(str(tmp_path / "a"))
-
-
-def test_adapters_on_stacks_of_experts_are_refused_by_name() -> None:
-    files: Any = SimpleNamespace(replaced={}, config=SimpleNamespace(target_parameters=["mlp.experts.down_proj"]))
-    with pytest.raises(SpecError, match=r"stacks of experts \(lora.target_parameters\)"):
-        Adapters(torch.nn.Linear(2, 2), torch.float32, torch.device("cpu"))._load(files)
+    torch.testing.assert_close(row(served, [(KeyValueCache(), [7, 8, 9], 0, None)])[0], expected, **CLOSE)

@@ -11,8 +11,8 @@ from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from tests.support.training.checks import published_model
 from tests.support.training.composites import save_composite
-from workers.serving.cached_attention import Memory, Span
-from workers.serving.model import Piece, ServedModel
+from workers.serving.cached_attention import KeyValueCache, Span
+from workers.serving.model import ServedModel, TokenSpan
 
 FP32 = PrecisionOptions(compute="fp32")
 
@@ -24,11 +24,11 @@ def test_the_text_part_answers_token_by_token_as_the_published_class(kind: str, 
     """Layers for images that are not asked, parts inside the decoder, a model in a model, attention of its own."""
     assert save_composite(kind, tmp_path)
     served = ServedModel(str(tmp_path), FP32, torch.device("cpu"), None)
-    ids, memory = list(range(5, 17)), Memory()
+    ids, memory = list(range(5, 17)), KeyValueCache()
     with torch.no_grad():
         expected = published_model(tmp_path).eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 7:]
-    answers = [served.forward([Piece(ids[:8], Span(memory, 0, 8), 0, None)])]
-    answers += [served.forward([Piece(ids[n : n + 1], Span(memory, 0, 1), n, None)]) for n in range(8, 12)]
+    answers = [served.forward([TokenSpan(ids[:8], Span(memory, 0, 8), 0, None)])]
+    answers += [served.forward([TokenSpan(ids[n : n + 1], Span(memory, 0, 1), n, None)]) for n in range(8, 12)]
     torch.testing.assert_close(torch.cat(answers), expected, atol=2e-5, rtol=2e-5)
 
 

@@ -19,9 +19,8 @@ from ft_service.errors import SpecError
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import save_pairs, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
-from workers.base.stored import from_int4
-from workers.exports.compressed import restore, to_fp8
-from workers.output.model_shards import TensorPlan, in_files
+from workers.base.quantized_rows import from_int4
+from workers.exports.compressed_tensors import restore, to_fp8
 from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
 
@@ -76,12 +75,6 @@ def test_files_of_a_size_and_an_index(base: Path, tmp_path: Path) -> None:
     assert set(index["weight_map"].values()) == {path.name for path in files}
     whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("one", "many"))
     assert torch.equal(logits(whole), logits(parts))
-
-
-def test_codes_and_scales_stay_in_one_file() -> None:
-    units = [(TensorPlan(f"{i}", (10,), "U8"), TensorPlan(f"{i}_scale", (1,), "BF16")) for i in range(5)]
-    files = in_files(units, limit=25)
-    assert [len(group) for group in files.values()] == [2, 2, 1]
 
 
 def test_fp8_is_stored_by_rows_with_what_is_no_linear_of_a_layer_in_bf16(base: Path, tmp_path: Path) -> None:

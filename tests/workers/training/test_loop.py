@@ -1,4 +1,4 @@
-"""The loop's order of work: what a step may not wait for, and that reading its numbers late changes none of them."""
+"""The loop's order of work: what a step may not wait for, and that reading its numbers late does not change them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tests.support.training.models import save_chat_base, save_chats, save_tiny_
 from tests.support.training.parity import batches_of, constructed, samples
 from workers.base.load import adapters
 from workers.job.training_state import JobState
+from workers.model.head import set_works_in_chunks
+from workers.model.multimodal import causal_model
 from workers.ranks.runtime import Runtime
-from workers.training import head
 from workers.training.step import forward_backward
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"}
@@ -46,7 +47,8 @@ def reads_of_a_step(rank: int, world: int, spec: JobSpec, chunks: bool) -> Count
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     data = samples()
     keys = list(range(len(data))) if spec.lora.lora_dropout else None
-    with Reads() as reads, patch.object(head, "IN_CHUNKS", head.IN_CHUNKS if chunks else frozenset()):
+    set_works_in_chunks(causal_model(built.peft_model), chunks)
+    with Reads() as reads:
         sums = forward_backward(built.peft_model, batches_of(data, rank, world, spec, keys), 50, world)
         job.update(1e-3, 1.0)
         assert not reads.found

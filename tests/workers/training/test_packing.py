@@ -20,9 +20,10 @@ from tests.support.training.parity import CPU, assert_parity, constructed, sampl
 from workers.data.batches import collate, pack
 from workers.layers.segment_attention import NAME
 from workers.layers.segments import CURRENT
-from workers.training import packing
+from workers.model import packed_trial
+from workers.model.multimodal import causal_model
 from workers.training.packing import settle_attention, settle_limits
-from workers.training.step import causal_model, logits_of
+from workers.training.step import logits_of
 
 FP32 = {"default": "bf16", "compute": "fp32"}
 
@@ -80,7 +81,7 @@ def leaks(model: nn.Module) -> tuple[str | None, str | None, bool]:
 
 def leaks_less_than_rounding(model: nn.Module) -> tuple[str | None, str | None, bool]:
     """The same where rounding is as large: only that other tokens change the answer gives it away."""
-    packing._SAME[torch.float32] = float("inf")  # in a process of its own
+    packed_trial.SAME[torch.float32] = float("inf")  # in a process of its own
     return leaks(model)
 
 

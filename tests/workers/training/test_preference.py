@@ -20,8 +20,8 @@ from tests.support.training.models import VOCABULARY, reference, save_chat_base,
 from tests.support.training.parity import CPU, Step, assert_parity, constructed, full, samples
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
-from workers.data.sharing import Limits
-from workers.training.objective import Preference, batches_of_rank
+from workers.data.micro_batches import MicroBatchLimits
+from workers.training.objective import Preference, RankShare
 from workers.training.preference import PairSums, answer_log_probabilities, make_pairs, pair_losses
 from workers.training.step import forward_backward
 
@@ -41,7 +41,7 @@ IN_TRL: dict[str, tuple[list[str], list[float]]] = {
 
 @torch.no_grad()
 def descend(parameters: dict[str, Any]) -> None:
-    """By steps that are small beside the losses' bends, across which roundings would grow."""
+    """With steps that are small against the losses' curvature, across which roundings would grow."""
     for parameter in parameters.values():
         parameter.sub_(parameter.grad, alpha=0.05)
         parameter.grad = None
@@ -75,7 +75,7 @@ def preference_steps(rank: int, world: int, spec: JobSpec, packed: bool, options
 
 def _step(objective: Preference, model: torch.nn.Module, trained: dict[str, Any], rank: int, world: int, packed: bool) -> Step:
     items = list(range(PAIRS))
-    batches = batches_of_rank(objective, items, rank, world, Limits(60, None, packed), CPU)
+    batches = RankShare(rank, world, CPU, MicroBatchLimits(60, None, packed)).batches(objective, items)
     divisor, loss_of = objective.divisor(items), objective.loss_of(items)
     sums = objective.read(forward_backward(model, batches, divisor, world, loss_of=loss_of).tolist(), items)
     done = Step(sums.mean_loss, {name: full(p.grad) for name, p in trained.items()})
@@ -207,7 +207,7 @@ def steps_on_pairs_of_trl(rank: int, world: int, spec: JobSpec, options: DpoOpti
     objective, items = Preference(TokenSet.of(data), kept, options), list(range(PAIRS))
     steps = []
     for _ in range(STEPS):
-        batches = batches_of_rank(objective, items, rank, world, Limits(60), CPU)
+        batches = RankShare(rank, world, CPU, MicroBatchLimits(60)).batches(objective, items)
         sums = forward_backward(built.peft_model, batches, PAIRS, world, loss_of=objective.loss_of(items))
         measured = objective.read(sums.tolist(), items)
         steps.append((measured.mean_loss, {name: full(p.grad) for name, p in trained.items()}, measured.more))
@@ -219,7 +219,7 @@ def test_rewards_are_beta_times_what_was_gained() -> None:
     logs, kept = torch.tensor([[-10.0, -12.0], [-8.0, -3.0]]), torch.tensor([[-11.0, -11.0], [-6.0, -3.0]])
     losses, rewards = pair_losses(logs, kept, torch.ones(2, 2, dtype=torch.int64), OPTIONS["sigmoid"])
     assert rewards.tolist() == [[pytest.approx(0.3), pytest.approx(-0.3)], [pytest.approx(-0.6), 0]]
-    assert losses[0] < torch.log(torch.tensor(2.0)) < losses[1], "the second pair is told apart the wrong way round"
+    assert losses[0] < torch.log(torch.tensor(2.0)) < losses[1], "the second pair is ranked the wrong way round"
 
 
 def test_a_rank_without_pairs_takes_part() -> None:

@@ -1,7 +1,6 @@
-"""What training takes of token sets: which samples, and what they are like in numbers.
+"""Token sets for training.
 
-contents      samples that are the same
-split         samples set aside for validation
-windows       documents, in windows and rows
-measure       lengths, targets, doubles and overlap (ft_service/data/statistics.py)
+split             samples set aside for validation, and digests by which equal samples are found
+windows           documents split into windows, and rows of them
+token_statistics  lengths, targets, duplicates and overlap (ft_service/data/statistics.py)
 """

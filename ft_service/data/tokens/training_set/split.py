@@ -1,5 +1,5 @@
-"""A share of a training file that is set aside for validation. Pure: the same tokens and seed give the same samples, in
-whatever order they stand, on any number of ranks, and again after a resume.
+"""Validation splits: a share of a training file that is set aside. Pure: the same tokens and seed give the same samples, for
+any order of the file, on any number of ranks, and after a resume.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.training_set.contents import content_digests
 from ft_service.errors import DataError
 from ft_service.spec import JobSpec
 
 _EPSILON = 1e-9
-"""0.29 of 100 are 29."""
+"""Tolerance of products of a share: 0.29 of 100 samples are 29."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """What a job says about it."""
+    """The options of a validation split."""
 
     share: float
     seed: int
 
     @classmethod
     def of(cls, spec: JobSpec) -> Split | None:
-        """None: the job sets nothing aside."""
+        """The split of a job. None: it sets no samples aside."""
         return None if spec.validation_split is None else cls(spec.validation_split, spec.seed)
 
 
 def split_off(samples: TokenSet, split: Split, name: str, *, pairs: bool = False) -> tuple[TokenSet, TokenSet]:
-    """Training and validation samples of a set, in its order. Neither holds a record of the other; the two of a pair stay
-    together. `name`: of the file, for messages. Raises DataError where there are too few to split.
+    """Training and validation samples of a set, in its order. They have no record in common; the samples of a pair stay
+    together. `name`: the file's, for messages. Raises DataError if there are too few records.
     """
     aside = set_aside(content_digests(samples, together=2 if pairs else 1), split, name)
     of_samples = aside.repeat(2) if pairs else aside
@@ -42,10 +41,10 @@ def split_off(samples: TokenSet, split: Split, name: str, *, pairs: bool = False
 
 
 def set_aside(contents: np.ndarray, split: Split, name: str) -> np.ndarray:
-    """bool [records]: it is for validation. `contents`: uint64 [records], equal for equal records.
+    """A mask, bool [records]: whether a record is for validation. `contents`: uint64 [records], equal for equal records.
 
-    Whole groups of equal records are taken in an order drawn from content and seed, as long as they fit in the share. Raises
-    DataError.
+    Groups of equal records are taken whole, in an order drawn from their content and the seed, while they fit in the share.
+    Raises DataError.
     """
     wanted = int(split.share * len(contents) + _EPSILON)
     if not wanted:
@@ -62,13 +61,13 @@ def set_aside(contents: np.ndarray, split: Split, name: str) -> np.ndarray:
             taken += int(sizes[index])
         if taken == wanted:
             break
-    if not taken:  # every sample occurs more often than the share has room for
+    if not taken:  # every group of equal records is larger than the share
         chosen[order[np.argmin(sizes[order])]] = True
     return chosen[group]
 
 
 def _drawn(values: np.ndarray, seed: int) -> np.ndarray:
-    """uint64 numbers drawn from values and a seed, different ones of different ones: the finalizer of SplitMix64."""
+    """Pseudo-random uint64 numbers from values and a seed, different for different values: the finalizer of SplitMix64."""
     start = int.from_bytes(hashlib.blake2b(f"validation/{seed}".encode(), digest_size=8).digest(), "little")
     mixed = values ^ np.uint64(start)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -84,3 +83,21 @@ def _too_few(split: Split, name: str, why: str) -> DataError:
         param="validation_split",
         code="invalid_training_file",
     )
+
+
+def content_digests(samples: TokenSet, *, together: int = 1) -> np.ndarray:
+    """Digests of each record's uncut tokens, uint64 [records]; equal digests mean equal records. Reads every token once.
+
+    `together`: samples in a record, 2 for pairs. Targets are not part of the digest: with other weights the text is the same.
+    """
+    ids = samples.ids
+    digests = np.empty(len(samples) // together, np.uint64)
+    begins, lengths = samples.begins.tolist(), samples.lengths.tolist()
+    for record in range(len(digests)):
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in range(record * together, (record + 1) * together):
+            begin, length = begins[sample], lengths[sample]
+            digest.update(length.to_bytes(8, "little"))
+            digest.update(ids[begin : begin + length].astype("<i4", copy=False).data)
+        digests[record] = int.from_bytes(digest.digest(), "little")
+    return digests

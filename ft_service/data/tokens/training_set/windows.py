@@ -1,4 +1,4 @@
-"""Samples that are learned whole, such as documents: windows of long ones in place of a cut, and rows that they fill. Pure."""
+"""Samples that are learned whole, such as documents: long ones are split into windows, and rows are filled with them. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import numpy as np
 from ft_service.data.tokens.token_set import TokenSet
 
 Rows = list[list[int]]
-"""Numbers of the samples that stand in a row, one behind the other."""
+"""Rows, each with the numbers of its samples in their order."""
 
 
 def are_whole(samples: TokenSet) -> bool:
-    """Whether every token that something predicts is learned in all of the samples."""
+    """Return whether all predicted tokens of all samples are learned."""
     return len(samples) > 0 and bool((samples.target_counts == np.maximum(samples.lengths - 1, 0)).all())
 
 
 def in_windows(samples: TokenSet, length: int) -> TokenSet:
-    """Samples that are learned whole in windows of at most `length` tokens, which copy no token.
+    """Samples that are learned whole, split into windows of at most `length` tokens without copies.
 
-    A window begins with the last token of the one before it, so that every token but a sample's first is learned once, with
-    what is before it in its window in sight.
+    A window begins with the last token of the previous one, so every token but a sample's first is learned exactly once.
     """
     lengths = samples.lengths
     counts = np.maximum(1, -(-(lengths - 1) // (length - 1)))
@@ -40,8 +39,8 @@ def in_windows(samples: TokenSet, length: int) -> TokenSet:
 
 
 def in_rows(lengths: Sequence[int], room: int) -> Rows:
-    """Rows of at most `room` tokens that hold every sample once, nearly full: the longest sample first, each into the fullest
-    row that has room for it. A longer sample than that has a row of its own.
+    """Nearly full rows of at most `room` tokens that hold every sample once, by best-fit decreasing: the longest sample first,
+    each in the fullest row with room for it. A sample longer than `room` has a row of its own.
     """
     rows: Rows = []
     free: dict[int, list[int]] = {}

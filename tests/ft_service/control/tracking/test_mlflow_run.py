@@ -7,20 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
-
-from ft_service.control.tracking.door import refuse_unless_possible
-from ft_service.control.tracking.points import RunDescription, flat
-from ft_service.errors import SpecError
-from ft_service.settings import Settings
-from ft_service.spec import Integration, JobRequest
 
 PROGRAM = """
 import sys, warnings
 warnings.simplefilter("ignore")
 from ft_service.control.tracking.mlflow_run import MlflowAccount, MlflowRun
-from ft_service.control.tracking.points import RunDescription
-from ft_service.control.tracking.sender import RunError
+from ft_service.control.tracking.metric_points import RunDescription
+from ft_service.control.tracking.metric_points import RunError
 from mlflow.tracking import MlflowClient
 
 store = "file://" + sys.argv[1]
@@ -74,34 +67,3 @@ def test_a_run_has_every_step_once_and_is_gone_on_with(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False)
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
-
-
-def test_options_become_parameters_by_dotted_name() -> None:
-    assert flat({"lora": {"r": 4, "pattern": {}}, "seed": None}) == {"lora.r": "4", "seed": "None"}
-
-
-def test_mlflow_is_refused_by_name_where_it_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asking(*kinds: str) -> JobRequest:
-        sections = {"mlflow": {"experiment": "tuning"}, "wandb": {"project": "p"}}
-        given = [{"type": kind, kind: sections[kind]} for kind in kinds]
-        return JobRequest.model_validate({"model": "m", "training_file": "f", "integrations": given})
-
-    with pytest.raises(SpecError, match="FT_MLFLOW_TRACKING_URI"):
-        refuse_unless_possible(asking("mlflow"), Settings())
-    there = Settings(mlflow_tracking_uri="http://127.0.0.1:1")
-    monkeypatch.setattr("ft_service.control.tracking.door.find_spec", lambda name: None)
-    with pytest.raises(SpecError, match=r"pip install 'ft-service\[mlflow\]'"):
-        refuse_unless_possible(asking("mlflow"), there)
-    monkeypatch.setattr("ft_service.control.tracking.door.find_spec", lambda name: object())
-    refuse_unless_possible(asking("mlflow"), there)
-    with pytest.raises(SpecError, match="FT_WANDB_API_KEY"):
-        refuse_unless_possible(asking("mlflow", "wandb"), there)
-
-
-def test_an_integration_has_the_section_of_its_type_alone() -> None:
-    assert RunDescription(id="a", project="p", entity=None, group=None, name=None, tags=None, config=None).kind == "wandb"
-    given = {"type": "mlflow", "mlflow": {"experiment": "tuning", "name": None, "tags": []}}
-    assert Integration.model_validate(given).model_dump() == given, "OpenAI's own has no section of ours"
-    for wrong in ({**given, "wandb": {"project": "p"}}, {"type": "wandb", "mlflow": given["mlflow"]}):
-        with pytest.raises(ValidationError, match="wandb"):
-            Integration.model_validate(wrong)

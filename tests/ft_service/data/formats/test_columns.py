@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from ft_service.cli.app import run
+from ft_service.cli.root_command import run
 from ft_service.data.data_file import check_lines
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault
-from ft_service.data.records import Chat, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import Conversation, PromptCompletion, Record, Text
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.tokenize import file_samples, load_tokenizer
 from ft_service.errors import SpecError
@@ -49,7 +49,7 @@ def test_columns_of_other_names_are_read_as_the_formats_own(tmp_path: Path, kind
     path = write(tmp_path, kind, rows)
     assert records(path, prompt="question", completion="answer")[0] == PromptCompletion("Why?", "So.")
     (first, _) = records(path, instruction="question", output="answer")
-    assert isinstance(first, Chat)
+    assert isinstance(first, Conversation)
     assert [message["content"] for message in first.messages] == ["Why?", "So."]
     assert records(path, text="answer")[1] == Text("Thus.")
     report = check_lines(path, columns=Columns((("text", "answer"),)))
@@ -60,7 +60,7 @@ def test_columns_of_other_names_are_read_as_the_formats_own(tmp_path: Path, kind
 def test_messages_with_keys_of_their_own_are_read(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind, [{"dialogue": TURNS}])
     (found,) = records(path, messages="dialogue", role="speaker", content="said")
-    assert isinstance(found, Chat)
+    assert isinstance(found, Conversation)
     assert [(message["role"], message["content"]) for message in found.messages] == [("user", "Hi"), ("assistant", "Hello")]
 
 

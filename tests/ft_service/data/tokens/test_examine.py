@@ -12,12 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.data_file import SHOWN_FAULTS, Counts, DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner
-from ft_service.data.formats.reading import open_data
 from ft_service.data.token_folder import entries_of
-from ft_service.data.tokens.examine import Teller, examine
-from ft_service.data.tokens.keeping import tokens_key
-from ft_service.data.tokens.stored import open_token_set
+from ft_service.data.tokens.examine import Examination, ProgressReporter
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.token_set_files import open_token_set
 from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, file_samples, load_dataset, trainable
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
@@ -37,8 +35,9 @@ def tell_nothing(progress: ReadProgress) -> None:
     pytest.fail(f"told of {progress}")
 
 
-def found_in(tokenizer: Any, path: Path, max_length: int = 512) -> DataReport:
-    return examine(tokenizer, open_data(path), sha256_of(path), max_length, Teller(3600.0, tell_nothing))
+def found_in(tokenizer: Any, path: Path, max_length: int = 512, *, pairs: bool = False) -> DataReport:
+    request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=pairs)
+    return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report()
 
 
 def test_counts_are_those_of_what_is_trained_on(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -100,17 +99,20 @@ def test_a_file_that_leaves_nothing_to_learn_is_at_fault(tokenizer: PreTrainedTo
 def test_other_bytes_than_those_submitted_are_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(chat("a", "b"))
-    error = examine(tokenizer, open_data(path), "another", 8, Teller(0.0, tell_nothing)).error("validation_file", "a.jsonl")
+    request = ExamineRequest(str(path), "another", "", "", 8)
+    report = Examination(tokenizer, request, ProgressReporter(0.0, tell_nothing)).report()
+    error = report.error("validation_file", "a.jsonl")
     assert error is not None
     assert error.message == "a.jsonl: the file has changed since it was uploaded."
 
 
 def test_how_far_it_is_is_told_only_where_it_takes_long(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Without a wait it is told at every line; `found_in` fails if anything is told within an hour."""
+    """Without an interval, progress is reported at every line; `found_in` fails on a report within an hour."""
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n" + chat("a", "b") * 3 * CHUNK_SAMPLES)
     told: list[ReadProgress] = []
-    report = examine(tokenizer, open_data(path), sha256_of(path), 512, Teller(0.0, told.append))
+    request = ExamineRequest(str(path), sha256_of(path), "", "", 512)
+    report = Examination(tokenizer, request, ProgressReporter(0.0, told.append)).report()
     assert report == found_in(tokenizer, path)
     assert [progress.lines for progress in told] == list(range(1, 3 * CHUNK_SAMPLES + 2))
     assert told[0].share < 1.0 == told[-1].share
@@ -153,8 +155,7 @@ def pair(question: str, preferred: str, other: str) -> str:
 def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(pair("a", "b", "c") * CHUNK_SAMPLES + pair("a" * 40, "b", "c") + pair("a", "b", "c" * 100))
-    teller = Teller(3600.0, tell_nothing)
-    counts = examine(tokenizer, open_data(path), sha256_of(path), 40, teller, pairs=True).counts
+    counts = found_in(tokenizer, path, 40, pairs=True).counts
     assert counts is not None
     assert (counts.pairs, counts.samples) == (CHUNK_SAMPLES + 1, 2 * CHUNK_SAMPLES + 2), "one has no answer within 40 tokens"
     assert (counts.dropped, counts.cut) == (1, 3)
@@ -174,11 +175,6 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
 def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(pair("a", "b", "c") + chat("a", "b") + pair("a", "b", "b") + pair("d", "e", "f"))
-    report = examine(tokenizer, open_data(path), sha256_of(path), 40, Teller(3600.0, tell_nothing), pairs=True)
+    report = found_in(tokenizer, path, 40, pairs=True)
     assert (report.examples, report.faults_total) == (2, 2)
     assert [fault.line for fault in report.faults] == [2, 3]
-
-
-def test_tokens_of_pairs_are_no_tokens_of_chats(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    assert tokens_key(str(tmp_path), "12") != tokens_key(str(tmp_path), "12", pairs=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import LineError
-from ft_service.data.records import Chat
+from ft_service.data.sample_kinds import Conversation
 from ft_service.data.tokens import render as module
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import Rendered, render
@@ -41,7 +41,7 @@ def using(tokenizer: PreTrainedTokenizerFast, template: str) -> Any:
     return other
 
 
-def outcome(tokenizer: Any, sample: Chat, exact: int) -> Rendered | str:
+def outcome(tokenizer: Any, sample: Conversation, exact: int) -> Rendered | str:
     """What is learned, or why not. `exact`: so many answers have their prompts rendered in any case."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "EXACT_ANSWERS", exact)
@@ -51,7 +51,7 @@ def outcome(tokenizer: Any, sample: Chat, exact: int) -> Rendered | str:
             return str(error)
 
 
-def holds(tokenizer: Any, sample: Chat) -> bool:
+def holds(tokenizer: Any, sample: Conversation) -> bool:
     """Whether the conversation is taken. What is learned must be what all prompts say then, by whichever way."""
     found = outcome(tokenizer, sample, 2)
     assert found == outcome(tokenizer, sample, 10**6)
@@ -79,7 +79,7 @@ def parts(content: str) -> tuple[str, str]:
     return (thought.removeprefix("<think>").strip(), answer.strip()) if mark else ("", content.strip())
 
 
-def conversation(random: random.Random, turns: int, *, tools: bool, thinking: float) -> Chat:
+def conversation(random: random.Random, turns: int, *, tools: bool, thinking: float) -> Conversation:
     """Mostly what templates take: an optional system message, users and assistants in turn, calls and their answers. Rarely a
     turn is out of order, or thinks."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if random.random() < 0.5 else []
@@ -127,7 +127,7 @@ def test_the_sample_bases_template_too() -> None:
     assert sum(taken) > CONVERSATIONS // 2
 
 
-def chat(messages: int) -> Chat:
+def chat(messages: int) -> Conversation:
     turns = [{"role": "assistant" if n % 2 else "user", "content": f" turn {n} " if n % 5 else ""} for n in range(messages)]
     return parse_line(json.dumps({"messages": turns}))
 
@@ -182,5 +182,5 @@ def test_an_answer_late_in_a_long_chat_that_begins_otherwise_is_refused(tokenize
         late + "{% endfor %}{% if add_generation_prompt %}<assistant>{% if messages | length >= 40 %}?{% endif %}{% endif %}"
     )
     turns = [{"role": "assistant" if n % 2 else "user", "content": f"turn {n}"} for n in range(80)]
-    with pytest.raises(LineError, match=r"^messages\.\d+: the model is asked for this answer behind another text"):
+    with pytest.raises(LineError, match=r"^messages\.\d+: the conversation has another text before this answer"):
         render(using(tokenizer, template), parse_line(json.dumps({"messages": turns})))

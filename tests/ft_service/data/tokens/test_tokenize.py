@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
-from ft_service.data.records import Chat
+from ft_service.data.sample_kinds import Conversation
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer, tokenize
@@ -46,7 +46,7 @@ def learned(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> tu
     return decoded(tokenizer, tokens.ids), decoded(tokenizer, tokens.ids[tokens.targets])
 
 
-def fault_of(tokenizer: PreTrainedTokenizerFast, number: int, sample: Chat) -> Fault:
+def fault_of(tokenizer: PreTrainedTokenizerFast, number: int, sample: Conversation) -> Fault:
     (found,) = tokenize(tokenizer, [(number, sample)])
     assert isinstance(found, Fault)
     return found
@@ -106,7 +106,7 @@ def test_long_samples_are_cut_and_useless_ones_left_out(tokenizer: PreTrainedTok
 
 
 def test_chunks_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples: list[tuple[int, Chat | Fault]] = [
+    samples: list[tuple[int, Conversation | Fault]] = [
         (
             n,
             Fault(n, "", "bad")

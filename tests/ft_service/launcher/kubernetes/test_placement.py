@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from ft_service.launcher.kubernetes.placement import MAX_RETRY_SECONDS, QUIET_SECONDS, RETRY_SECONDS, SILENT, Placements
-from ft_service.launcher.kubernetes.status import Waiting
+from ft_service.launcher.kubernetes.status import PodWait
 
-NO_ROOM = Waiting("no room", admitted=False)
+NO_ROOM = PodWait("no room", admitted=False)
 
 
 class Clock:
@@ -16,20 +16,20 @@ class Clock:
 def test_a_part_of_the_places_is_held_for_so_long_and_no_longer() -> None:
     clock = Clock()
     placements = Placements(120, clock)
-    assert not placements.lasts("a", 0)
+    assert not placements.has_expired("a", 0)
     clock.now += 1000
-    assert not placements.lasts("a", 1), "it held none until now"
+    assert not placements.has_expired("a", 1), "it held none until now"
     clock.now += 119
-    assert not placements.lasts("a", 2)
+    assert not placements.has_expired("a", 2)
     clock.now += 1
-    assert placements.lasts("a", 1)
-    assert not placements.lasts("b", 1), "another attempt has its own time"
+    assert placements.has_expired("a", 1)
+    assert not placements.has_expired("b", 1), "another attempt has its own time"
     placements.forget("a")
-    assert not placements.lasts("a", 1)
+    assert not placements.has_expired("a", 1)
     for_ever = Placements(None, clock)
-    for_ever.lasts("a", 1)
+    for_ever.has_expired("a", 1)
     clock.now += 1e6
-    assert not for_ever.lasts("a", 1)
+    assert not for_ever.has_expired("a", 1)
 
 
 def test_what_the_cluster_said_last_holds_until_there_is_a_place() -> None:

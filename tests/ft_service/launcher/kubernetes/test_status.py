@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ft_service.launcher.kubernetes.status import Waiting, judge, places, waiting
+from ft_service.launcher.kubernetes.status import PodWait, judge_pods, places, waiting
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
-from ft_service.supervisor.verdict import exit_of
+from ft_service.supervisor.attempt_outcome import AttemptRecords, exit_of
 
 IN_VAIN = exit_of(
     ExitReason.WORKER_ERROR,
@@ -100,22 +100,17 @@ RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob 
     ],
 )
 def test_how_an_attempt_ended(seen: dict[str, Any], reason: str, code: str | None) -> None:
-    whole: dict[str, Any] = {
-        "exits": {},
-        "outcome": None,
-        "result": None,
-        "job": failed("BackoffLimitExceeded"),
-        "pods": [],
-        **seen,
-    }
-    found = judge(2, **whole)
+    cluster: dict[str, Any] = {"job": failed("BackoffLimitExceeded"), "pods": []}
+    cluster |= {name: seen[name] for name in cluster.keys() & seen.keys()}
+    records: dict[str, Any] = {"exits": {}, **{name: value for name, value in seen.items() if name not in cluster}}
+    found = judge_pods(AttemptRecords(2, **records), **cluster)
     assert isinstance(found, Exit)
     assert (found.reason, found.error.code if found.error else None) == (reason, code)
 
 
 def test_where_nobody_left_a_word_nothing_is_made_up() -> None:
-    assert judge(2, {}, None, None, failed("BackoffLimitExceeded"), [ended_by("Error")]) is None
-    assert judge(2, {}, None, None, None, []) is None
+    assert judge_pods(AttemptRecords(2, {}), failed("BackoffLimitExceeded"), [ended_by("Error")]) is None
+    assert judge_pods(AttemptRecords(2, {}), None, []) is None
 
 
 def test_a_pod_that_only_comes_up_is_not_waited_for_aloud() -> None:
@@ -134,7 +129,7 @@ def test_a_refusal_is_told_in_the_same_words_each_time() -> None:
     text = 'Error creating: pods "ft-ab3de5-12-{}" is forbidden: violates PodSecurity "restricted:v1.31"'
     told = [waiting(job, [], [text.format(name)]) for name in ("0-x7k2p", "0-9qwzt")]
     words = 'Error creating: pods "ft-ab3de5-12-0" is forbidden: violates PodSecurity "restricted:v1.31"'
-    assert told == [Waiting(f"The cluster refuses pods: {words}", admitted=False, level="error")] * 2, "no quota: that stays"
+    assert told == [PodWait(f"The cluster refuses pods: {words}", admitted=False, level="error")] * 2, "no quota: that stays"
 
 
 def test_what_the_scheduler_says_is_one_sentence_for_a_gang() -> None:
@@ -143,7 +138,7 @@ def test_what_the_scheduler_says_is_one_sentence_for_a_gang() -> None:
     behind = "no new claims to deallocate, preemption: 0/{0} nodes are available: {0} Preemption is not helpful for scheduling."
     said = [f"0/{n} nodes are available: 1 Insufficient cpu, {n - 1} {taint}. {behind.format(n)}" for n in (2, 5)]
     words = f"Insufficient cpu; {taint}"
-    assert waiting(job, [unplaced(said[0]), unplaced(said[1]), pod()], []) == Waiting(
+    assert waiting(job, [unplaced(said[0]), unplaced(said[1]), pod()], []) == PodWait(
         f"The cluster has no place for 2 of 3 pods: {words}", admitted=False
     )
     assert waiting(job, [unplaced(said[0])], []) == waiting(job, [unplaced(said[1])], []), "no event a node that comes or goes"
@@ -195,4 +190,4 @@ WAITS = "The attempt waits for admission in the queue q"
 )
 def test_what_a_queue_says(seen: dict[str, Any] | None, words: str) -> None:
     job = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}, "spec": {"suspend": True}}
-    assert waiting(job, [], [], seen) == Waiting(words, admitted=False)
+    assert waiting(job, [], [], seen) == PodWait(words, admitted=False)

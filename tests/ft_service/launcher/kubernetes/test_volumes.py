@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from ft_service.launcher.base import LaunchError
 from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, job_manifest
 from ft_service.launcher.kubernetes.profile import PodProfile
-from ft_service.launcher.kubernetes.shown import visible_reads
-from ft_service.launcher.kubernetes.volumes import Home, NotMountedError, reads_of
+from ft_service.launcher.kubernetes.volumes import Home, reads_of, visible_reads
+from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
@@ -179,10 +178,10 @@ def test_with_object_storage_the_home_is_the_pods_own() -> None:
 
 def test_what_no_volume_holds_is_refused() -> None:
     job = spec(training_data=file("file-1", Path("/old/home")))
-    with pytest.raises(NotMountedError, match=r"/old/home/files/file-1.*volume_mounts"):
+    with pytest.raises(LaunchError, match=r"/old/home/files/file-1.*volume_mounts"):
         reads_of(job, Home(HOME), profile_of([WHOLE]))
     climbing = spec(training_data=DataFileRef(name="x", path="/var/lib/ft/files/../credentials", sha256="0"))
-    with pytest.raises(NotMountedError, match=r"\.\./credentials"):
+    with pytest.raises(LaunchError, match=r"\.\./credentials"):
         reads_of(climbing, Home(HOME), profile_of([WHOLE]))
     assert Path("/in/image/tiny") not in reads_of(spec("/in/image/tiny"), Home(HOME), profile_of([WHOLE]))
 
@@ -246,7 +245,7 @@ os.replace(run / "looked.tmp", run / "looked.json")
 
 
 def test_a_pod_that_looks_for_more_finds_nothing(separate: HarnessCluster, tmp_path: Path) -> None:
-    """An old profile, which mounts FT_HOME whole; keys, other files and a job whose id begins as this one's are beside it."""
+    """An old profile, which mounts FT_HOME whole; keys, other files and a job whose id begins like this one's are in it too."""
     home = tmp_path / "home"
     for key in (
         "credentials",

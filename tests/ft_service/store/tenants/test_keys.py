@@ -14,22 +14,22 @@ from tests.support.records import OTHER, PROJECT
 
 
 def test_a_secret_opens_its_project(store):
-    key, secret = store.create_key(project_id=PROJECT, name="mine", scope="user")
+    key, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
 
     assert secret.startswith("ft-")
     assert secret.startswith(key.prefix)
     assert len(secret) >= 3 + 256 / 6
-    assert store.authenticate(secret) == Principal(key_id=key.id, project_id=PROJECT, organization="acme", scope="user")
+    assert store.keys.authenticate(secret) == Principal(key_id=key.id, project_id=PROJECT, organization="acme", scope="user")
 
 
 @pytest.mark.parametrize("wrong", ["", "ft-", "ft-unknown", "ft-\x00", "ft-\ud800", "ft-' OR 1=1 --"])
 def test_another_secret_opens_nothing(store, wrong):
-    store.create_key(project_id=PROJECT, name="mine", scope="user")
-    assert store.authenticate(wrong) is None
+    store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    assert store.keys.authenticate(wrong) is None
 
 
 def test_only_a_digest_is_kept(store, store_url):
-    _, secret = store.create_key(project_id=PROJECT, name="mine", scope="admin")
+    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="admin")
     engine = create_engine(store_url)
     with engine.connect() as connection:
         row = connection.execute(select(keys)).one()
@@ -39,68 +39,68 @@ def test_only_a_digest_is_kept(store, store_url):
 
 
 def test_a_given_secret_works_once(store):
-    key, secret = store.create_key(project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-the-operator")
+    key, secret = store.keys.create_key(project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-the-operator")
     assert secret == "ft-chosen-by-the-operator"
-    assert store.authenticate(secret).key_id == key.id
+    assert store.keys.authenticate(secret).key_id == key.id
     with pytest.raises(ConflictError):
-        store.create_key(project_id=PROJECT, name="second", scope="admin", secret=secret)
+        store.keys.create_key(project_id=PROJECT, name="second", scope="admin", secret=secret)
     with pytest.raises(SpecError, match=r"5 characters.*at least 20"):
-        store.create_key(project_id=PROJECT, name="short", scope="admin", secret="ft-12")
+        store.keys.create_key(project_id=PROJECT, name="short", scope="admin", secret="ft-12")
 
 
 def test_an_expired_key_opens_nothing(store):
-    _, gone = store.create_key(project_id=PROJECT, name="gone", scope="user", expires_at=store.now() - 1)
-    _, valid = store.create_key(project_id=PROJECT, name="valid", scope="user", expires_at=store.now() + 1000)
-    assert store.authenticate(gone) is None
-    assert store.authenticate(valid) is not None
+    _, gone = store.keys.create_key(project_id=PROJECT, name="gone", scope="user", expires_at=store.now() - 1)
+    _, valid = store.keys.create_key(project_id=PROJECT, name="valid", scope="user", expires_at=store.now() + 1000)
+    assert store.keys.authenticate(gone) is None
+    assert store.keys.authenticate(valid) is not None
 
 
 def test_a_revoked_key_opens_nothing(store):
-    key, secret = store.create_key(project_id=PROJECT, name="mine", scope="user")
+    key, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
     with pytest.raises(NotFoundError):
-        store.revoke_key(OTHER, key.id)
-    assert store.authenticate(secret) is not None
+        store.keys.revoke_key(OTHER, key.id)
+    assert store.keys.authenticate(secret) is not None
 
-    revoked = store.revoke_key(PROJECT, key.id)
+    revoked = store.keys.revoke_key(PROJECT, key.id)
 
     assert revoked.revoked_at is not None
-    assert store.authenticate(secret) is None
-    assert store.revoke_key(PROJECT, key.id).revoked_at == revoked.revoked_at
+    assert store.keys.authenticate(secret) is None
+    assert store.keys.revoke_key(PROJECT, key.id).revoked_at == revoked.revoked_at
 
 
 def test_last_used_is_written_at_most_once_a_minute(store, store_url):
-    _, secret = store.create_key(project_id=PROJECT, name="mine", scope="user")
-    assert store.list_keys(PROJECT)[0].last_used_at is None
-    store.authenticate(secret)
-    first = wait_for(lambda: store.list_keys(PROJECT)[0].last_used_at, 60)
-    store.authenticate(secret)
-    store._marks.finish()
-    assert store.list_keys(PROJECT)[0].last_used_at == first
+    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    assert store.keys.list_keys(PROJECT)[0].last_used_at is None
+    store.keys.authenticate(secret)
+    first = wait_for(lambda: store.keys.list_keys(PROJECT)[0].last_used_at, 60)
+    store.keys.authenticate(secret)
+    store.keys._used_keys.finish()
+    assert store.keys.list_keys(PROJECT)[0].last_used_at == first
 
     engine = create_engine(store_url)
     with engine.begin() as connection:
         connection.execute(update(keys).values(last_used_at=first - LAST_USED_SECONDS - 1))
     engine.dispose()
-    store.authenticate(secret)
-    store._marks.finish()
-    assert store.list_keys(PROJECT)[0].last_used_at >= first
+    store.keys.authenticate(secret)
+    store.keys._used_keys.finish()
+    assert store.keys.list_keys(PROJECT)[0].last_used_at >= first
 
 
 def test_keys_are_listed_by_project(store):
-    assert not store.has_keys()
-    mine = [store.create_key(project_id=PROJECT, name=name, scope="user")[0] for name in ("a", "b")]
-    theirs, _ = store.create_key(project_id=OTHER, name="c", scope="admin")
-    assert store.has_keys()
-    assert {key.id for key in store.list_keys(PROJECT)} == {key.id for key in mine}
-    assert store.list_keys(OTHER) == [theirs]
+    assert not store.keys.has_keys()
+    mine = [store.keys.create_key(project_id=PROJECT, name=name, scope="user")[0] for name in ("a", "b")]
+    theirs, _ = store.keys.create_key(project_id=OTHER, name="c", scope="admin")
+    assert store.keys.has_keys()
+    assert {key.id for key in store.keys.list_keys(PROJECT)} == {key.id for key in mine}
+    assert store.keys.list_keys(OTHER) == [theirs]
 
 
 def test_a_key_needs_a_project(store):
     with pytest.raises(NotFoundError, match="proj_nowhere"):
-        store.create_key(project_id="proj_nowhere", name="mine", scope="user")
+        store.keys.create_key(project_id="proj_nowhere", name="mine", scope="user")
 
 
 def test_a_project_takes_the_organizations_new_name(store):
-    _, secret = store.create_key(project_id=PROJECT, name="mine", scope="user")
-    store.ensure_project(PROJECT, "renamed")
-    assert store.authenticate(secret).organization == "renamed"
+    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    store.projects.ensure_project(PROJECT, "renamed")
+    assert store.keys.authenticate(secret).organization == "renamed"

@@ -7,8 +7,7 @@ import pytest
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.training_set.contents import content_digests
-from ft_service.data.tokens.training_set.split import Split, set_aside, split_off
+from ft_service.data.tokens.training_set.split import Split, content_digests, set_aside, split_off
 from ft_service.errors import DataError
 
 

@@ -1,0 +1,81 @@
+"""Metrics in Prometheus' format: this process's counters, and numbers read from the database and the disk."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ft_service.control.capacity import capacity_of
+from ft_service.jobs.states import TERMINAL
+from ft_service.meters import Meters
+from ft_service.settings import Settings
+from ft_service.store.sql import Store
+
+_TERMINAL = {state.value for state in TERMINAL}
+
+
+def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
+    """Return the text of one scrape. Raises UnavailableError if the database does not answer."""
+    current = CollectorRegistry()
+    current.register(_Now(settings, store))
+    return generate_latest(meters.registry) + generate_latest(current)
+
+
+class _Now(Collector):
+    """Numbers that are read at each scrape, so that all servers of a database report the same, also after a restart."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registering would otherwise query the database
+
+    def collect(self) -> Iterable[Metric]:
+        started = time.perf_counter()
+        statistics = self._store.statistics()
+        seconds = time.perf_counter() - started
+        disk = shutil.disk_usage(self._settings.home)
+        yield from _jobs(statistics.jobs)
+        yield _in_use(statistics.slots_in_use)
+        for name, text, value in (
+            ("ft_queue_oldest_seconds", "Age of the job that is queued longest.", statistics.oldest_queued_seconds),
+            (
+                "ft_reconciler_lag_seconds",
+                "Time since the reconciler's last look at the running or validating job that has waited longest for one.",
+                statistics.overdue_seconds,
+            ),
+            ("ft_slots", "Slots that jobs of this service can hold in all.", capacity_of(self._settings).slots),
+            ("ft_file_bytes", "Bytes of uploaded and result files.", statistics.file_bytes),
+            ("ft_webhooks_waiting", "Webhook deliveries that still wait.", statistics.webhooks_waiting),
+            ("ft_disk_total_bytes", "Size of the file system that holds FT_HOME.", disk.total),
+            ("ft_disk_free_bytes", "Free bytes of the file system that holds FT_HOME.", disk.free),
+            ("ft_statistics_seconds", "Time that the database took for this scrape.", seconds),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+
+
+def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:
+    states = GaugeMetricFamily("ft_jobs", "Jobs by state.", labels=["state"])
+    ended = CounterMetricFamily("ft_jobs_finished", "Jobs that are over, by state and reason.", labels=["state", "reason"])
+    by_state: Counter[str] = Counter()
+    for (state, reason), count in sorted(counts.items()):
+        by_state[state] += count
+        if state in _TERMINAL:
+            ended.add_metric([state, reason], count)
+    for state, count in by_state.items():
+        states.add_metric([state], count)
+    return states, ended
+
+
+def _in_use(slots: dict[str, int]) -> Metric:
+    gauge = GaugeMetricFamily("ft_slots_in_use", "Slots (ranks; with GPUs, GPUs) that jobs hold, by host.", labels=["host"])
+    for host, count in sorted(slots.items()):
+        gauge.add_metric([host], count)
+    return gauge

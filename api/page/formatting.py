@@ -1,0 +1,174 @@
+"""Numbers, times and names in the page's notation. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from markupsafe import Markup
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+NONE = "\u2013"
+"""Text in place of a missing value."""
+STATES: Mapping[str, str] = {
+    "validating_files": "Checking files",
+    "queued": "Queued",
+    "running": "Running",
+    "paused": "Paused",
+    "succeeded": "Succeeded",
+    "failed": "Failed",
+    "cancelled": "Cancelled",
+}
+NAVIGATION_PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "/jobs": ("/jobs", "/sweeps"),
+    "/projects": ("/projects", "/changes"),
+}
+"""Entry of the navigation → beginnings of the paths that it is current for, if there are more than its own."""
+ENDED = frozenset({"succeeded", "failed", "cancelled"})
+
+
+def byte_text(count: float | None) -> str:
+    """Return `3.2 GiB`."""
+    if count is None:
+        return NONE
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def byte_count(text: str) -> int | str:
+    """Return the bytes that a text such as `3.2 GiB` or `1,000` means; any other text unchanged."""
+    number, _, unit = text.partition(" ")
+    try:
+        return int(float(number.replace(",", "")) * 1024 ** _UNITS.index(unit.strip() or "B"))
+    except (ValueError, OverflowError):
+        return text
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """Return a number with `digits` significant digits and separated thousands."""
+    if value is None:
+        return NONE
+    if isinstance(value, int) or (abs(value) >= 10**digits and math.isfinite(value)):
+        return f"{value:,.0f}"
+    if value and abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.{digits}g}"
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Return `2 h 5 min`: the two largest units."""
+    if seconds is None:
+        return NONE
+    left = max(0, round(seconds))
+    parts = []
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {name}")
+        if len(parts) == 2:
+            break
+    return " ".join(part for part in parts if not part.startswith("0 ")) or "0 s"
+
+
+def moment(seconds: float | None) -> str:
+    """Return the value of `<time datetime>`, which a script shows in the reader's language and time zone."""
+    return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def plain_time(seconds: float | None) -> str:
+    """Return the text of a time that is shown until the script has run."""
+    return NONE if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def segment(text: object) -> str:
+    """Return a name as one segment of a path."""
+    return quote(str(text), safe="")
+
+
+def breakable(name: str) -> Markup:
+    """Return a name that breaks lines after underscores only."""
+    return Markup("_<wbr>").join(name.split("_"))
+
+
+def unused_options(job: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a job that have no effect → the option that replaced them. Dotted names."""
+    pairs = (("n_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"))
+    return {f"training.{unused}": used for unused, used in pairs if job["training"].get(used) is not None}
+
+
+def job_title(job: Mapping[str, Any]) -> str:
+    """Return a job's suffix, by which `ft get` finds it; without one, the name of its base."""
+    return str(job.get("suffix") or str(job["model"]).split("/")[-1])
+
+
+def share_done(job: Mapping[str, Any]) -> float:
+    """Return the share of a job's steps that are done, in [0, 1]."""
+    if job["status"] == "succeeded":
+        return 1.0
+    progress = job["progress"]
+    return min(1.0, progress["step"] / max(1, progress["total_steps"])) if progress else 0.0
+
+
+def row_key(job: Mapping[str, Any], losses: Sequence[float] | None, foreign: bool) -> tuple[object, ...] | None:
+    """Return a cache key of the row of a job that is over; None for other jobs, whose rows change."""
+    if job["status"] not in ENDED or job["phase"]:
+        return None
+    return (job["id"], job["status"], job["finished_at"], tuple(losses or ()), foreign)
+
+
+def option_text(value: Any) -> str:
+    """Return an option's value as text."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return number(value, 6)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def sparkline(values: Sequence[float], width: int = 96, height: int = 24) -> str:
+    """Return the points of an SVG polyline through values at equal distances, within a box."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (height - 4) / (high - low) if high > low else 0.0
+    step = width / max(1, len(values) - 1)
+    return " ".join(f"{place * step:.1f},{2 + (high - value) * scale:.1f}" for place, value in enumerate(values))
+
+
+def length_bars(samples: Sequence[Mapping[str, Any]], most: int = 24) -> dict[str, Any] | None:
+    """Return a histogram of samples' lengths in tokens; None if no sample has tokens. `most`: bars at most."""
+    lengths = sorted(sample["total"] for sample in samples if sample["total"])
+    if not lengths:
+        return None
+    width = -(-lengths[-1] // most)
+    counts = [0] * -(-lengths[-1] // width)
+    for length in lengths:
+        counts[(length - 1) // width] += 1
+    bars = [
+        {"low": place * width + 1, "high": (place + 1) * width, "count": count, "share": count / max(counts)}
+        for place, count in enumerate(counts)
+    ]
+    learned = sum(sample["learned"] for sample in samples) / sum(lengths)
+    middle = lengths[(len(lengths) - 1) // 2]
+    return {"count": len(lengths), "longest": lengths[-1], "median": middle, "learned": learned, "bars": bars}
+
+
+FILTERS: Mapping[str, Callable[..., str]] = {
+    function.__name__: function for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
+} | {"bytes": byte_text}
+GLOBALS: Mapping[str, Any] = {
+    function.__name__: function for function in (job_title, unused_options, share_done, row_key, sparkline)
+} | {"NAVIGATION_PREFIXES": NAVIGATION_PREFIXES, "STATES": STATES, "ENDED": ENDED}

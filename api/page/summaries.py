@@ -1,0 +1,135 @@
+"""Answers of the API as the page's tables show them: evaluations of a job, differences of jobs, sums of usage. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from api.page.job_form import SECTIONS
+from ft_service.rundir.evaluations import prompt_turns
+
+_TOP_LEVEL = ("model", "training_file", "validation_file", "seed", "priority")
+_RESULT_FIELDS = {"tokens": "trained_tokens", "gpu_seconds": "gpu_seconds", "bytes": "uploaded_bytes", "jobs": "num_jobs"}
+AMOUNTS: Mapping[str, str] = {
+    "gpu_seconds": "GPU hours",
+    "tokens": "Trained tokens",
+    "bytes": "Uploaded bytes",
+    "jobs": "Jobs",
+}
+"""Field of `Use` → its label."""
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """A prompt and the answers to it."""
+
+    turns: tuple[tuple[str, str], ...]
+    """Role and text of each message of the prompt; the role of bare text is empty."""
+    reference: str | None
+    """The expected answer; None: not known."""
+    before: str
+    after: str | None
+    """The answer at the step shown; None: no step was evaluated yet."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers before training and at a step, side by side."""
+
+    steps: tuple[int, ...]
+    """Evaluated steps, ascending, without step 0."""
+    shown: int | None
+    """The step whose answers these are; None: only the answers before training exist."""
+    scores: Mapping[str, tuple[float | None, ...]]
+    """Name of a metric → its mean before training, then at each step."""
+    prompts: tuple[AnswerRow, ...]
+
+
+def answers_of(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> Answers | None:
+    """Return the answers in a job's evaluations as the API lists them. `step`: the one to show; the newest one if it is None
+    or was not evaluated.
+    """
+    by_step = {evaluation["step"]: evaluation for evaluation in sorted(evaluations, key=lambda entry: entry["step"])}
+    if not by_step:
+        return None
+    steps = tuple(number for number in by_step if number)
+    shown = step if step in steps else (steps[-1] if steps else None)
+    current = by_step[shown or 0]
+    columns = [current["base_metrics"] or current["metrics"], *(by_step[number]["metrics"] for number in steps)]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    prompts = (
+        AnswerRow(prompt_turns(row["prompt"], row["messages"]), row["reference"], row["base"], row["tuned"])
+        for row in current["samples"]
+    )
+    return Answers(steps, shown, {name: tuple(column.get(name) for column in columns) for name in names}, tuple(prompts))
+
+
+def differing_options(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Return the options in which jobs differ: dotted name, and each job's value in the order of the jobs."""
+    names: list[str] = [*_TOP_LEVEL]
+    for section in SECTIONS:
+        names += list(dict.fromkeys(f"{section}.{name}" for job in jobs for name in job[section] or ()))
+    rows = [(name, [_option(job, name) for job in jobs]) for name in names]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+
+
+def final_loss(series: Mapping[str, Any]) -> float | None:
+    """Return the lowest validation loss; without validation, the last training loss; None without either."""
+    for name, best in (("valid_loss", True), ("train_loss", False)):
+        if values := series.get(name, {}).get("values"):
+            return min(values) if best else values[-1]
+    return None
+
+
+def _option(job: Mapping[str, Any], name: str) -> Any:
+    section, _, key = name.partition(".")
+    return (job[section] or {}).get(key) if key else job[section]
+
+
+@dataclass
+class Use:
+    """Sums of amounts."""
+
+    tokens: int = 0
+    gpu_seconds: float = 0.0
+    bytes: int = 0
+    jobs: int = 0
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        for name, theirs in _RESULT_FIELDS.items():
+            setattr(self, name, getattr(self, name) + result[theirs])
+
+
+@dataclass
+class UsageSummary:
+    """Usage over some days."""
+
+    total: Use = field(default_factory=Use)
+    days: dict[int, Use] = field(default_factory=dict)
+    """Begin of a day, in seconds since the epoch → its usage; days without usage too."""
+    projects: dict[str, Use] = field(default_factory=dict)
+    keys: dict[tuple[str, str], Use] = field(default_factory=dict)
+    """Project and key → usage; the key is empty where it is not known."""
+
+
+def usage_summary(buckets: Sequence[Mapping[str, Any]]) -> UsageSummary:
+    """Sum the API's buckets, which are grouped by project and key. The heaviest projects and keys come first."""
+    summary = UsageSummary()
+    for bucket in buckets:
+        day = summary.days.setdefault(bucket["start_time"], Use())
+        for result in bucket["results"]:
+            project, key = result["project_id"] or "", result["api_key_id"] or ""
+            of_project = summary.projects.setdefault(project, Use())
+            for use in (summary.total, day, of_project, summary.keys.setdefault((project, key), Use())):
+                use.add(result)
+    summary.projects = dict(sorted(summary.projects.items(), key=lambda item: -item[1].gpu_seconds))
+    summary.keys = dict(sorted(summary.keys.items(), key=lambda item: -item[1].gpu_seconds))
+    return summary
+
+
+def usage_bars(days: Mapping[int, Use], amount: str) -> list[dict[str, Any]]:
+    """Return each day's amount, and its share of the largest day's."""
+    values = {day: getattr(use, amount) for day, use in days.items()}
+    most = max(values.values(), default=0)
+    return [{"day": day, "value": value, "share": value / most if most else 0.0} for day, value in values.items()]

@@ -1,0 +1,136 @@
+"""`/v1/fine_tuning/jobs/{job_id}/metrics` and `/v1/fine_tuning/metrics`: metrics of jobs by step, for charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Header, Query, Response
+
+from api.http.auth import Caller
+from api.http.dependencies import Svc
+from api.http.routing import keyed_router
+from api.wire.views import View
+from ft_service.jobs.curves import NAMES, Curves, Kind
+from ft_service.jobs.states import Job
+from ft_service.store.records import Checkpoint
+from ft_service.store.rows import not_found
+
+router = keyed_router("/v1/fine_tuning", "fine-tuning")
+
+Points = Annotated[int, Query(ge=4, le=1000, description="Most points of a series; a longer series keeps its extremes.")]
+Name = Literal[
+    "train_loss",
+    "valid_loss",
+    "train_mean_token_accuracy",
+    "valid_mean_token_accuracy",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+]
+Names = Annotated[list[Name] | None, Query(description="Only these series; default: all that were reported.")]
+_MARKED_CHECKPOINTS = 200
+
+
+class SeriesView(View):
+    """A metric by step: three lists of the same length, in order of the steps."""
+
+    steps: list[int]
+    times: list[float]
+    """Seconds since the epoch."""
+    values: list[float]
+
+
+class MarkView(View):
+    """An event on the time line of a job."""
+
+    type: Kind
+    step: int
+    """The newest step at that time."""
+    time: float
+    label: str
+    """The attempt's number, or the checkpoint's id."""
+
+
+class MetricsView(View):
+    object: Literal["fine_tuning.job.metrics"] = "fine_tuning.job.metrics"
+    job_id: str
+    status: str
+    step: int
+    """The newest step; 0: none yet."""
+    total_steps: int
+    series: dict[str, SeriesView]
+    """Name → series. Metrics that were never reported are left out."""
+    marks: list[MarkView]
+
+
+class MetricsListView(View):
+    object: Literal["list"] = "list"
+    data: list[MetricsView]
+
+
+@router.get("/jobs/{job_id}/metrics", response_model=MetricsView, responses={304: {"description": "Nothing is new."}})
+def of_job(
+    job_id: str,
+    caller: Caller,
+    services: Svc,
+    points: Points = 1000,
+    series: Names = None,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Any:
+    """Not in OpenAI's API. Return a job's metrics by step, over all its attempts (a step that was trained again has the metrics
+    of its newest attempt), and marks for attempts, pauses and checkpoints. With the `ETag` of the previous answer as
+    `If-None-Match`, the answer is 304 if nothing is new."""
+    job = services.store.jobs.get_job(caller.project_id, job_id)
+    names = tuple(series or ())
+    checkpoints = services.store.jobs.list_checkpoints(job.project_id, job.id, limit=_MARKED_CHECKPOINTS).data
+    newest = checkpoints[0].id if checkpoints else "-"
+    body, position = services.curves.derived(
+        job,
+        ("json", points, names),
+        (job.state, len(checkpoints), newest),
+        lambda curves: _view(job, curves, points, names, checkpoints).model_dump_json().encode(),
+    )
+    tag = f'"{position}-{len(checkpoints)}-{newest}-{job.state}-{points}-{",".join(names)}"'
+    headers = {"etag": tag, "cache-control": "no-cache"}
+    if if_none_match == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+@router.get("/metrics")
+def of_jobs(
+    caller: Caller,
+    services: Svc,
+    job: Annotated[list[str], Query(min_length=1, max_length=100, description="Ids of jobs.")],
+    points: Points = 1000,
+    series: Names = None,
+) -> MetricsListView:
+    """Not in OpenAI's API. Return the metrics of several jobs, in the order of `job`, without marks for checkpoints."""
+    known = {record.id: record for record in services.store.jobs.jobs_by_id(job) if record.project_id == caller.project_id}
+    if missing := [job_id for job_id in job if job_id not in known]:
+        raise not_found("fine-tuning job", missing[0])
+    names = tuple(series or ())
+
+    def view(record: Job) -> MetricsView:
+        key = ("view", points, names)
+        return services.curves.derived(record, key, record.state, lambda curves: _view(record, curves, points, names))[0]
+
+    return MetricsListView(data=[view(known[job_id]) for job_id in job])
+
+
+def _view(job: Job, curves: Curves, points: int, names: Sequence[str], checkpoints: Sequence[Checkpoint] = ()) -> MetricsView:
+    """Return the metrics of a job. `names`: the series to return; empty: all."""
+    series = {name: curves.series(name, points) for name in names or NAMES}
+    marks = [MarkView(type=mark.kind, step=mark.step, time=mark.time, label=mark.label) for mark in curves.marks]
+    marks += [
+        MarkView(type="checkpoint", step=point.step, time=point.created_at, label=point.id) for point in reversed(checkpoints)
+    ]
+    return MetricsView(
+        job_id=job.id,
+        status=job.state.value,
+        step=curves.step,
+        total_steps=curves.total_steps,
+        series={name: SeriesView.of(points) for name, points in series.items() if points.values},
+        marks=marks,
+    )

@@ -1,0 +1,255 @@
+"""The list of jobs, and a job's own pages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from api.http.auth import manages
+from api.http.dependencies import Services, Svc
+from api.page.inner_api import Api, ApiError, InnerApi
+from api.page.job_form import given_options, yaml_text
+from api.page.rendering import DocumentPart, fragment, page, rendered, sent
+from api.page.summaries import answers_of
+from api.routes.page.models_page import inference_of
+from api.routes.page.organization_page import PROJECTS, every
+from api.routes.page.sign_in_page import Visitor, page_router
+from ft_service.store.records import Principal
+
+router = page_router()
+
+JOBS = "/v1/fine_tuning/jobs"
+_PAGE = 50
+_FIRST_PAINT = 20
+"""Jobs that are painted first: more than a screen holds."""
+_SPARK_POINTS = 48
+_LOG_LINES = 400
+_RECENT_SECONDS = 2.0
+_MOST_RECENT = 100
+_LATEST_EVENTS = 12
+TABS = (
+    ("", "Curves"),
+    ("logs", "Logs"),
+    ("settings", "Settings"),
+    ("samples", "Samples"),
+    ("answers", "Answers"),
+    ("checkpoints", "Checkpoints"),
+    ("exports", "Exports"),
+    ("events", "Events"),
+)
+EXPORT_FORMS = (
+    ("gguf", "Ollama, llama.cpp: the merged model in bf16"),
+    ("gguf-q8_0", "the same in 8 bits"),
+    ("gguf-adapter", "llama.cpp: the adapter, loaded with its base"),
+    ("vllm", "vLLM: the adapter with one rank"),
+    ("merged", "everything that reads safetensors"),
+    ("merged-fp8", "vLLM, transformers: linear layers in FP8"),
+    ("merged-int4", "vLLM, transformers: linear layers in INT4"),
+)
+
+
+@router.get("/jobs")
+async def jobs(request: Request, api: Api, viewer: Visitor) -> Response:
+    rows = await _rows(request, api, viewer, first=True)
+    chosen = rows["filters"]["base"]
+    models = await api.get("/v1/models", owned_by="system")
+    bases = sorted({*(model["root"] for model in models["data"]), *([chosen] if chosen else [])})
+    return page(request, "jobs.html", **rows, bases=bases, projects=await _projects(api, viewer), seen="")
+
+
+@router.get("/page/live/jobs")
+async def live_jobs(request: Request, api: Api, viewer: Visitor, services: Svc) -> Response:
+    """The rows of the list, which refresh themselves."""
+    filters = sorted(pair for pair in request.query_params.multi_items() if pair[0] != "seen")
+
+    async def rows() -> DocumentPart:
+        return rendered(request, "jobs_rows.html", **await _rows(request, api, viewer))
+
+    return sent(request, await _shared(("jobs", *filters), viewer, services, rows))
+
+
+async def _shared(
+    part: tuple[object, ...], viewer: Principal, services: Services, render: Callable[[], Awaitable[DocumentPart]]
+) -> DocumentPart:
+    """Return a part that refreshes itself. It is rendered once per `_RECENT_SECONDS` for all browsers with the same view."""
+    key = (viewer.project_id, viewer.scope, *part)
+    recent: dict[tuple[object, ...], tuple[float, asyncio.Future[DocumentPart]]] = services.recent_parts
+    cached = recent.get(key)
+    if cached is None or time.monotonic() - cached[0] > _RECENT_SECONDS or (cached[1].done() and cached[1].exception()):
+        if len(recent) >= _MOST_RECENT:
+            recent.clear()
+        cached = recent[key] = time.monotonic(), asyncio.ensure_future(render())
+    return await asyncio.shield(cached[1])
+
+
+@router.get("/jobs/{job_id}")
+async def curves(request: Request, job_id: str, api: Api) -> Response:
+    return await job_page(request, api, job_id, "job_curves.html", "", events=await _latest_events(api, job_id))
+
+
+@router.get("/jobs/{job_id}/logs")
+async def logs(request: Request, job_id: str, api: Api, rank: int | None = None, attempt: int | None = None) -> Response:
+    try:
+        text = await api.text(f"{JOBS}/{job_id}/logs", lines=_LOG_LINES, rank=rank, attempt=attempt)
+    except ApiError as error:
+        if error.error.get("code") != "no_logs":
+            raise
+        text = ""
+    return await job_page(request, api, job_id, "job_logs.html", "logs", text=text, rank=rank, chosen_attempt=attempt)
+
+
+@router.get("/jobs/{job_id}/settings")
+async def settings(request: Request, job_id: str, api: Api) -> Response:
+    body = await api.get(f"{JOBS}/{job_id}/request")
+    try:
+        plan = await api.get(f"{JOBS}/{job_id}/plan")
+    except ApiError as error:  # such as a base that is gone
+        plan = {"fault": error.message}
+    values = {"request_text": yaml_text(body), "given": given_options(body), "plan": plan}
+    return await job_page(request, api, job_id, "job_settings.html", "settings", **values)
+
+
+@router.get("/jobs/{job_id}/checkpoints")
+async def checkpoints(request: Request, job_id: str, api: Api) -> Response:
+    listed = await api.get(f"{JOBS}/{job_id}/checkpoints", limit=100)
+    values = {"checkpoints": listed["data"], "chat": await inference_of(api)}
+    return await job_page(request, api, job_id, "job_checkpoints.html", "checkpoints", **values)
+
+
+@router.get("/jobs/{job_id}/samples")
+async def samples(request: Request, job_id: str, api: Api, file: Literal["training", "validation"] = "training") -> Response:
+    return await job_page(request, api, job_id, "job_samples.html", "samples", file=file)
+
+
+@router.get("/jobs/{job_id}/answers")
+async def answers(request: Request, job_id: str, api: Api, step: int | None = None) -> Response:
+    listed = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
+    shown = answers_of(listed["data"], step) if listed else None
+    return await job_page(request, api, job_id, "job_answers.html", "answers", answers=shown)
+
+
+@router.get("/jobs/{job_id}/events")
+async def events(
+    request: Request, job_id: str, api: Api, after: str | None = None, kind: Literal["message", "all"] = "message"
+) -> Response:
+    listed = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after, type=None if kind == "all" else kind)
+    values = {"events": listed, "first_page": after is None, "shown": kind}
+    return await job_page(request, api, job_id, "job_events.html", "events", **values)
+
+
+@router.get("/page/live/jobs/{job_id}")
+async def live_job(request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+    """The head of a job's page: its state, progress and actions."""
+
+    async def head() -> DocumentPart:
+        return rendered(request, "job_head.html", **await _head(api, await api.get(f"{JOBS}/{job_id}")))
+
+    return sent(request, await _shared(("job", job_id), viewer, services, head))
+
+
+@router.get("/page/live/jobs/{job_id}/events")
+async def live_events(request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+    async def latest() -> DocumentPart:
+        return rendered(request, "job_latest.html", job={"id": job_id}, events=await _latest_events(api, job_id))
+
+    return sent(request, await _shared(("latest", job_id), viewer, services, latest))
+
+
+@router.get("/jobs/{job_id}/exports")
+async def exports(request: Request, job_id: str, api: Api) -> Response:
+    return await job_page(request, api, job_id, "job_exports.html", "exports", **await _exports(api, job_id))
+
+
+@router.get("/page/live/jobs/{job_id}/exports")
+async def live_exports(request: Request, job_id: str, api: Api) -> Response:
+    return fragment(request, "job_exports_list.html", job={"id": job_id}, **await _exports(api, job_id))
+
+
+@router.post("/jobs/{job_id}/exports")
+async def make_export(request: Request, job_id: str, form: str, api: Api) -> Response:
+    await api.post(f"{JOBS}/{job_id}/exports", {"format": form})
+    return await live_exports(request, job_id, api)
+
+
+@router.post("/jobs/{job_id}/exports/{form}/delete")
+async def delete_export(request: Request, job_id: str, form: str, api: Api) -> Response:
+    await api.delete(f"{JOBS}/{job_id}/exports/{form}")
+    return await live_exports(request, job_id, api)
+
+
+@router.post("/jobs/{job_id}/{verb}")
+async def act(request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+    """Pause, resume or cancel. The answer is the new head of the job's page."""
+    job = await api.post(f"{JOBS}/{job_id}/{verb}")
+    services.recent_parts.pop((viewer.project_id, viewer.scope, "job", job_id), None)  # it shows the state before
+    return fragment(request, "job_head.html", **await _head(api, job))
+
+
+async def job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:
+    """Return a job's page with one of its tabs."""
+    job = await api.get(f"{JOBS}/{job_id}")
+    ranks = job["distributed"]["nproc_per_node"] * job["distributed"]["nnodes"]
+    return page(request, template, **await _head(api, job) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values)
+
+
+async def _head(api: InnerApi, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `job_head.html`: the job, and what answers for its tuned model once it exists."""
+    return {"job": job, "chat": await inference_of(api) if job["fine_tuned_model"] else None}
+
+
+async def _latest_events(api: InnerApi, job_id: str) -> list[dict[str, Any]]:
+    """Return the newest messages, without the numbers of steps."""
+    return (await api.get(f"{JOBS}/{job_id}/events", limit=_LATEST_EVENTS, type="message"))["data"]
+
+
+async def _exports(api: InnerApi, job_id: str) -> dict[str, Any]:
+    listed = await api.get(f"{JOBS}/{job_id}/exports")
+    return {"exports": {view["format"]: view for view in listed["data"]}, "forms": EXPORT_FORMS}
+
+
+async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:
+    """Return id → name of the projects whose jobs this key may list; empty if there is only one."""
+    if not manages(viewer):
+        return {}
+    names = {project["id"]: project["name"] for project in await every(api, PROJECTS)}
+    return names if len(names) > 1 else {}
+
+
+async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bool = False) -> dict[str, Any]:
+    """Return the values of `jobs_rows.html`. `first`: a short list without curves, after which the browser loads the whole."""
+    given = request.query_params
+    filters = {name: given.get(name) or None for name in ("status", "base", "metadata", "project")}
+    key, equals, value = (filters["metadata"] or "").partition("=")
+    pair = {f"metadata[{key.strip()}]": value.strip()} if equals else {}
+    query = {name: filters[name] for name in ("status", "base", "project")} | {"after": given.get("after"), **pair}
+    listed = await api.get(JOBS, limit=_FIRST_PAINT if first else _PAGE, **query)
+    kept = {name: value for name, value in filters.items() if value}
+    foreign = filters["project"] not in (None, viewer.project_id)
+    here = kept | ({"after": given["after"]} if "after" in given else {})
+    return {
+        "jobs": listed["data"],
+        "curves": {} if first or foreign else await _losses(api, listed["data"]),
+        "foreign": foreign,
+        "filters": filters,
+        "filtered": bool(kept),
+        "live": f"/page/live/jobs?{urlencode(here)}",
+        "more": listed["has_more"],
+        "first_page": "after" not in given,
+        "newest": f"/jobs?{urlencode(kept)}",
+        "older": f"/jobs?{urlencode(kept | {'after': listed['last_id'] or ''})}",
+    }
+
+
+async def _losses(api: InnerApi, jobs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return job → training losses, for a sparkline."""
+    begun = [job["id"] for job in jobs if job["progress"]]
+    if not begun:
+        return {}
+    metrics = await api.get("/v1/fine_tuning/metrics", job=begun, points=_SPARK_POINTS, series=["train_loss"])
+    return {view["job_id"]: view["series"]["train_loss"]["values"] for view in metrics["data"] if view["series"]}

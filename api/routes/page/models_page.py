@@ -1,0 +1,98 @@
+"""Bases, tuned models, and conversations with them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+
+from api.page.inner_api import Api, InnerApi
+from api.page.rendering import fragment, leave_for, page
+from api.routes.page.sign_in_page import page_router
+
+router = page_router()
+
+_SHARES = "/v1/fine_tuning/checkpoints/{}/permissions"
+Name = Annotated[str, Query(max_length=300)]
+
+
+@router.get("/models")
+async def models(request: Request, api: Api) -> Response:
+    views = (await api.get("/v1/models"))["data"]
+    tuned = [view for view in views if view["parent"]]
+    by_name = {view["id"]: view for view in tuned}
+    values = {
+        "bases": [view for view in views if not view["parent"]],
+        "tuned": tuned,
+        "lines": {view["id"]: _lineage(view, by_name) for view in tuned},
+        "chat": await inference_of(api),
+        "seen": "",
+    }
+    return page(request, "models.html", **values)
+
+
+@router.get("/page/live/bases")
+async def live_bases(request: Request, api: Api) -> Response:
+    """The table of bases, which refreshes itself while a base is being examined."""
+    bases = (await api.get("/v1/models", owned_by="system"))["data"]
+    return fragment(request, "models_bases.html", bases=bases, chat=await inference_of(api))
+
+
+@router.get("/models/shares")
+async def shares(request: Request, api: Api, name: Name) -> Response:
+    listed = await api.get(_SHARES.format(name), limit=100)
+    return fragment(request, "model_shares.html", name=name, shares=listed["data"])
+
+
+@router.post("/models/verify")
+async def verify(request: Request, api: Api, name: Name) -> Response:
+    return fragment(request, "model_verified.html", report=await api.post(f"/v1/models/{name}/verify"))
+
+
+@router.post("/models/share")
+async def share(request: Request, api: Api, name: Name) -> Response:
+    """Share with the project that the visitor has typed into the browser's prompt."""
+    project = request.headers.get("hx-prompt", "").strip()
+    await api.post(_SHARES.format(name), {"project_ids": [project]})
+    return await shares(request, api, name)
+
+
+@router.post("/models/unshare")
+async def unshare(request: Request, api: Api, name: Name, share_id: str) -> Response:
+    await api.delete(f"{_SHARES.format(name)}/{share_id}")
+    return await shares(request, api, name)
+
+
+@router.post("/models/delete")
+async def delete(request: Request, api: Api, name: Name) -> Response:
+    await api.delete(f"/v1/models/{name}")
+    return leave_for(request, "/models")
+
+
+@router.get("/try")
+async def chat(request: Request, api: Api, model: str | None = None, beside: str | None = None) -> Response:
+    """A conversation with one model or with two; its messages go between the browser and the API."""
+    views = (await api.get("/v1/models"))["data"]
+    names = [view["id"] for view in views]
+    for name in (model, beside):
+        if name and name not in names:  # a checkpoint, which is not listed; the API refuses an unknown name
+            names.append((await api.get(f"/v1/models/{name}"))["id"])
+    chosen = model or next((view["id"] for view in views if view["parent"]), names[0] if names else None)
+    return page(request, "chat.html", names=names, model=chosen, beside=beside, inference=await inference_of(api))
+
+
+async def inference_of(api: InnerApi) -> dict[str, str | None]:
+    """Return what answers chat completions here, or why nothing does."""
+    return await api.get("/v1/inference")
+
+
+def _lineage(model: dict[str, Any], by_name: dict[str, Any]) -> list[str]:
+    """Return the models that a tuned model was trained from, the nearest first and the base last."""
+    line: list[str] = []
+    while model["parent"] and model["parent"] not in line:
+        line.append(model["parent"])
+        if (parent := by_name.get(model["parent"])) is None:
+            break
+        model = parent
+    return line if model["root"] in line else [*line, model["root"]]

@@ -1,0 +1,121 @@
+"""The form of a new job: its plan, which follows the fields, and the creation of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from api.page import job_form
+from api.page.inner_api import Api, ApiError, InnerApi
+from api.page.rendering import leave_for, page
+from api.routes.page.jobs_page import JOBS
+from api.routes.page.sign_in_page import form_of, page_router
+from ft_service.bases.describing import NotDescribedError
+from ft_service.data.formats.detect_format import COMPRESSED_ENDINGS, DATA_ENDINGS
+
+router = page_router()
+
+
+@router.get("/new")
+async def form(
+    request: Request, api: Api, again: str | None = None, model: str | None = None, ask: int | None = None
+) -> Response:
+    """An empty form. `again`: a job whose create body fills it in; `model`: the base to choose; `ask`: the number of prompts to
+    answer before and after training.
+    """
+    body = await api.get(f"{JOBS}/{again}/request") if again else {}
+    fields = job_form.fields_of(body) | ({"model": model} if model else {})
+    fields |= {"evaluation.prompts": str(ask)} if ask else {}
+    bases = {view["id"]: view["base"] for view in (await api.get("/v1/models"))["data"]}
+    names = [name for name, base in bases.items() if not base or base["trainable"] is not False]
+    options = job_form.options()
+    values = {
+        "names": names if fields.get("model") in (None, *names) else [*names, fields["model"]],
+        "examined": [name for name, base in bases.items() if base and base["trainable"] is None],
+        "files": await _data_files(api),
+        "fields": fields,
+        "first": [options[name] for name in job_form.FIRST],
+        "rest": {
+            section: [option for name, option in options.items() if _is_further(name, section)] for section in job_form.SECTIONS
+        },
+        "again": again,
+        "accepted": ",".join((*DATA_ENDINGS, *COMPRESSED_ENDINGS)),
+    }
+    return page(request, "new_job.html", **values)
+
+
+@router.post("/new/plan")
+async def plan(request: Request, api: Api) -> Response:
+    """The plan of the form as it is now, and the form as Python, a command and YAML."""
+    try:
+        body = job_form.body_of(await form_of(request))
+    except ValueError as error:
+        fault = {"fault": str(error), "param": job_form.OTHER}
+        return page(request, "new_plan.html", plan=fault, words={}, checks={})
+    checks = await _checks(api, body)
+    names = {file["id"]: file["filename"] for file in await _data_files(api)}
+    words = {
+        "Python": job_form.python_text(body, str(request.base_url).rstrip("/")),
+        "CLI": job_form.command_text(body, names),
+        "YAML": job_form.yaml_text(body, names),
+    }
+    return page(request, "new_plan.html", plan=await _plan(api, body, checks), words=words, checks=checks)
+
+
+@router.post("/new")
+async def create(request: Request, api: Api) -> Response:
+    try:
+        body = job_form.body_of(await form_of(request))
+    except ValueError as error:
+        raise ApiError(400, {"message": str(error), "param": job_form.OTHER}) from None
+    job = await api.post(JOBS, body)
+    return leave_for(request, f"/jobs/{job['id']}")
+
+
+def _is_further(name: str, section: str) -> bool:
+    return name.startswith(f"{section}.") and name not in job_form.FIRST
+
+
+async def _plan(api: InnerApi, body: Mapping[str, Any], checks: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
+    """Return the plan of a create body; in its place `fault` and `param`, or `pending` and `retry` while its base has no
+    description.
+    """
+    if "model" not in body:
+        return {"fault": "Choose a base.", "param": "model"}
+    try:
+        planned = await api.post("/v1/fine_tuning/plan", body)
+    except ApiError as error:
+        if error.error.get("code") != NotDescribedError.code:
+            return {"fault": error.message, "param": error.error.get("param")}
+        planned = {"pending": None if error.retry_after else error.message, "retry": error.retry_after}
+    for name, check in checks.items():
+        if check and not check["ok"]:
+            fault = f"The {name.replace('_', ' ')} cannot be trained on. The reason is shown next to it."
+            return {"fault": fault, "param": name}
+    return planned
+
+
+async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
+    """Return each file field's check, as a job with this body would read the file; None: no file is chosen, or it cannot be
+    checked now.
+    """
+    method = body["method"].get("type") if isinstance(body.get("method"), dict) else None
+    query = {"method": method if method in ("supervised", "dpo") else "supervised"}
+    if isinstance(body.get(job_form.DATA), dict):
+        query["data"] = json.dumps(body[job_form.DATA])
+    checks: dict[str, dict[str, Any] | None] = {}
+    for name in ("training_file", "validation_file"):
+        checks[name] = None
+        if file_id := body.get(name):
+            with contextlib.suppress(ApiError):  # such as a wrong mapping of columns, which the plan reports
+                checks[name] = await api.get(f"/v1/files/{file_id}/check", **query)
+    return checks
+
+
+async def _data_files(api: InnerApi) -> list[dict[str, Any]]:
+    return (await api.get("/v1/files", purpose="fine-tune", limit=200))["data"]

@@ -1,0 +1,122 @@
+"""Signing in and out, and the page's static files."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import parse_qsl, urlsplit
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import RedirectResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from api.http import sessions
+from api.http.auth import authenticated
+from api.http.dependencies import MAX_JSON_BYTES, Svc
+from api.page.rendering import HEADERS, SignInNeeded, leave_for, page, static_answer, static_files
+from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
+from ft_service.store.records import Principal
+
+router = APIRouter(include_in_schema=False)
+
+_MOST_BYTES = 4096
+"""Size limit of the sign-in form."""
+
+
+async def visitor(request: Request, services: Svc) -> Principal:
+    """Return the holder of the session. Raises SignInNeeded without one."""
+    try:
+        return await authenticated(request, None, services)
+    except AuthError:
+        raise SignInNeeded from None
+
+
+Visitor = Annotated[Principal, Depends(visitor)]
+
+
+def page_router() -> APIRouter:
+    """Return a router whose routes need a session; every change needs the session's token."""
+    return APIRouter(include_in_schema=False, dependencies=[Depends(visitor)])
+
+
+@router.get("/")
+async def root(request: Request) -> Response:
+    return RedirectResponse("/jobs", 303, headers=HEADERS)
+
+
+@router.get("/page/static/{name}")
+async def static(name: str) -> Response:
+    if name not in static_files():
+        raise NotFoundError(f"The page has no file {name[:80]!r}.")
+    return static_answer(name)
+
+
+@router.get("/sign-in")
+async def sign_in_form(request: Request, link: str | None = None, to: str = "/jobs") -> Response:
+    """The form. A link of `ft open` only fills it in: following a link, which any site can cause, does not sign in."""
+    template = "sign_in.html" if link is None else "sign_in_link.html"
+    return page(request, template, fault=None, to=_local(to), link=link)
+
+
+@router.post("/sign-in")
+async def sign_in(request: Request, services: Svc) -> Response:
+    """Sign in with a key or a one-time link, from the page's own form."""
+    _refuse_other_sites(request)
+    form = await form_of(request, _MOST_BYTES)
+    to = _local(form.get("to", "/jobs"))
+    if link := form.get("link"):
+        principal = await run_in_threadpool(services.store.sessions.follow_link, link)
+        fault = "This link was used before, or is too old. `ft open` makes a new one."
+    else:
+        principal = await run_in_threadpool(services.store.keys.authenticate, form.get("key", "").strip())
+        fault = "This key is not known here, has expired or was revoked."
+    if principal is not None and principal.scope != "metrics":
+        return await _signed_in(request, services, principal, to)
+    if principal is not None:
+        fault = "A key of scope metrics reads /metrics and nothing else."
+    return page(request, "sign_in.html", 401, fault=fault, to=to)
+
+
+@router.post("/sign-out")
+async def sign_out(request: Request, services: Svc, principal: Visitor) -> Response:
+    """End the session: its cookie and every copy of it are invalid from now on."""
+    secret = sessions.secret_of(request)
+    if secret:
+        await run_in_threadpool(services.store.sessions.end_session, secret)
+    answer = leave_for(request, "/sign-in")
+    sessions.delete_cookie(request, answer)
+    return answer
+
+
+async def _signed_in(request: Request, services: Svc, principal: Principal, to: str) -> Response:
+    secret = await run_in_threadpool(services.store.sessions.open_session, principal)
+    answer = RedirectResponse(_local(to), 303, headers=HEADERS)
+    sessions.set_cookie(request, answer, secret)
+    return answer
+
+
+def _local(path: str) -> str:
+    """Return a path if it is on this page; else, such as for another site's address, the list of jobs."""
+    parts = urlsplit(path)
+    safe = path.startswith("/") and not path.startswith(("//", "/\\")) and not parts.netloc and path.isprintable()
+    return path if safe else "/jobs"
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Raise ForbiddenError if another site sends the form: it must not sign a browser in with its own key.
+
+    A browser names the site in at least one of two headers; a client that names none is not a browser.
+    """
+    origin, fetched_from = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    if foreign or fetched_from not in ("none", "same-origin"):
+        raise ForbiddenError("Sign in on the page itself.", code="csrf")
+
+
+async def form_of(request: Request, most_bytes: int = MAX_JSON_BYTES) -> dict[str, str]:
+    """Return the fields of a form. Raises SpecError if it is larger than `most_bytes`."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most_bytes:
+            raise SpecError(f"The form is larger than {most_bytes} bytes.", code="request_too_large")
+    return dict(parse_qsl(body.decode("utf-8", "replace")))

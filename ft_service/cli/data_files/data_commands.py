@@ -1,0 +1,276 @@
+"""`ft data`: check, show and convert data files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ft_service.cli.data_files.data_arguments import (
+    MAX_LENGTH,
+    Column,
+    DataFile,
+    Learn,
+    MaxLength,
+    Model,
+    Split,
+    Template,
+    base_folder,
+    data_options,
+    local_data,
+    template_text,
+)
+from ft_service.cli.data_files.stats_command import stats
+from ft_service.cli.local.job_inputs import refuse_faults
+from ft_service.cli.local_store import settings_with_models
+from ft_service.cli.output import Json, print_json, print_note, print_text
+from ft_service.data.data_file import DataReport, Findings, check_lines
+from ft_service.data.examiner import Examiner
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
+from ft_service.data.formats.reading import open_data
+from ft_service.data.formats.writing import line_of
+from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.sample_kinds import Conversation
+from ft_service.data.sample_request import RecordRange, Role, SamplePage, ShownSample
+from ft_service.data.token_folder import folder_of
+from ft_service.data.token_options import TokenOptions
+from ft_service.errors import SpecError
+from ft_service.host.home import create_home
+from ft_service.local.spec_file import LocalData
+
+app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
+
+
+def register(typer_app: typer.Typer) -> None:
+    typer_app.add_typer(app, name="data")
+
+
+app.command()(stats)
+
+
+@app.command()
+def check(
+    file: DataFile,
+    model: Model = "",
+    chat_template: Template = "",
+    train_on: Learn = "all_assistant",
+    max_length: MaxLength = MAX_LENGTH,
+    split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
+    as_json: Json = False,
+) -> None:
+    """Say what a file is, and name every line that cannot be trained on; with --model also by the base's tokenizer."""
+    data, columns = local_data(file, split), Columns(data_options(column).pairs)
+    if model:
+        options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+        report = examined(data, model, options, max_length)
+    else:
+        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
+    if as_json:
+        print_json(asdict(report))
+        return
+    print_text(report.fine_text(data.path.name))
+    for level, message in report.messages(data.path.name, max_length):
+        if not report.shape or report.shape not in message:
+            print_text(message if level == "info" else f"Warning: {message}")
+
+
+@app.command()
+def show(
+    file: DataFile,
+    model: Model,
+    chat_template: Template = "",
+    train_on: Learn = "all_assistant",
+    max_length: MaxLength = MAX_LENGTH,
+    after: Annotated[int, typer.Option("--after", min=0, metavar="LINE", help="Begin after this record.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
+    ids: Annotated[bool, typer.Option("--ids", help="Show the id of every token.")] = False,
+    split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
+    as_json: Json = False,
+) -> None:
+    """Show samples as the model sees them, every token in the colour of its role: learned, words that are read, the template's,
+    or cut."""
+    data = local_data(file, split)
+    columns = Columns(data_options(column).pairs)
+    options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+    with Examiner() as examiner:
+        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
+        page = examiner.show(replace(request, show=RecordRange(after, limit)))
+    if as_json:
+        print_json(asdict(page))
+    else:
+        show_page(Console(highlight=False, emoji=False), page, ids=ids)
+
+
+@app.command()
+def convert(
+    file: DataFile,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new file; compressed if its name ends in .gz. - is the output.")
+    ],
+    as_chat: Annotated[bool, typer.Option("--chat", help="Make conversations of prompts with completions.")] = False,
+    each_answer: Annotated[
+        bool, typer.Option("--each-answer", help="Write a line for each learned answer of a conversation, which ends with it.")
+    ] = False,
+    split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
+    as_json: Json = False,
+) -> None:
+    """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was. Nothing is written if a line is at
+    fault."""
+    data, columns = local_data(file, split), Columns(data_options(column).pairs)
+    if str(out) == "-":
+        write_lines(data, sys.stdout, columns, as_chat=as_chat, each_answer=each_answer)
+        return
+    if out.exists():
+        raise SpecError(f"{out} exists: name a new file.", param="out")
+    with _written(out) as lines:
+        count = write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
+    if as_json:
+        print_json({"lines": count, "path": str(out)})
+    else:
+        print_text(f"{count:,} lines in {out}")
+
+
+def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
+    """Return the report of a file with a base's tokenizer. Raises DataError for invalid lines, SpecError, ExaminerLost."""
+    home = settings_with_models().home
+    create_home(home)
+    with Examiner(tokens=folder_of(os.environ, home)) as examiner:
+        reader = open_data(data.path, data.files, options.columns)
+        reader.look()
+        pairs = reader.shape.format is not None and reader.shape.format.is_pairs
+        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
+        report = examiner.examine(request, lambda progress: print_note(progress.message("training_file")))
+    return refuse_faults(_faults_of(report, data))
+
+
+def write_lines(
+    data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False, each_answer: bool = False
+) -> int:
+    """Write every record as a line of JSON, or with `each_answer` each learned answer of a conversation, and return the
+    number of lines. Raises DataError for invalid records."""
+    findings, written = Findings(), 0
+    with open_data(data.path, data.files, columns) as reader:
+        for number, record in reader:
+            lines = [_line(number, part, as_chat) for part in _parts(record, each_answer)]
+            if (fault := next((line for line in lines if isinstance(line, Fault)), None)) is not None:
+                findings.fault(fault)
+                continue
+            findings.examples += 1
+            written += len(lines)
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    refuse_faults(_faults_of(findings.report(reader.shape), data))
+    return written
+
+
+def _parts(record: Any, each_answer: bool) -> Iterable[Any]:
+    return record.by_answers() if each_answer and isinstance(record, Conversation) else (record,)
+
+
+@contextmanager
+def uploadable(data: LocalData) -> Iterator[Path]:
+    """Yield a file to send to a server: the file itself, or a folder's records as JSON lines, in a temporary file."""
+    with ExitStack() as stack:
+        path = data.path
+        if data.files:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-")))
+            path = folder / f"{data.path.name}.jsonl.gz"
+            with _written(path) as lines:
+                write_lines(data, lines)
+        yield path
+
+
+def _line(number: int, record: Any, as_chat: bool) -> dict[str, Any] | Fault:
+    if isinstance(record, Fault):
+        return record
+    try:
+        return line_of(record, as_chat=as_chat)
+    except LineError as error:
+        return Fault(number, error.field, error.reason)
+
+
+def _faults_of(report: DataReport, data: LocalData) -> Any:
+    return report.error("training_file", data.path.name) or report
+
+
+@contextmanager
+def _compressed(path: Path) -> Iterator[IO[str]]:
+    """Open a gzip file without name and time, so that equal records give equal bytes, and a server recognises them."""
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8") as lines,
+    ):
+        yield lines
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[IO[str]]:
+    """Open a new text file, compressed if its name says so, which appears only if the block succeeds."""
+    temporary = path.with_name(f"{path.name}.part")
+    try:
+        with _compressed(temporary) if path.suffix == ".gz" else temporary.open("w", encoding="utf-8") as lines:
+            yield lines
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+STYLES: Mapping[Role, str] = {"learned": "bold green", "words": "", "template": "dim cyan", "cut": "red strike"}
+_MARKS: Mapping[Role, tuple[str, str]] = {"learned": ("⟦", "⟧"), "cut": ("⟪", "⟫")}
+"""Marks around learned and cut tokens on a terminal without colours."""
+
+
+def show_page(console: Console, page: SamplePage, *, ids: bool) -> None:
+    """Print samples, each under a line with its counts. `ids`: with the id of every token."""
+    legend = Text.assemble(*((f" {role} ", style) for role, style in STYLES.items()))
+    console.print(legend if console.color_system else "⟦learned⟧ read and template ⟪cut⟫")
+    for sample in page.samples:
+        console.print()
+        console.print(_title(sample, page.word), style="bold", highlight=False, markup=False)
+        console.print(_body(sample, colours=bool(console.color_system), ids=ids), soft_wrap=True)
+    if page.has_more and page.samples:
+        console.print(f"\nMore: --after {page.samples[-1].line}", highlight=False)
+
+
+def _title(sample: ShownSample, word: str) -> str:
+    place = f"{word} {sample.line}" if sample.line else "the file"
+    answer = f", the {sample.answer} answer" if sample.answer else ""
+    if sample.error is not None:
+        return f"{place}{answer}: {sample.error}"
+    cut = f", cut at {sample.cut_at}" if sample.cut_at is not None else ""
+    return f"{place}{answer}: {sample.learned:,} of {sample.total:,} tokens learned{cut}"
+
+
+def _body(sample: ShownSample, *, colours: bool, ids: bool) -> Text:
+    body = Text()
+    before: Role | None = None
+    for token in sample.tokens:
+        if not colours and before != token.role:
+            body.append(_MARKS[before][1] if before is not None and before in _MARKS else "")
+            body.append(_MARKS[token.role][0] if token.role in _MARKS else "")
+        body.append(_visible(token.text) if ids else token.text, STYLES[token.role])
+        if ids:
+            body.append(f"·{token.id} ", "dim")
+        before = token.role
+    if not colours and before is not None and before in _MARKS:
+        body.append(_MARKS[before][1])
+    return body
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "⏎").replace("\t", "⇥")

@@ -1,0 +1,100 @@
+"""`ft pause`, `resume`, `cancel` and `rm`: change or remove a job, a file or a tuned model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.jobs.job_argument import SEARCHED, JobId, connect_to_job, find_job
+from ft_service.cli.output import Json, connect, print_json, print_text
+from ft_service.client.client import Client
+from ft_service.client.responses import RemoteFile, RemoteJob
+from ft_service.errors import SpecError
+from ft_service.jobs.states import State
+from ft_service.spec import is_tuned
+
+Ranks = Annotated[int | None, typer.Option(min=1, help="Resume with this number of ranks (default: as before).")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(pause)
+    app.command()(resume)
+    app.command()(cancel)
+    app.command("rm")(remove)
+
+
+def cancel(job_id: JobId, as_json: Json = False) -> None:
+    """Stop a job for good. Its checkpoints stay."""
+    with connect_to_job(job_id, only_one=True, fit=lambda job: not job.over) as (client, job_id):
+        _show(client.cancel(job_id), as_json)
+
+
+def pause(job_id: JobId, as_json: Json = False) -> None:
+    """Stop a job at a checkpoint and free its processors, until it is resumed."""
+    with connect_to_job(job_id, fit=lambda job: not (job.over or job.paused)) as (client, job_id):
+        job = client.pause(job_id)
+    if as_json or job.status != State.RUNNING:
+        _show(job, as_json)
+    else:
+        print_text(f"{job.id} will be paused as soon as it has written a checkpoint.")
+        print_text(f"Resume it: ft resume {job.id}")
+
+
+def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
+    """Resume a paused job from its checkpoint."""
+    with connect_to_job(job_id, fit=lambda job: not job.over) as (client, job_id):
+        _show(client.resume(job_id, nproc_per_node), as_json)
+
+
+def remove(
+    target: Annotated[str, typer.Argument(metavar="ID", help="A file (file-…), or a tuned model: its name (ft:…) or its job.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove an uploaded file, or the tuned model of a job. The job's own record stays, and so do its checkpoints, until
+    `ft prune` or an age limit takes its run directory."""
+    with connect() as client:
+        if target.startswith("file-"):
+            file = _file(client, target)
+            what, name = f"the file {file.filename} ({file.id})", file.id
+        else:
+            name = target if is_tuned(target) else _tuned_model(client, target)
+            what = f"the tuned model {name}"
+        if not yes:
+            ask_to_remove(what)
+        client.delete_file(name) if target.startswith("file-") else client.delete_model(name)
+    if as_json:
+        print_json({"id": name, "deleted": True})
+    else:
+        print_text(f"Removed {what}.")
+
+
+def _file(client: Client, word: str) -> RemoteFile:
+    """Return the file of an id, or of the beginning of one."""
+    matching = [file for file in client.files(SEARCHED) if file.id.startswith(word)]
+    if len(matching) > 1 and word not in [file.id for file in matching]:
+        raise SpecError(f"{word!r} means {len(matching)} files. Give more of the id.", param="id")
+    return matching[0] if len(matching) == 1 else client.file(word)
+
+
+def _tuned_model(client: Client, word: str) -> str:
+    job = client.job(find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None))
+    if job.fine_tuned_model is None:
+        raise SpecError(f"Job {job.id} has no tuned model to remove ({job.status}).", param="id")
+    return job.fine_tuned_model
+
+
+def ask_to_remove(what: str) -> None:
+    """Ask the user for confirmation, and abort without it. Raises SpecError without a terminal."""
+    if not sys.stdin.isatty():
+        raise SpecError(f"This would remove {what}. Say so with --yes: there is no terminal to ask on.", param="yes")
+    typer.confirm(f"Remove {what}?", abort=True)
+
+
+def _show(job: RemoteJob, as_json: bool) -> None:
+    if as_json:
+        print_json(job.model_dump())
+    else:
+        print_text(f"{job.id} is {job.state_text}")

@@ -1,0 +1,92 @@
+"""`ft eval`: show a model's answers to its job's evaluation prompts, with those before training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ft_service.cli.jobs.job_argument import JobId, connect_to_job
+from ft_service.cli.output import Json, is_terminal, print_json, print_table
+from ft_service.client.responses import RemoteEvaluation
+from ft_service.errors import NotFoundError
+from ft_service.rundir.evaluations import prompt_turns
+
+COLUMNS = 80
+"""Width without a terminal, suited to two answers side by side."""
+
+Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="The answers at this step (default: the newest).")]
+Samples = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many prompts.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluation)
+
+
+def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Json = False) -> None:
+    """Show a job's answers before and after training side by side, with their scores at every step that was evaluated."""
+    with connect_to_job(job_id) as (client, job_id):
+        evaluations = client.evaluations(job_id)
+    if as_json:
+        print_json([own.model_dump() for own in evaluations])
+        return
+    if not evaluations:
+        raise NotFoundError(f"Job {job_id} has no evaluation. Jobs with `evaluation: {{prompts: 8}}` in their SPEC have one.")
+    chosen = evaluations[0] if step is None else next((own for own in evaluations if own.step == step), None)
+    if chosen is None:
+        steps = ", ".join(str(own.step) for own in reversed(evaluations))
+        raise NotFoundError(f"Job {job_id} was not evaluated at step {step}; it was at: {steps}.", param="step")
+    if any(own.metrics for own in evaluations):
+        _print_scores(evaluations)
+    console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)
+    for number, sample in enumerate(chosen.samples[:limit], 1):
+        console.print(f"\n{number} of {len(chosen.samples)}", style="bold")
+        for name, text in (*_named_turns(sample), ("expected", sample.get("reference"))):
+            if text is not None:
+                console.print(_named(name, text))
+        console.print(_side_by_side(sample, chosen.step))
+
+
+def _print_scores(evaluations: Sequence[RemoteEvaluation]) -> None:
+    names = list(dict.fromkeys(name for own in evaluations for name in own.metrics))
+    rows = [
+        [
+            str(own.step) if own.step else "before",
+            *(f"{own.metrics[name]:.3f}" if name in own.metrics else "" for name in names),
+        ]
+        for own in reversed(evaluations)
+    ]
+    print_table(("STEP", *names), rows)
+
+
+def _named_turns(sample: dict[str, Any]) -> list[tuple[str, str]]:
+    turns = prompt_turns(str(sample.get("prompt") or ""), sample.get("messages"))
+    return [(role or "asked", text) for role, text in turns]
+
+
+def _named(name: str, text: str) -> Table:
+    """Return a text with its name on the left, wrapped within its own column."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", width=9)
+    table.add_column(overflow="fold")
+    table.add_row(name, Text(text))
+    return table
+
+
+def _side_by_side(sample: dict[str, Any], step: int) -> Table:
+    """Return the answers with their scores; at step 0 there is one."""
+    answers = [("Before", sample.get("base"), sample.get("base_scores"))]
+    if sample.get("tuned") is not None:
+        answers.append((f"After step {step}", sample["tuned"], sample.get("scores")))
+    table = Table(expand=True, show_lines=True)
+    for title, _, _ in answers:
+        table.add_column(title, ratio=1, overflow="fold")
+    table.add_row(*(Text(answer) if answer else Text("(nothing)", "dim") for _, answer, _ in answers))
+    scores = [", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()) for _, _, own in answers]
+    if any(scores):
+        table.add_row(*(Text(own, "dim") for own in scores))
+    return table

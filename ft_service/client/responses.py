@@ -1,0 +1,255 @@
+"""Responses of the server as the client reads them: OpenAI's objects with this service's additions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ft_service.jobs.states import TERMINAL, State
+from ft_service.rundir.events import Metrics
+from ft_service.spec import JobOptions
+
+
+class RemoteObject(BaseModel):
+    """Object in a response of the server. Fields unknown to this version are kept, so that `--json` shows them."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    id: str
+
+
+class RemoteExport(RemoteObject):
+    """Export of a job's outcome to another format."""
+
+    status: str
+    """queued, running, succeeded or failed."""
+    bytes: int | None = None
+    error: str | None = None
+    report: dict[str, Any] = {}
+
+
+class RemoteFile(RemoteObject):
+    """OpenAI's FileObject."""
+
+    filename: str
+    bytes: int
+    created_at: int = 0
+    purpose: str = ""
+
+
+class RemoteJob(RemoteObject):
+    """OpenAI's FineTuningJob. Times are seconds since the epoch."""
+
+    model: str
+    status: str
+    created_at: int
+    finished_at: int | None = None
+    fine_tuned_model: str | None = None
+    trained_tokens: int | None = None
+    training_file: str
+    validation_file: str | None = None
+    validation_split: float | None = None
+    result_files: list[str] = []
+    error: dict[str, Any] | None = None
+    phase: str | None = None
+    """Phase of a running job: launching, training or stopping."""
+    progress: dict[str, Any] | None = None
+    """Newest metrics: step, total_steps, train_loss, …"""
+    pending_reason: str | None = None
+    """Reason for which it does not start although it is next, or its state is unknown."""
+    queue: dict[str, Any] | None = None
+    """Place in the queue: position, reason, estimated_start, share."""
+    suffix: str | None = None
+    seed: int | None = None
+    lora: dict[str, Any] = {}
+    precision: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+    distributed: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {}
+    evaluation: dict[str, Any] | None = None
+    chosen: dict[str, str] = {}
+    """Options that were "auto" → reason for their value."""
+    sweep: dict[str, Any] | None = None
+    """Sweep that it belongs to: id, values of its own, reason for which it was stopped."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options by dotted name."""
+        sections = ("lora", "precision", "training", "distributed", "checkpoint")
+        return {f"{section}.{name}": value for section in sections for name, value in getattr(self, section).items()}
+
+    @property
+    def choices(self) -> list[tuple[str, str]]:
+        """Options that were "auto", by dotted name, with value and reason."""
+        return [(option, f"{shown(self.options.get(option))} ({why})") for option, why in self.chosen.items()]
+
+    @property
+    def given_options(self) -> dict[str, Any]:
+        """Options that differ from their defaults and were not chosen by the service."""
+        defaults = JobOptions().model_dump()
+        known = {
+            f"{section}.{name}": value
+            for section in defaults
+            if isinstance(defaults[section], dict)
+            for name, value in defaults[section].items()
+        }
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name not in self.chosen and not (name in known and known[name] == value)
+        }
+
+    @property
+    def base(self) -> str:
+        """Name of the base, also if the job continues a tuned model."""
+        return self.model.removeprefix("ft:").split(":", 1)[0] if self.model.startswith("ft:") else self.model
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of training processes; None: unknown."""
+        nodes, each = self.distributed.get("nnodes", 1), self.distributed.get("nproc_per_node")
+        return nodes * each if isinstance(nodes, int) and isinstance(each, int) else None
+
+    @property
+    def state_text(self) -> str:
+        """Status in a few words."""
+        if self.status == State.RUNNING and self.phase == "stopping":
+            return "stopping at a checkpoint"
+        if self.status == State.CANCELLED and self.phase == "stopping":
+            return "cancelled; its processes are ending"
+        return self.waiting_text or (f"{self.status} ({self.phase})" if self.phase else self.status)
+
+    @property
+    def waiting_text(self) -> str | None:
+        """Reason for which a queued job waits; None: it is not queued."""
+        if self.status != State.QUEUED:
+            return None
+        if self.pending_reason:
+            return f"queued: {self.pending_reason}"
+        place = self.queue or {}
+        if not place:
+            return "queued"
+        at = place.get("estimated_start")
+        starts = f", starts about {datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if at else ""
+        return f"queued: number {place.get('position')}{starts}. {place.get('reason')}"
+
+    @property
+    def stopped_text(self) -> str | None:
+        """Reason for which its sweep stopped it; None: it did not."""
+        return (self.sweep or {}).get("stopped")
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds from its creation to its end, or to now."""
+        return max(0.0, (self.finished_at or now) - self.created_at)
+
+    @property
+    def over(self) -> bool:
+        """Whether the job is in a final state."""
+        return self.status in {str(state) for state in TERMINAL}
+
+    @property
+    def paused(self) -> bool:
+        return self.status == State.PAUSED
+
+    @property
+    def error_text(self) -> str | None:
+        """Reason for which it failed; None: it has not failed."""
+        return (self.error or {}).get("message")
+
+
+class RemoteSweep(RemoteObject):
+    """Sweep with its jobs, the best first."""
+
+    model: str
+    status: str
+    created_at: int
+    finished_at: int | None = None
+    suffix: str | None = None
+    options: list[str] = []
+    """Dotted names of the varied options."""
+    rungs: list[float] = []
+    counts: dict[str, int] = {}
+    best: dict[str, Any] | None = None
+    """Best job so far: job_id, valid_loss, step, values, fine_tuned_model."""
+    jobs: list[dict[str, Any]] = []
+    """Jobs with id, values, status, phase, stopped, error, step, total_steps, valid_loss, best_step, fine_tuned_model."""
+
+    @property
+    def over(self) -> bool:
+        return self.status != "running"
+
+    @property
+    def counts_text(self) -> str:
+        """Number of jobs by status: `2 succeeded, 1 running`."""
+        return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
+
+
+class RemoteEvent(RemoteObject):
+    """OpenAI's FineTuningJobEvent."""
+
+    created_at: int
+    level: str
+    message: str
+    type: str | None = None
+    data: dict[str, Any] | None = None
+
+    def metrics(self) -> Metrics | None:
+        """Return the metrics of a metrics event; None for any other."""
+        if self.type != "metrics" or self.data is None:
+            return None
+        try:
+            return Metrics.model_validate(self.data)
+        except ValidationError:
+            return None
+
+
+class RemoteCheckpoint(RemoteObject):
+    """OpenAI's FineTuningJobCheckpoint."""
+
+    fine_tuning_job_id: str
+    fine_tuned_model_checkpoint: str
+    step_number: int
+    created_at: int
+    metrics: dict[str, Any] = {}
+
+
+class RemoteEvaluation(RemoteObject):
+    """Answers of a job's model to its prompts at a step; step 0 is before training."""
+
+    step: int
+    created_at: int
+    metrics: dict[str, float] = {}
+    base_metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+
+
+class RemoteModel(RemoteObject):
+    """OpenAI's Model."""
+
+    created: int
+    owned_by: str
+    base: dict[str, Any] | None = None
+    """Facts on a base: family, parameters, format, context, chat_template, licence, described, trainable, why_not."""
+
+
+class LogLine(BaseModel):
+    """Line of output of one of a job's processes."""
+
+    attempt: int
+    source: str
+    """`rank 0 stdout`, `torchrun.log`, …"""
+    line: str
+
+
+def scores_text(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
+    """Return metrics with their values before training."""
+    return ", ".join(f"{name} {before.get(name, 0.0):.2f} → {value:.2f}" for name, value in metrics.items())
+
+
+def shown(value: object) -> str:
+    """Return an option's value as a SPEC writes it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,118 @@
+"""Validation of new jobs: they wait until their base is described and their files are checked, in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ft_service.control.admission import LateAdmission
+from ft_service.control.checks.data_checks import Check, Checked, Checks, check_data
+from ft_service.control.job_placement import Interval
+from ft_service.errors import NotFoundError
+from ft_service.jobs import decisions
+from ft_service.jobs.states import Job, State
+from ft_service.spec import StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.store.records import JobChange, NewEvent
+from ft_service.store.sql import Store
+
+CHECK_REST_SECONDS = 5.0
+"""Interval at which a job is looked at while its files are checked. The end of the check ends the interval too."""
+CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, 60.0
+"""Pause after a check that could not be finished, doubled each time, and its limit."""
+DROP_SECONDS = 0.5
+"""Interval at which checks of cancelled jobs are looked for."""
+
+
+class JobValidation:
+    """Checks of new jobs, and what becomes of the jobs. For the reconciler's thread."""
+
+    def __init__(
+        self, store: Store, places: Places, wake: Callable[[], None], check: Check | None, admission: LateAdmission | None
+    ) -> None:
+        """`wake`: called in another thread when a check has ended. `check`, `admission`: as in ReconcilerOptions."""
+        self._store, self._admission = store, admission
+        self._waiting_for_base: dict[str, Job] = {}
+        self._retries: dict[str, int] = {}
+        """Job → number of its checks that could not be finished."""
+        self._drop = Interval(DROP_SECONDS)
+        usual = partial(
+            check_data,
+            places=places,
+            plan=None if admission is None else admission.plan,
+            settle=None if admission is None else admission.settle,
+        )
+        self._warms = check is None
+        self._checks = Checks(check or usual, wake, places.tokens_dir)
+
+    def warm(self) -> None:
+        """Start the process of the first check, unless the check is another's."""
+        if self._warms:
+            self._checks.warm()
+
+    def close(self) -> None:
+        self._checks.close()
+
+    def attend(self) -> None:
+        """Have jobs looked at now whose check has ended or whose base was described, and end checks of cancelled jobs."""
+        self._checks.demote_slow()
+        for job in self._checks.finished():
+            self._store.leases.look_again(job.id)
+        if not self._drop.is_due:
+            return
+        self._drop.restart()
+        for job in tuple(self._waiting_for_base.values()):
+            if self._admission is None or self._admission.delay(job) is None:
+                del self._waiting_for_base[job.id]
+                self._store.leases.look_again(job.id)
+        for job in self._checks.under_way():
+            if not self._is_validating(job):
+                self._checks.drop(job)
+
+    def change(self, job: Job, now: float) -> tuple[JobChange, Checked | None]:
+        """What becomes of a job that is being validated, and the finished check that says so."""
+        delay = None if self._admission is None else self._admission.delay(job)
+        if delay is not None:
+            self._waiting_for_base[job.id] = job
+            return JobChange(job=replace(job, pending=delay), rest_seconds=CHECK_REST_SECONDS), None
+        checked = self._checks.result(job)
+        if checked is None:
+            return JobChange(job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS), None
+        if checked.waits is not None:
+            rest = min(CHECK_AGAIN_SECONDS * 2 ** self._retries.get(job.id, 0), MOST_CHECK_REST_SECONDS)
+            waits = NewEvent(level="warn", message=f"The job waits. {checked.waits}")
+            events = [waits] if job.pending is None else []
+            return JobChange(job=replace(job, pending=checked.waits), events=events, rest_seconds=rest), checked
+        job = _with_plan(decisions.validated(job, checked.error, now), checked)
+        if job.state is State.FAILED:
+            ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
+        else:
+            ended = NewEvent(level="info", message="Files validated, moving job to queued state.")
+        return JobChange(job=job, events=[*checked.events, ended]), checked
+
+    def stored(self, job: Job, checked: Checked) -> None:
+        """Forget a finished check once the change that follows from it is stored."""
+        if checked.waits is None:
+            self._retries.pop(job.id, None)
+        else:
+            self._retries[job.id] = self._retries.get(job.id, 0) + 1
+        self._checks.forget(job)
+
+    def _is_validating(self, job: Job) -> bool:
+        try:
+            return self._store.jobs.get_job(job.project_id, job.id).state is State.VALIDATING
+        except NotFoundError:
+            return False
+
+
+def _with_plan(job: Job, checked: Checked) -> Job:
+    """The job with what its check has planned, and has chosen for "auto"."""
+    if (planned := checked.planned) is not None:
+        names = ("stored_spec", "shapes", "work", "planned_seconds")
+        job = replace(job, **{name: getattr(planned, name) for name in names})
+    if (settled := checked.settled) is not None:
+        job = replace(job, stored_spec=StoredSpec.of(settled.spec))
+        if settled.work is not None:
+            job = replace(job, work=settled.work.flops, planned_seconds=settled.work.seconds)
+    return job

@@ -1,0 +1,143 @@
+"""Detection of a data file's compression, container and format, from its contents alone. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
+from ft_service.errors import SpecError
+
+HEAD_BYTES = 64 * 1024
+"""The size of a file's beginning from which its container is recognised, in bytes."""
+DELIMITERS = ",;\t"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SAMPLE_LINES = 20
+"""Lines at a file's beginning that decide whether it is a table."""
+_LONGEST_NAME = 64
+"""Characters of a column's name in a table whose header is of no known format, at most."""
+
+DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+"""Endings of data files' names. Files with other names are refused; the contents decide the container."""
+COMPRESSED_ENDINGS = (".gz", ".zst")
+
+
+def may_hold_data(filename: str) -> bool:
+    name = filename.lower()
+    for ending in COMPRESSED_ENDINGS:
+        name = name.removesuffix(ending)
+    return name.endswith(DATA_ENDINGS)
+
+
+def refuse_no_data_file(filename: str, param: str) -> None:
+    """Raise SpecError for a name without an ending of data files. `param`: the field that holds the name."""
+    if not may_hold_data(filename):
+        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
+        raise SpecError(message, param=param, code="invalid_filename")
+
+
+class Format(Enum):
+    """A format of records. The value is its name in messages."""
+
+    CHAT = "OpenAI chat (messages)"
+    PROMPT_COMPLETION = "prompt and completion"
+    TEXT = "plain text (text)"
+    SHAREGPT = "ShareGPT (conversations)"
+    ALPACA = "Alpaca (instruction, input, output)"
+    OPENAI_PAIRS = "OpenAI preference pairs (input, preferred_output, non_preferred_output)"
+    TRL_PAIRS = "preference pairs (prompt, chosen, rejected)"
+
+    @property
+    def is_pairs(self) -> bool:
+        return self in (Format.OPENAI_PAIRS, Format.TRL_PAIRS)
+
+
+FORMAT_KEYS: Sequence[tuple[Format, frozenset[str]]] = (
+    (Format.OPENAI_PAIRS, frozenset({"input", "preferred_output"})),
+    (Format.OPENAI_PAIRS, frozenset({"input", "non_preferred_output"})),
+    (Format.OPENAI_PAIRS, frozenset({"input", "preferred_completion"})),
+    (Format.OPENAI_PAIRS, frozenset({"input", "non_preferred_completion"})),
+    (Format.TRL_PAIRS, frozenset({"chosen", "rejected"})),
+    (Format.CHAT, frozenset({"messages"})),
+    (Format.SHAREGPT, frozenset({"conversations"})),
+    (Format.SHAREGPT, frozenset({"conversation"})),
+    (Format.ALPACA, frozenset({"instruction", "output"})),
+    (Format.PROMPT_COMPLETION, frozenset({"prompt", "completion"})),
+    (Format.TEXT, frozenset({"text"})),
+)
+"""Sets of keys, each of which identifies a format. The first set that a record holds decides."""
+
+
+def recognise(keys: Collection[str]) -> Format | None:
+    """The format of a record with these keys. None: not a known format."""
+    given = set(keys)
+    return next((format for format, own_keys in FORMAT_KEYS if own_keys <= given), None)
+
+
+class Compression(Enum):
+    GZIP = "gzip"
+    ZSTD = "zstd"
+
+
+def compression_of(head: bytes) -> Compression | None:
+    if head.startswith(b"\x1f\x8b"):
+        return Compression.GZIP
+    return Compression.ZSTD if head.startswith(b"\x28\xb5\x2f\xfd") else None
+
+
+class Container(Enum):
+    """A way to store records in a file. The value is its name in messages."""
+
+    LINES = "JSON lines"
+    ARRAY = "a JSON array"
+    CSV = "CSV"
+    PARQUET = "Parquet"
+    ARROW = "Arrow"
+
+    @property
+    def word(self) -> str:
+        """The name of one record in messages. Records are numbered from 1; a header does not count."""
+        return {Container.LINES: "line", Container.ARRAY: "element"}.get(self, "row")
+
+
+def container_of(head: bytes, columns: Columns = AS_THEY_ARE) -> Container:
+    """The container of a file. `head`: its beginning, decompressed. A file without the signs of another one is JSON lines."""
+    if head.startswith(b"PAR1"):
+        return Container.PARQUET
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return Container.ARROW
+    text = head.removeprefix(_BYTE_ORDER_MARK).lstrip()
+    if text.startswith(b"["):
+        return Container.ARRAY
+    is_table = not text.startswith((b"{", b'"{')) and delimiter_of(head, columns) is not None
+    return Container.CSV if is_table else Container.LINES
+
+
+def delimiter_of(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
+    """The delimiter of a table's cells: the one with which its header has the columns of a known format, else the one that
+    splits its first lines into equal numbers of cells. None: the file is not a table."""
+    lines = head.removeprefix(_BYTE_ORDER_MARK).lstrip().decode(errors="replace").splitlines()[:_SAMPLE_LINES]
+    rows = {delimiter: _cells(lines, delimiter) for delimiter in DELIMITERS}
+    for delimiter, (names, *_) in rows.items():
+        given = [name for cell in names if (name := columns.name(cell.strip())) is not None]
+        if recognise(given) is not None:
+            return delimiter
+    return next((delimiter for delimiter, cells in rows.items() if _is_table(cells)), None)
+
+
+def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
+    """The header and the rows after it, up to the first row that is not CSV."""
+    rows: list[list[str]] = []
+    with contextlib.suppress(csv.Error):
+        rows.extend(csv.reader(lines, delimiter=delimiter))
+    return rows or [[]]
+
+
+def _is_table(rows: Sequence[Sequence[str]]) -> bool:
+    """Return whether rows with an unknown header are a table: the names are short words, and all rows have their width."""
+    names = [name.strip() for name in rows[0]]
+    are_words = all(0 < len(name) <= _LONGEST_NAME and not set(name) & set("{}[]<>") for name in names)
+    widths = [len(row) for row in rows[1:-1] if row] or [len(row) for row in rows[1:] if row]
+    return len(names) > 1 and are_words and bool(widths) and all(width == len(names) for width in widths)

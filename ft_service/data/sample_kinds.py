@@ -1,0 +1,60 @@
+"""Kinds of records: conversations, prompts with their completions, texts, and pairs. Records of every format become one of
+these (ft_service/data/formats/), and all tokens are made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Tool = dict[str, Any]
+"""The definition of a tool, as chat templates take it."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, which is rendered with the base's chat template."""
+
+    messages: tuple[dict[str, Any], ...]
+    """`{"role", "content"}` each, as a chat template takes them; roles are system, user, assistant and tool. An assistant's may
+    have `tool_calls`, whose arguments are objects, and `reasoning_content`, text that is not blank."""
+    weights: tuple[int, ...]
+    """One weight for each message: 1 if its tokens are trained on, else 0. Only the assistant's may be 1."""
+    tools: tuple[Tool, ...] = ()
+    """Definitions of tools."""
+
+    @property
+    def calls_tools(self) -> bool:
+        return any("tool_calls" in message for message in self.messages)
+
+    def by_answers(self) -> Iterator[Conversation]:
+        """One conversation for each learned answer, which ends with that answer and learns only it."""
+        for index in (index for index, weight in enumerate(self.weights) if weight):
+            yield Conversation(self.messages[: index + 1], (*(0,) * index, 1), self.tools)
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    """Bare text and its continuation, of which only the continuation is learned. The chat template is not applied."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document, which is learned whole. The chat template is not applied."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations that differ in the answer, of which one is preferred."""
+
+    preferred: Conversation
+    """Only the answer has weight 1."""
+    rejected: Conversation
+
+
+Record = Conversation | PromptCompletion | Text | Pair

@@ -1,0 +1,96 @@
+"""Samples as the model sees them: every token with its text and its role.
+
+The texts of a sample's tokens, joined, are the sample's text: characters between two tokens belong to the second one, and of
+several tokens that encode one character, the first one has its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ft_service.data.formats.reading import DataReader
+from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_request import Answer, RecordRange, SamplePage, ShownSample, ShownToken
+from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.answer_markers import Span
+from ft_service.data.tokens.render import words_of
+from ft_service.data.tokens.tokenize import SampleCheck, as_text, encode
+
+
+def page_of(
+    tokenizer: PreTrainedTokenizerBase, data: DataReader, options: TokenOptions, max_length: int, page: RecordRange
+) -> SamplePage:
+    """A page of a file's records as samples. Reads the file from its beginning. Raises OSError, SpecError."""
+    shown: list[ShownSample] = []
+    with data, closing(iter(data)) as records:
+        following = ((number, record) for number, record in records if number > page.after or not number)
+        for number, record in islice(following, page.limit):
+            shown += _shown(tokenizer, number, record, options, max_length)
+        more = next(following, None) is not None
+    return SamplePage(tuple(shown), more, data.shape.word, str(data.shape))
+
+
+def _shown(
+    tokenizer: PreTrainedTokenizerBase, number: int, record: Record | Fault, options: TokenOptions, max_length: int
+) -> Iterator[ShownSample]:
+    if isinstance(record, Fault):
+        yield ShownSample(number, error=f"{record.field} {record.reason}".strip())
+        return
+    parts: dict[Answer, Conversation | PromptCompletion | Text]
+    parts = {"preferred": record.preferred, "rejected": record.rejected} if isinstance(record, Pair) else {"": record}
+    for answer, part in parts.items():
+        try:
+            yield _sample(tokenizer, number, part, options, max_length, answer)
+        except LineError as error:
+            yield ShownSample(number, error=f"{error.field} {error.reason}".strip(), answer=answer)
+
+
+def _sample(
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    record: Conversation | PromptCompletion | Text,
+    options: TokenOptions,
+    max_length: int,
+    answer: Answer,
+) -> ShownSample:
+    """A record as a sample. Raises LineError."""
+    sample = as_text(tokenizer, options, record)
+    text = sample.text
+    (encoding,) = encode(tokenizer, [(number, sample)], None)
+    tokens = SampleCheck(tokenizer, options).tokens(sample, encoding)
+    whole = tokens.target_count >= len(tokens.ids) - 1  # such samples are split into windows, and not cut
+    max_length = max(max_length, len(tokens.ids)) if whole and not answer else max_length
+    words = words_of(tokenizer, record, text, options) if isinstance(record, Conversation) else _bare_words(record, text)
+    inside = _starts_within(encoding.offsets, words)
+    shown: list[ShownToken] = []
+    end = 0
+    for place, (token, (_, until)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
+        until = max(until, end)
+        read = "words" if inside[place] else "template"
+        role = "cut" if place >= max_length else "learned" if tokens.targets[place] else read
+        shown.append(ShownToken(int(token), text[end:until], role))
+        end = until
+    kept = tokens.cut(max_length)
+    cut_at = max_length if len(shown) > max_length else None
+    return ShownSample(number, tuple(shown), kept.target_count, len(shown), cut_at, answer=answer)
+
+
+def _bare_words(record: PromptCompletion | Text, text: str) -> list[Span]:
+    words = record.text if isinstance(record, Text) else record.prompt
+    begin = text.find(words)
+    return [(begin, begin + len(words))]
+
+
+def _starts_within(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """A mask, bool [tokens]: whether each token begins in one of the spans."""
+    starts = np.array([first for first, _ in offsets], dtype=np.int64)
+    inside = np.zeros(len(starts), dtype=np.bool_)
+    for first, end in spans:
+        inside |= (starts >= first) & (starts < end)
+    return inside

@@ -1,0 +1,143 @@
+"""Statistics of token sets as they are used in training."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ft_service.data.statistics import NEAR_EMPTY, SHOWN_LINES, Bucket, DataStatistics, FileStatistics, Lines, Measure, Spread
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.training_set.split import Split, content_digests, set_aside
+from ft_service.data.tokens.training_set.windows import are_whole, in_rows, in_windows
+from ft_service.spec import TrainingOptions
+
+BUCKETS = 12
+_ROUND = (1, 2, 4, 5, 8)
+_ENDING = 3
+"""Tokens at the end of a turn, at most: end of turn, white space, end of text."""
+_TURN_SAMPLES = 1000
+"""Samples from which the tokens at the end of turns are found."""
+
+
+class RecordGroup:
+    """Records of a file, with the properties that do not depend on which of them are used."""
+
+    def __init__(self, samples: TokenSet, word: str, name: str, *, pairs: bool) -> None:
+        """`samples`: all uncut samples of the file."""
+        self.together = 2 if pairs else 1
+        self.samples, self.word, self.name = samples, word, name
+        self.contents = content_digests(samples, together=self.together)
+        self.ending = _ending(samples)
+        self.is_whole = not pairs and are_whole(samples)
+        """Samples are split into windows instead of cut."""
+
+    def measured(self, chosen: np.ndarray, max_length: int) -> FileStatistics:
+        """The statistics of some records. `chosen`: bool [records]."""
+        max_length = sys.maxsize if self.is_whole else max_length
+        numbers = np.flatnonzero(chosen) + 1
+        samples = self.samples.some(chosen.repeat(self.together))
+        targets, lengths = samples.targets_within(max_length), samples.lengths
+        kept = np.minimum(lengths, max_length)
+        used = (targets > 0).reshape(-1, self.together).all(axis=1)
+        of_samples = used.repeat(self.together)
+        _, first = np.unique(self.contents[chosen], return_index=True)
+        again = np.ones(len(numbers), np.bool_)
+        again[first] = False
+        short = (samples.target_counts <= NEAR_EMPTY + self.ending).reshape(-1, self.together).any(axis=1)
+        return FileStatistics(
+            name=self.name,
+            word=self.word,
+            samples=int(np.count_nonzero(used)),
+            tokens=int(kept[of_samples].sum()),
+            targets=int(targets[of_samples].sum()),
+            lengths=spread(lengths),
+            learned=spread(samples.target_counts),
+            histogram=histogram(lengths),
+            cut=_lines(numbers, (lengths > max_length).reshape(-1, self.together).any(axis=1)),
+            lost_tokens=int((lengths - kept).sum()),
+            dropped=_lines(numbers, ~used),
+            duplicates=_lines(numbers, again),
+            near_empty=_lines(numbers, short),
+        )
+
+
+def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | None) -> DataStatistics:
+    """The statistics of a job's training and validation data. Raises DataError if there are too few samples for its split."""
+    options = asked.training
+    used = np.ones(len(training.contents), np.bool_)
+    held_out: FileStatistics | None = None
+    overlap = Lines()
+    if validation is not None:
+        everything = np.ones(len(validation.contents), np.bool_)
+        held_out = validation.measured(everything, options.max_length)
+        numbers = np.arange(1, len(everything) + 1)
+        overlap = _lines(numbers, np.isin(validation.contents, training.contents))
+    elif asked.validation_split is not None:
+        aside = set_aside(training.contents, Split(asked.validation_split, asked.seed), training.name)
+        held_out, used = training.measured(aside, options.max_length), ~aside
+    trained = training.measured(used, options.max_length)
+    samples = training.samples.some(used.repeat(training.together))
+    if training.is_whole:
+        samples = in_windows(samples, options.max_length)
+    lengths = np.minimum(samples.lengths, options.max_length)
+    items = trained.samples
+    if training.is_whole:
+        items = len(in_rows(lengths.tolist(), options.max_length)) if options.packing else len(lengths)
+    steps = options.max_steps or options.epochs * -(-items // options.batch)
+    mean = trained.tokens / max(1, items)
+    epochs_whole = options.max_steps is None
+    return DataStatistics(
+        training=trained,
+        validation=held_out,
+        overlap=overlap,
+        items=items,
+        steps=steps,
+        trained_tokens=options.epochs * trained.tokens if epochs_whole else int(steps * options.batch * mean),
+        padding_saved=padding(lengths, options),
+    )
+
+
+def spread(counts: np.ndarray) -> Spread:
+    if not len(counts):
+        return Spread()
+    middle, p90, p99 = (int(value) for value in np.percentile(counts, (50, 90, 99), method="inverted_cdf"))
+    return Spread(int(counts.min()), float(counts.mean()), middle, p90, p99, int(counts.max()))
+
+
+def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
+    """A histogram of lengths with at most BUCKETS buckets of a round width, from 1 token."""
+    longest = int(lengths.max(initial=0))
+    if not longest:
+        return ()
+    width = next(size for power in range(12) for size in (factor * 10**power for factor in _ROUND) if size * BUCKETS >= longest)
+    counts = np.bincount((np.maximum(lengths, 1) - 1) // width)
+    return tuple(Bucket(index * width + 1, (index + 1) * width, int(count)) for index, count in enumerate(counts))
+
+
+def padding(lengths: np.ndarray, options: TrainingOptions) -> float:
+    """The share of padding if random batches of training.batch_size samples were padded to their longest sample, in [0, 1)."""
+    drawn = np.random.default_rng(0).permutation(lengths)
+    starts = np.arange(0, len(drawn), options.batch)
+    if not len(starts) or not drawn.sum():
+        return 0.0
+    sizes = np.diff(np.append(starts, len(drawn)))
+    return 1 - float(drawn.sum() / (np.maximum.reduceat(drawn, starts) * sizes).sum())
+
+
+def _lines(numbers: np.ndarray, which: ArrayLike) -> Lines:
+    """The chosen records. `which`: bool [records]."""
+    chosen = numbers[np.asarray(which)]
+    return Lines(len(chosen), tuple(chosen[:SHOWN_LINES].tolist()))
+
+
+def _ending(samples: TokenSet) -> int:
+    """The number of learned tokens with which all samples end, at most _ENDING: the end of a turn."""
+    common: list[int] | None = None
+    for index in range(min(len(samples), _TURN_SAMPLES)):
+        sample = samples[index]
+        last = sample.ids[sample.targets][-_ENDING:].tolist()[::-1]
+        same = last if common is None else common
+        common = [token for place, token in enumerate(same) if place < len(last) and last[: place + 1] == same[: place + 1]]
+    return len(common or ())

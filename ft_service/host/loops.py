@@ -1,0 +1,37 @@
+"""Periodic work of a service in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ft_service.errors import UnavailableError
+
+log = logging.getLogger(__name__)
+
+MOST_SECONDS = 60.0
+"""Longest pause after errors, unless the usual one is longer."""
+
+
+def every(seconds: float, work: Callable[[], object], stop: threading.Event, what: str) -> None:
+    """Call `work` every `seconds` until `stop` is set, and at least once unless it already is.
+
+    An error does not end the loop: it is logged with `what`, such as "handing over tuned models", and each further error in
+    a row doubles the pause, up to MOST_SECONDS. An UnavailableError is logged without its traceback.
+    """
+    failures = 0
+    while not stop.is_set():
+        pause = seconds
+        try:
+            work()
+            failures = 0
+        except Exception as error:
+            pause = max(seconds, min(seconds * 2**failures, MOST_SECONDS))
+            failures = min(failures + 1, 30)
+            message = "%s has failed; the next try is in %g seconds"
+            if isinstance(error, UnavailableError):
+                log.warning(f"{message}: %s", what, pause, error.message)
+            else:
+                log.exception(message, what, pause)
+        stop.wait(pause)

@@ -1,0 +1,91 @@
+"""Pods that describe bases: the worker's image reads a folder of the models' volume and prints the document to its log.
+
+Each base without a description gets a Job with one pod. The service has no torch, and the code that trains a base must describe
+it. The pod sees only the models, and has no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ft_service.bases.describing import (
+    MEMORY_BYTES,
+    SECONDS,
+    DescribeError,
+    DescribeLaterError,
+    described_by,
+    files_key,
+)
+from ft_service.bases.description import Described
+from ft_service.launcher.kubernetes import status
+from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, RefusedError
+from ft_service.launcher.kubernetes.manifests import Site, describe_manifest
+from ft_service.launcher.kubernetes.profile import PodProfile
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+START_SECONDS = 900.0
+"""Seconds that a pod may take to get a node and its image, in addition to the time to describe."""
+
+
+class DescribePods:
+    """Descriptions of bases by pods in one namespace of a cluster. For any number of threads."""
+
+    def __init__(self, cluster: Cluster, profile: PodProfile, site: Site) -> None:
+        self._cluster, self._profile, self._site = cluster, profile, site
+
+    def describe(self, folder: Path, stop: Callable[[], bool]) -> Described:
+        """Return the description of a base, after waiting for its pod. Several servers that need the same base share one Job.
+
+        Raises DescribeError, and DescribeLaterError if the cluster does not answer or has no node for the pod.
+        """
+        seed = f"{files_key(folder)} {self._profile.image} {folder}"
+        name = f"ft-describe-{hashlib.sha256(seed.encode()).hexdigest()[:24]}"
+        seconds = int(START_SECONDS + SECONDS)
+        try:
+            manifest = describe_manifest(name, folder, self._profile, self._site, memory=2 * MEMORY_BYTES, seconds=seconds)
+            self._cluster.create(manifest)
+            due = time.monotonic() + seconds
+            while not self._is_over(name):
+                if stop() or time.monotonic() > due:
+                    raise DescribeLaterError("no pod of the cluster has described it in time")
+                time.sleep(POLL_SECONDS)
+            return self._read_answer(name)
+        except (ClusterAwayError, RefusedError) as error:
+            raise DescribeLaterError(f"the cluster does not run the pod: {error}") from None
+        finally:
+            self._remove(name)
+
+    def _is_over(self, name: str) -> bool:
+        job = self._cluster.job(name)
+        if job is None:
+            raise DescribeLaterError("the Job that describes it was deleted")
+        return status.is_finished(job)
+
+    def _read_answer(self, name: str) -> Described:
+        pods = self._cluster.pods(name)
+        if not pods:
+            raise DescribeLaterError("the pod that described it is gone")
+        lines = self._cluster.log(pods[-1]["metadata"]["name"]).strip().splitlines()
+        last = lines[-1] if lines else ""
+        try:
+            answer: Any = json.loads(last)
+        except ValueError:
+            why = status.end_of(pods[-1]) or f"printed {last[:200]!r}"
+            raise DescribeError(f"the pod that describes bases gave no answer: it {why}") from None
+        if isinstance(answer, dict) and isinstance(answer.get("error"), str):
+            raise DescribeError(answer["error"])
+        return described_by(last.encode())
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._cluster.delete_job(name)
+        except (ClusterAwayError, RefusedError) as error:  # its time to live removes it
+            log.warning("the Job %s was not deleted: %s", name, error)

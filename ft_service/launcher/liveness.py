@@ -1,0 +1,81 @@
+"""How long an attempt has written no events, and how long its place has not answered; both on the service's own clock."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ft_service.jobs.states import Running
+from ft_service.rundir.attempt import Attempt
+
+log = logging.getLogger(__name__)
+
+REMIND_SECONDS = 60.0
+"""Seconds from the first log line of an outage to the second; doubled for each further one, up to MAX_REMIND_SECONDS."""
+MAX_REMIND_SECONDS = 3600.0
+
+
+class EventAge:
+    """Number of event segments of each attempt, and when it last grew. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._segments: dict[tuple[Path, int], tuple[int, float]] = {}
+
+    def running(self, attempt: Attempt) -> Running:
+        """Return the observation of an attempt whose processes are alive."""
+        known, since = self._segments.get(_key(attempt), (0, self._clock()))
+        count = known
+        while attempt.has_segment(count):
+            count += 1
+        if count != known:
+            since = self._clock()
+        self._segments[_key(attempt)] = (count, since)
+        return Running(reported=count > 0, silent_seconds=self._clock() - since)
+
+    def forget(self, attempt: Attempt) -> None:
+        self._segments.pop(_key(attempt), None)
+
+
+def _key(attempt: Attempt) -> tuple[Path, int]:
+    return attempt.run.root, attempt.number
+
+
+class Outage:
+    """Time for which something that one thread polls has not answered, with a few log lines. Any thread may read `seconds`."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`what`: sentence for the log that says what fails, such as "Slurm does not answer"."""
+        self._what = what
+        self._clock = clock
+        self._since: float | None = None
+        self._next_line = 0.0
+        self._pause = REMIND_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """Length of the present outage; 0: there is none."""
+        since = self._since
+        return 0.0 if since is None else self._clock() - since
+
+    def failed(self, error: Exception) -> None:
+        now = self._clock()
+        if self._since is None:
+            self._since, self._pause = now, REMIND_SECONDS
+            log.warning("%s: %s", self._what, error)
+        elif now >= self._next_line:
+            self._pause = min(2 * self._pause, MAX_REMIND_SECONDS)
+            log.warning("%s, for %.0f seconds now: %s", self._what, self.seconds, error)
+        else:
+            return
+        self._next_line = now + self._pause
+
+    def over(self) -> bool:
+        """Record an answer. Returns whether it ended an outage."""
+        if self._since is None:
+            return False
+        log.warning("%s: no longer, after %.0f seconds", self._what, self.seconds)
+        self._since = None
+        return True

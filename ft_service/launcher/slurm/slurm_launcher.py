@@ -1,0 +1,207 @@
+"""Launcher that runs attempts as batch jobs: found by name, observed with squeue, ended with scancel.
+
+The name of a batch job contains the job's id and the attempt. The launcher looks for it before it submits, so that neither a
+restart of the service nor a command that timed out starts an attempt twice. If two of one name are submitted all the same,
+Slurm runs them one after the other (`--dependency=singleton`), and the supervisors of the second find the attempt ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
+from ft_service.launcher.liveness import EventAge, Outage
+from ft_service.launcher.protocol import LaunchError, ListedAttempt
+from ft_service.launcher.slurm.batch_script import SlurmSite, attempt_of, batch_script, job_name, sbatch_arguments
+from ft_service.launcher.slurm.slurm_commands import SlurmAwayError, SlurmCommands, SlurmJob, SlurmRefusedError
+from ft_service.launcher.slurm.slurm_profile import SlurmProfile
+from ft_service.launcher.slurm.slurm_states import is_lasting, judge_exit, standing, waiting_text
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.checkpoints import newest_step
+from ft_service.rundir.documents import Control, Desired, ExitReason, Launched
+from ft_service.spec import JobSpec
+from ft_service.supervisor.attempt_outcome import exit_of, killed_exit, recorded_exit
+
+log = logging.getLogger(__name__)
+
+QUEUE_SLOTS = 4096
+"""Ranks of jobs in Slurm's queue at once."""
+QUEUE_AGE_SECONDS = 3.0
+"""Seconds for which a reading of the queue counts, so that the controller of a large cluster is not overloaded."""
+END_SECONDS = 30.0
+"""Seconds between the end of the ranks' grace and the cancelling of a cancelled attempt's batch job."""
+TAKEN_SECONDS = 60.0
+"""Seconds until the next attempt, after one that was cancelled in Slurm before it had begun."""
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """All batch jobs of the service by name, and the time of the reading (monotonic clock)."""
+
+    jobs: dict[str, list[SlurmJob]]
+    at: float
+
+
+class SlurmLauncher:
+    """Runs attempts as batch jobs of this process's user. For one thread."""
+
+    host = "slurm"
+    slots = QUEUE_SLOTS
+    counts = False
+    slots_name_gpus = False
+
+    def __init__(
+        self,
+        profile: SlurmProfile,
+        site: SlurmSite,
+        *,
+        commands: SlurmCommands | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._profile, self._site = profile, site
+        self._commands = commands or SlurmCommands()
+        self._clock = clock
+        self._event_age = EventAge(clock)
+        self._outage = Outage("Slurm does not answer", clock)
+        self._queue = _Queue({}, -math.inf)
+        self._ending: dict[str, float] = {}
+        """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic clock)."""
+
+    @property
+    def away_seconds(self) -> float:
+        return self._outage.seconds
+
+    def start(self, attempt: Attempt, spec: JobSpec | None = None) -> None:
+        start = attempt.read_start()
+        if start is None or attempt.has_exit() or attempt.has_launched():
+            return
+        try:
+            jobs = self._jobs(attempt, fresh=True)
+            if not jobs:
+                attempt.run.path(attempt.keys.logs).mkdir(parents=True, exist_ok=True)
+                script = batch_script(start, self._profile, self._site)
+                number = self._commands.submit(sbatch_arguments(start, self._profile, self._site), script)
+            else:
+                number = jobs[0].number
+        except SlurmRefusedError as error:
+            self.kill(attempt, Reason.LAUNCH_FAILED)
+            raise LaunchError(f"Slurm refuses the job: {error}") from error
+        except SlurmAwayError as error:  # the next reading of the queue says whether it was submitted
+            log.warning("%s: not started yet, Slurm does not answer: %s", attempt, error)
+            return
+        self._queue = _Queue({}, -math.inf)
+        attempt.write_launched(Launched(job=job_name(attempt.job_id, attempt.number), uid=str(number)))
+
+    def observe(self, attempt: Attempt) -> Observation:
+        try:
+            jobs = self._jobs(attempt) or self._jobs(attempt, fresh=True)
+        except (SlurmAwayError, SlurmRefusedError) as error:
+            self._outage.failed(error)
+            return Unknown(f"Slurm does not answer: {error}", self._outage.seconds)
+        if not jobs:
+            return self._gone(attempt)
+        by_standing = {standing(job.state): job for job in jobs}
+        if "unknown" in by_standing:
+            return Unknown(f"Slurm reports the state {by_standing['unknown'].state}, which this version does not know")
+        if "alive" in by_standing:
+            self._end_cancelled(attempt)
+            return self._event_age.running(attempt)
+        if "waiting" in by_standing:
+            return self._waiting(attempt, by_standing["waiting"])
+        return self._ended(attempt, jobs[-1].state)
+
+    def signal(self, attempt: Attempt, control: Control) -> None:
+        """Write the request, which running supervisors read; a batch job that does not run yet is cancelled."""
+        attempt.write_control(control)
+        if control.desired is Desired.RUN:
+            return
+        name = job_name(attempt.job_id, attempt.number)
+        jobs = self._jobs(attempt, fresh=True)
+        if any(standing(job.state) == "alive" for job in jobs):
+            if control.desired is Desired.CANCEL:
+                self._ending.setdefault(name, self._clock() + self._site.stop_grace_seconds + END_SECONDS)
+            return
+        if control.desired is Desired.PAUSE and jobs:
+            attempt.write_exit(exit_of(ExitReason.STOPPED, "The attempt was stopped before it started."))
+        self._cancel(attempt)
+
+    def kill(self, attempt: Attempt, reason: Reason) -> None:
+        """Write a cancellation, on which supervisors kill their ranks, and cancel the batch job."""
+        attempt.write_control(Control(generation=2**31, desired=Desired.CANCEL))
+        attempt.write_exit(killed_exit(reason))
+        try:
+            self._cancel(attempt)
+        except SlurmAwayError as error:
+            log.warning("%s: its batch job is not cancelled yet: %s", attempt, error)
+
+    def clean(self, attempt: Attempt) -> None:
+        self._event_age.forget(attempt)
+        self._ending.pop(job_name(attempt.job_id, attempt.number), None)
+
+    def unfinished(self) -> list[ListedAttempt]:
+        """Return the batch jobs of this installation, known by their comment, that are not over."""
+        try:
+            jobs = self._commands.jobs()
+        except (SlurmAwayError, SlurmRefusedError) as error:
+            raise LaunchError(f"Slurm does not answer: {error}") from error
+        ours = [job for job in jobs if job.comment == self._site.comment and standing(job.state) != "over"]
+        named = [(job, known[0]) for job in ours if (known := attempt_of(job.name)) is not None]
+        return [ListedAttempt(job.name, job_id, job.submitted_at) for job, job_id in named]
+
+    def end_unfinished(self, name: str) -> None:
+        try:
+            self._commands.cancel(name)
+        except SlurmAwayError as error:
+            raise LaunchError(f"Slurm does not end {name}: {error}") from error
+
+    def close(self) -> None:
+        """Do nothing: attempts continue, and no connection is open."""
+
+    def _jobs(self, attempt: Attempt, *, fresh: bool = False) -> list[SlurmJob]:
+        """Return the attempt's batch jobs, the newest last: several only if the answer to a submission was lost. `fresh`: read
+        the queue now."""
+        if fresh or self._clock() - self._queue.at >= QUEUE_AGE_SECONDS:
+            jobs: dict[str, list[SlurmJob]] = {}
+            for job in sorted(self._commands.jobs(), key=lambda job: job.number):
+                jobs.setdefault(job.name, []).append(job)
+            self._queue = _Queue(jobs, self._clock())
+            self._outage.over()
+        return self._queue.jobs.get(job_name(attempt.job_id, attempt.number), [])
+
+    def _waiting(self, attempt: Attempt, job: SlurmJob) -> Running:
+        """Return the observation of a waiting attempt, whose time begins when Slurm starts it."""
+        self._event_age.forget(attempt)
+        level = "error" if is_lasting(job.reason) else "info"
+        return Running(note=waiting_text(job.reason), level=level, admitted=False)
+
+    def _gone(self, attempt: Attempt) -> Observation:
+        """Return the observation of an attempt without a batch job: never submitted, or over long ago."""
+        if attempt.has_launched():
+            launched = attempt.read_launched()
+            return self._ended(attempt, self._commands.ended_state(int(launched.uid)) if launched is not None else None)
+        recorded = attempt.read_exit()
+        return Absent() if recorded is None else Ended(recorded, newest_step(attempt.run))
+
+    def _ended(self, attempt: Attempt, state: str | None) -> Ended:
+        self._event_age.forget(attempt)
+        ended = recorded_exit(attempt, lambda records: judge_exit(state, records))
+        if ended is not None:
+            attempt.write_exit(ended)
+        seen = Ended(ended, newest_step(attempt.run))
+        if ended is not None and ended.reason is ExitReason.STOPPED and not attempt.has_segment(0):
+            return replace(seen, delay_seconds=TAKEN_SECONDS)
+        return seen
+
+    def _end_cancelled(self, attempt: Attempt) -> None:
+        """Kill a cancelled attempt that has not ended in time."""
+        if self._clock() >= self._ending.get(job_name(attempt.job_id, attempt.number), math.inf):
+            self.kill(attempt, Reason.USER_CANCELLED)
+
+    def _cancel(self, attempt: Attempt) -> None:
+        self._commands.cancel(job_name(attempt.job_id, attempt.number))
+        self._queue = _Queue({}, -math.inf)

@@ -1,0 +1,74 @@
+"""Slurm's states of a batch job, and what they mean for an attempt. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
+from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
+
+Standing = Literal["waiting", "alive", "over", "unknown"]
+
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_ALIVE = ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "POWER_UP_NODE")
+_TAKEN = {
+    "CANCELLED": "The attempt's batch job was cancelled in Slurm.",
+    "PREEMPTED": "Slurm has preempted the attempt's batch job for one with a higher priority.",
+    "REVOKED": "Another cluster of the federation runs the attempt's batch job.",
+}
+_HOST_LOST = {
+    "NODE_FAIL": "A node of the attempt has failed.",
+    "BOOT_FAIL": "A node of the attempt did not boot.",
+    "LAUNCH_FAILED": "Slurm could not start the batch job on its nodes.",
+    "RECONFIG_FAIL": "A node of the attempt could not be configured.",
+}
+_KILLED = {
+    "TIMEOUT": ("deadline_exceeded", "The attempt reached Slurm's time limit before it had stopped at a checkpoint."),
+    "DEADLINE": ("deadline_exceeded", "The attempt's batch job reached its deadline in Slurm."),
+    "OUT_OF_MEMORY": (
+        "out_of_memory",
+        "The attempt used more memory than Slurm gives it: raise memory_per_node in the Slurm profile, or make the job "
+        "smaller.",
+    ),
+}
+_OVER = ("COMPLETED", "FAILED", *_TAKEN, *_HOST_LOST, *_KILLED)
+_LASTING = ("BadConstraints", "JobHeldAdmin", "JobHeldUser", "DependencyNeverSatisfied", "Invalid", "NodeDown", "PartitionDown")
+"""Slurm's reasons for a wait that only an operator can end, or their beginnings."""
+
+
+def standing(state: str) -> Standing:
+    """Return what a batch job's state says about its processes; "unknown": a state that this version does not know."""
+    if state in _WAITING:
+        return "waiting"
+    if state in _ALIVE:
+        return "alive"
+    return "over" if state in _OVER else "unknown"
+
+
+def waiting_text(reason: str) -> str:
+    """Return the reason for a wait, for the job's user."""
+    return "The attempt waits in Slurm's queue." if reason in ("", "None") else f"The attempt waits in Slurm's queue: {reason}."
+
+
+def is_lasting(reason: str) -> bool:
+    """Return whether only an operator can end the wait."""
+    return reason.startswith(_LASTING)
+
+
+def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
+    """Return the exit record of an attempt whose batch job is over; None: there is no evidence. `state`: None: unknown.
+
+    What `is_conclusive` comes first; then causes that ranks cannot see; then errors of ranks that only lost their peers or
+    could not stop.
+    """
+    reported = None if records.is_empty else conclude(records)
+    if reported is not None and is_conclusive(reported, records):
+        return reported
+    if state in _KILLED:
+        code, message = _KILLED[state]
+        return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message))
+    if state in _HOST_LOST:
+        return exit_of(ExitReason.HOST_LOST, _HOST_LOST[state], ErrorInfo(code="worker_lost", message=_HOST_LOST[state]))
+    if state in _TAKEN:
+        return exit_of(ExitReason.STOPPED, _TAKEN[state])
+    return reported

@@ -1,0 +1,245 @@
+"""A job's "auto" options replaced by values for a machine, each with a sentence that says why.
+
+The same spec, base, machine and lengths give the same options, so that all ranks and a resume on the same machine agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ft_service.bases.description import Description
+from ft_service.bases.module_rules import staying
+from ft_service.errors import SpecError
+from ft_service.plan.fitting_settings import (
+    AUTO,
+    BATCH,
+    BUDGET,
+    BUSY,
+    CHECKPOINTING,
+    COMPILE,
+    COPIES,
+    EPOCHS,
+    FITTED,
+    FORMAT,
+    KEPT,
+    LENGTH,
+    RATE,
+    Setting,
+    best_setting,
+    is_open,
+    value_of,
+    with_options,
+)
+from ft_service.plan.machines import Machine, usable_bytes
+from ft_service.plan.quantities import bytes_text, duration_text
+from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.spec import JobSpec
+from ft_service.spec.auto_hyperparameters import rate_for
+from ft_service.spec.options import WrapBySize
+
+COMPILED_SHARE = 0.15
+"""Share of the training time that compiled layers save: 16 to 27 % were measured."""
+COMPILE_SECONDS = 60
+WORTH_SECONDS = 2 * COMPILE_SECONDS / COMPILED_SHARE
+"""Training time above which layers are compiled: it saves twice the time to compile, since the time is an estimate."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train: `world` ranks on `nodes` hosts."""
+
+    world: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A spec without "auto", as far as the machine is known."""
+
+    spec: JobSpec
+    news: tuple[str, ...] = ()
+    """A sentence for every option whose value changed: `distributed.compile: false (only GPUs …).`"""
+
+
+def settle(
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    lengths: SampleLengths | None = None,
+    ranks: Ranks | None = None,
+) -> Settled:
+    """Choose a spec's "auto" options. Nothing changes where the machine's memory is not known.
+
+    Options that were chosen before are chosen again if more is known now: the ranks that really train (`ranks`; None: those of
+    the spec), or the counted lengths of the samples. Formats stay, since results depend on them. Raises SpecError as a plan
+    does, and for precision.default "auto" on a machine whose memory is not known.
+    """
+    if is_settled(spec, lengths, ranks):
+        return Settled(spec)
+    settled = settle_on(base, _reopened(spec, lengths, ranks), machine, lengths)
+    changed = [option for option in settled.chosen if value_of(settled, option) != value_of(spec, option)]
+    return Settled(settled, tuple(_sentence(settled, option) for option in changed))
+
+
+def is_settled(spec: JobSpec, lengths: SampleLengths | None = None, ranks: Ranks | None = None) -> bool:
+    """Whether `settle` would not change the spec, whatever the base."""
+    opened = _reopened(spec, lengths, ranks)
+    return _length_given(opened) and not any(is_open(opened, option) for option in (*FITTED, COMPILE, RATE))
+
+
+def settle_on(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None) -> JobSpec:
+    """The spec with its "auto" options chosen."""
+    spec = with_rate(base, within_context(base, spec))
+    given = [option for option in (*FITTED, COMPILE) if is_open(spec, option)]
+    if not given:
+        return spec
+    if usable_bytes(machine, spec) is None:
+        _refuse_unknown(spec, machine)
+        return spec
+    setting, fits = best_setting(base, spec, machine, lengths)
+    compiled, why = _compile(spec, setting, machine, lengths)
+    final = with_options(setting.spec, {COMPILE: compiled}) if COMPILE in given else setting.spec
+    reasons = {**dict(_reasons(base, setting, machine, fits)), COMPILE: why}
+    return final.model_copy(update={"chosen": {**spec.chosen, **{option: reasons[option] for option in given}}})
+
+
+def within_context(base: Description, spec: JobSpec) -> JobSpec:
+    """The spec with training.max_length limited to the base's positions, unless it was given."""
+    longest = base.dimensions.max_positions
+    if _length_given(spec) or longest is None or spec.training.max_length <= longest:
+        return spec
+    why = f"limited by the base's context of {longest:,}; the default is {spec.training.max_length:,}"
+    return with_options(spec, {LENGTH: longest}).model_copy(update={"chosen": {**spec.chosen, LENGTH: why}})
+
+
+def with_rate(base: Description, spec: JobSpec) -> JobSpec:
+    """The spec with training.learning_rate chosen for base and adapter, if it is "auto"."""
+    if not is_open(spec, RATE):
+        return spec
+    rate, why = rate_for(base.model_type, base.dimensions.hidden, spec.lora)
+    return with_options(spec, {RATE: rate}).model_copy(update={"chosen": {**spec.chosen, RATE: why}})
+
+
+def _length_given(spec: JobSpec) -> bool:
+    return "max_length" in spec.training.model_fields_set
+
+
+def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
+    """The spec with the options that results depend on as they were chosen for the same job before, if they are still "auto";
+    training.max_length too, unless it is given.
+    """
+    if not _length_given(spec):
+        spec = with_options(spec, {LENGTH: before.training.max_length})
+    kept = {option: before.chosen[option] for option in KEPT if option in before.chosen}
+    for option in (FORMAT, RATE):
+        if not is_open(spec, option):
+            kept.pop(option, None)
+        elif option in kept:
+            spec = with_options(spec, {option: value_of(before, option)})
+    for option in (BATCH, EPOCHS):  # already chosen, by the number of samples now
+        if option not in spec.chosen:
+            kept.pop(option, None)
+        elif option in kept:
+            spec = with_options(spec, {option: value_of(before, option)})
+    pinned = {name: getattr(before, name) for name in ("date", "shared_experts")}
+    return spec.model_copy(update={"chosen": kept, **pinned})
+
+
+def sentences(spec: JobSpec) -> dict[str, str]:
+    """Option → a sentence, for every chosen option of a spec."""
+    return {option: _sentence(spec, option) for option in spec.chosen}
+
+
+def _sentence(spec: JobSpec, option: str) -> str:
+    value = value_of(spec, option)
+    return f"{option}: {str(value).lower() if isinstance(value, bool) else value} ({spec.chosen[option]})."
+
+
+def _reopened(spec: JobSpec, lengths: SampleLengths | None, ranks: Ranks | None) -> JobSpec:
+    """The spec for these ranks. If it was made for others, or without the lengths of the samples, chosen options are "auto"
+    again, except those that results depend on.
+    """
+    ranks = ranks or Ranks(spec.world_size, spec.distributed.nnodes)
+    if ranks.world == spec.world_size and (lengths is None or not lengths.samples):
+        return spec
+    again = {option: AUTO for option in spec.chosen if option not in KEPT}
+    kept = {option: why for option, why in spec.chosen.items() if option in KEPT}
+    shape = {"distributed.nnodes": ranks.nodes, "distributed.nproc_per_node": max(1, ranks.world // ranks.nodes)}
+    return with_options(spec.model_copy(update={"chosen": kept}), again | shape)
+
+
+def _refuse_unknown(spec: JobSpec, machine: Machine) -> None:
+    if is_open(spec, FORMAT):
+        raise SpecError(
+            f"precision.default = 'auto': the memory of {machine.name} is not known here, and results depend on the format. "
+            "Give bf16, fp8 or nf4.",
+            param=FORMAT,
+        )
+
+
+def _reasons(base: Description, setting: Setting, machine: Machine, fits: bool) -> Iterator[tuple[str, str]]:
+    """(option, reason of its value in the setting)."""
+    rank, usable = setting.rank, usable_bytes(machine, setting.spec)
+    assert usable is not None
+    room = f"peak {bytes_text(rank.total)} of {bytes_text(usable)} per rank"
+    if not fits:
+        room = f"needs least memory, {bytes_text(rank.total)}, and may still not fit {bytes_text(usable)} per rank"
+    yield FORMAT, _format_reason(base, setting, room)
+    yield COPIES, _copies_reason(setting)
+    yield CHECKPOINTING, _checkpointing_reason(setting, usable)
+    yield BUDGET, f"{room}; {_budget_reason(setting, gpu=not machine.shared_memory)}"
+
+
+def _format_reason(base: Description, setting: Setting, room: str) -> str:
+    held, chosen = base.held, setting.spec.precision.default
+    stay = sorted(set(staying(held).values()))
+    if stay:
+        return f"the base comes in {' and '.join(stay)}, and stays so"
+    if held and chosen == "fp8":
+        return "exact, as the base is published, " + room
+    return "exact, " + room if chosen == "bf16" else "the most exact format that fits, " + room
+
+
+def _copies_reason(setting: Setting) -> str:
+    layout, weights = setting.layout, bytes_text(sum(setting.rank.base.values()))
+    if layout.world == 1:
+        return "one rank"
+    if layout.shard == 1:
+        return f"the base fits whole on every rank, {weights}, so that nothing is gathered"
+    return f"{layout.shard} ranks share a copy, {weights} of the base each: the fastest that fits"
+
+
+def _checkpointing_reason(setting: Setting, usable: int) -> str:
+    tokens, rank = setting.batches.tokens, setting.rank
+    mode = setting.spec.distributed.activation_checkpointing
+    without = rank.in_mode("none").total
+    if mode == "none":
+        return f"activations of {tokens:,} tokens take {bytes_text(rank.activations)}, and fit"
+    compared = "more than the" if without > usable else "of the"
+    return f"without it {tokens:,} tokens need {bytes_text(without)}, {compared} {bytes_text(usable)} that there are"
+
+
+def _budget_reason(setting: Setting, *, gpu: bool) -> str:
+    batches = setting.batches
+    budget = setting.spec.training.tokens_per_micro_batch
+    if batches.step_tokens <= batches.tokens:
+        return "one micro-batch holds the whole step"
+    if budget == batches.length:
+        return "the longest sample"
+    return "enough to keep it busy" if batches.tokens >= BUSY[gpu] else "larger ones do not fit, or gain nothing"
+
+
+def _compile(spec: JobSpec, setting: Setting, machine: Machine, lengths: SampleLengths | None) -> tuple[bool, str]:
+    """Whether to compile, and why."""
+    if machine.shared_memory:
+        return False, "only GPUs gain from it"
+    if isinstance(spec.distributed.wrap, WrapBySize):
+        return False, "it works on whole decoder layers, and distributed.wrap groups by size"
+    if lengths is None:
+        return False, "how long training takes is not known"
+    seconds = lengths.of_training(spec) * setting.pace / setting.layout.world
+    takes = f"training takes {duration_text(seconds) if seconds < 1 else 'about ' + duration_text(seconds)}"
+    if seconds < WORTH_SECONDS:
+        return False, f"{takes}, too short to win back the minute that compiling takes"
+    return True, f"{takes}, and some {COMPILED_SHARE:.0%} less with layers compiled in about a minute"

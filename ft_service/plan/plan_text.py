@@ -1,0 +1,125 @@
+"""A plan as text: tables for people, one sentence for a job's events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ft_service.plan.job import Module, OptionChange, Plan
+from ft_service.plan.machines import CPU
+from ft_service.plan.quantities import bytes_text, duration_text
+
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+def summary(plan: Plan) -> str:
+    """One sentence: `Plan: 8.21 GiB per rank on 2 ranks (base 3.10 GiB), fits H200.`"""
+    ranks = f"{plan.layout.world} rank{'s' if plan.layout.world > 1 else ''}"
+    base = bytes_text(sum(plan.rank.base.values()))
+    text = f"Plan: at most {bytes_text(plan.rank.total)} per rank on {ranks} (base {base})"
+    return f"{text}, {_verdict(plan)}."
+
+
+def modules_table(modules: Sequence[Module]) -> list[tuple[str, ...]]:
+    """Rows: name, count, shape, format, bytes, bytes per rank. Modules that differ only in the layer's number share a row."""
+    alike: dict[tuple[Any, ...], list[Module]] = {}
+    for module in modules:
+        alike.setdefault((_NUMBER.sub(".*.", module.name), module.shape, module.format), []).append(module)
+    rows = []
+    for (name, shape, weight_format), same in alike.items():
+        shown = name if len(same) > 1 else same[0].name
+        whole, own = sum(m.bytes for m in same), sum(m.bytes_per_rank for m in same)
+        size = " x ".join(map(str, shape))
+        rows.append((shown, str(len(same)), size, weight_format, bytes_text(whole), bytes_text(own)))
+    return rows
+
+
+def memory_table(plan: Plan) -> list[tuple[str, str]]:
+    rank = plan.rank
+    where = " (host memory)" if rank.offloaded else ""
+    rows = [(f"base in {name}{where}", count) for name, count in rank.base.items()]
+    rows += [
+        (f"adapters (fp32){where}", rank.adapters),
+        (f"gradients{where}", rank.gradients),
+        (f"optimizer (AdamW){where}", rank.optimizer),
+        ("gathered weights", rank.gather),
+        ("gradients between micro-batches", rank.accumulation),
+        ("micro-batches", rank.rows),
+        ("activations", rank.activations),
+        *(
+            (f"  with activation_checkpointing: {mode}", count)
+            for mode, count in rank.activations_by_mode.items()
+            if count != rank.activations
+        ),
+        ("logits", rank.logits) if rank.logits >= rank.workspace else ("backward's workspace", rank.workspace),
+        ("the allocator's gaps", rank.gaps),
+        ("total", rank.total),
+    ]
+    return [(name, bytes_text(count)) for name, count in rows if count]
+
+
+def verdict(plan: Plan) -> str:
+    """A sentence that says whether the job fits."""
+    usable = "" if plan.memory is None else f" of {bytes_text(plan.memory)} usable"
+    likely = f", likely {bytes_text(plan.likely.rank.total)}" if plan.likely else ""
+    what = _verdict(plan)
+    return f"{what[0].upper()}{what[1:]}: at most {bytes_text(plan.rank.total)}{usable} per rank{likely}."
+
+
+def advice_lines(plan: Plan) -> Iterator[str]:
+    """Changes if it does not fit, hints, and warnings."""
+    for change in plan.changes:
+        yield f"  {change_text(change)}"
+    yield from plan.hints
+    yield from (f"Warning: {warning}" for warning in plan.warnings)
+
+
+def time_text(time: Mapping[str, Any]) -> str:
+    """A sentence that says how long training takes. `time`: from `training_time`."""
+    text = f"{time['steps']:,} steps over {time['examples']:,} samples"
+    most, likely = time["seconds_at_most"], time["seconds_likely"]
+    if most is None:
+        return f"{text}."
+    if likely is None:
+        return f"{text} take at most {_about(most)}, if all were training.max_length tokens long."
+    worst = duration_text(most)
+    end = "" if worst == duration_text(likely) else f" (at worst {worst}, if all were as long as the longest)"
+    return f"{text} take {_about(likely)}{end}."
+
+
+def _about(seconds: float) -> str:
+    text = duration_text(seconds)
+    return text if seconds < 1 else f"about {text}"
+
+
+def change_text(change: OptionChange) -> str:
+    options = ", ".join(f"{name}: {value}" for name, value in change.options.items())
+    return f"with {options}: {bytes_text(change.total)} per rank, {'fits' if change.fits else 'does not fit'}"
+
+
+def work_lines(plan: Plan) -> Iterator[str]:
+    """Micro-batches, wire, arithmetic, and the speed that follows."""
+    batches, wire = plan.batches, plan.wire
+    times = "1 micro-batch" if batches.rounds == 1 else f"{batches.rounds} micro-batches"
+    yield f"A step of a rank: {times} of {batches.tokens:,} tokens at most, samples of up to {batches.length:,}."
+    if plan.likely is not None:
+        usual = plan.likely.batches
+        tokens = min(usual.tokens, usual.step_tokens)
+        yield f"With samples of mean length, {usual.length:,} tokens: {usual.rounds} of {tokens:,} tokens."
+    if wire.total:
+        yield (
+            f"On the wire: {bytes_text(wire.total)} received per rank and step "
+            f"({wire.gathers} gathers {bytes_text(wire.gather)}, reductions {bytes_text(wire.reduce + wire.all_reduce)})."
+        )
+    yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token."
+    if plan.speed is not None:
+        speed = plan.likely.speed if plan.likely and plan.likely.speed else plan.speed
+        yield f"Estimate on {plan.machine}: {speed.tokens_per_second:,.0f} tokens/s over all ranks."
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.fits is None:
+        return f"memory of {plan.machine} not known"
+    where = "this host" if plan.machine == CPU else plan.machine
+    return f"fits {where}" if plan.fits else f"may not fit {where}"

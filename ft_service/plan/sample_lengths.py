@@ -1,0 +1,51 @@
+"""Lengths of the samples before training: counted, or guessed from a file's size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_service.data.data_file import Counts
+from ft_service.data.statistics import DataStatistics
+from ft_service.spec import JobSpec
+
+BYTES_PER_TOKEN = 5
+"""Bytes of a data file per token, JSON around the text included: a guess."""
+
+
+@dataclass(frozen=True)
+class SampleLengths:
+    """The samples of one epoch."""
+
+    tokens: int
+    samples: int | None = None
+    """None: not counted."""
+    longest: int | None = None
+    """Tokens of the longest before it was cut; None: not counted, up to training.max_length."""
+
+    @property
+    def mean(self) -> int | None:
+        """Tokens of a sample, rounded up."""
+        return -(-self.tokens // self.samples) if self.samples else None
+
+    @classmethod
+    def counted(cls, counts: Counts) -> SampleLengths:
+        return cls(counts.tokens, counts.samples, counts.longest or None)
+
+    @classmethod
+    def of_data(cls, counts: Counts, statistics: DataStatistics) -> SampleLengths:
+        """The lengths without the samples that validation_split sets aside. `counts`: counts of the whole training file."""
+        samples = statistics.items * (2 if counts.pairs else 1)
+        return cls(statistics.training.tokens, samples, counts.longest or None)
+
+    @classmethod
+    def of_size(cls, size: int) -> SampleLengths:
+        """A guess from the bytes of a file."""
+        return cls(size // BYTES_PER_TOKEN)
+
+    def of_training(self, spec: JobSpec) -> int:
+        """Tokens of the whole training, over all epochs or steps."""
+        training = spec.training
+        if training.max_steps is None:
+            return training.epochs * self.tokens
+        samples = training.max_steps * training.batch * (1 if spec.dpo is None else 2)
+        return samples * (self.mean or training.max_length)

@@ -1,0 +1,79 @@
+"""The learning rate, the batch size and the number of epochs for "auto". Pure.
+
+The learning rate: as measured by "LoRA Without Regret" (Thinking Machines, 2025) over fourteen models and put into
+tinker-cookbook's hyperparam_utils: ten times full fine-tuning's 5e-5, times (2000 / width) to a power that depends on the
+family. This holds for the scaling alpha / r with alpha 32, where the best rate hardly depends on the rank. The adapter's early
+change of the output grows with scaling times rate, so that another scaling needs another rate.
+
+The batch size: 0.2 % of the training file's samples, as OpenAI's fine-tuning API has documented its own default, as a power
+of two. OpenAI stops at 256; we stop at 32, the batch of that article's experiments, since it finds that LoRA loses more than
+full fine-tuning does as batches grow, whatever the rank. Never below 4, nor below the number of ranks, which would leave some
+idle.
+
+Epochs: 3, but enough to see 100 samples (at most 25 epochs), and few enough to see no more than 25,000 (at least one), as
+OpenAI's cookbook for preparing chat data estimates its default. Of direct preference optimisation 1: further passes learn
+pairs by heart.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ft_service.spec.options import DPO_EPOCHS, LoraOptions
+
+OF_FULL_TRAINING = 5e-5
+FOR_LORA = 10.0
+WIDTH = 2000
+ALPHA = 32.0
+POWERS = {"llama": 0.781, "qwen": 0.0775}
+"""Beginning of the model type → the power. Other families take Llama's, the more careful one for wide models."""
+MOST = 1e-2
+"""Highest rate: measurements of widths from 2,000 on say little about the smallest models."""
+BATCH_SHARE = 0.002
+LEAST_BATCH, MOST_BATCH = 4, 32
+EPOCHS, MOST_EPOCHS = 3, 25
+LEAST_SEEN, MOST_SEEN = 100, 25_000
+"""Samples that a training sees, over all epochs."""
+COUNTED = 25_000
+"""Number of samples above which batch size and epochs no longer change, so that counting stops there."""
+
+
+def rate_for(model_type: str, hidden: int, lora: LoraOptions) -> tuple[float, str]:
+    """The rate, with two digits, and the reason. `model_type`: that of the base's config.json; `hidden`: its width."""
+    family = next((family for family in POWERS if model_type.startswith(family)), None)
+    power = POWERS[family or "llama"]
+    alpha = lora.lora_alpha * (lora.r**0.5 if lora.use_rslora else 1.0)
+    exact = OF_FULL_TRAINING * FOR_LORA * (WIDTH / hidden) ** power * ALPHA / alpha
+    rate = float(f"{min(exact, MOST):.1e}")
+    of = f"{model_type}'s" if family else f"Llama's, since none was measured for {model_type};"
+    why = f"LoRA Without Regret: 5e-4 · ({WIDTH} / {hidden})^{power} with {of} power"
+    if alpha != ALPHA:
+        why += f", times {ALPHA:g} / {alpha:g} for the adapter's scaling"
+    return rate, why + (f", at most {MOST:g}" if exact > MOST else "")
+
+
+def batch_for(samples: int, ranks: int) -> tuple[int, str]:
+    """Samples (or pairs) per optimizer step, and the reason. `samples`: those of the training file, at most COUNTED."""
+    exact = BATCH_SHARE * samples
+    batch = min(MOST_BATCH, max(LEAST_BATCH, 2 ** round(math.log2(max(1.0, exact)))))
+    why = f"0.2 % of {_counted(samples)}, as a power of two from {LEAST_BATCH} to {MOST_BATCH}"
+    if batch < ranks:
+        return ranks, f"{why}, and one for each rank"
+    return batch, why
+
+
+def epochs_for(samples: int, *, dpo: bool) -> tuple[int, str]:
+    """Passes over the training file, and the reason. `samples`: those of the training file, at most COUNTED."""
+    if dpo:
+        return DPO_EPOCHS, "further passes of direct preference optimisation learn the pairs by heart"
+    counted = _counted(samples)
+    if samples * EPOCHS < LEAST_SEEN:
+        epochs = min(MOST_EPOCHS, LEAST_SEEN // max(1, samples))
+        return epochs, f"{counted} are few: as many passes as see {LEAST_SEEN}, at most {MOST_EPOCHS}"
+    if samples * EPOCHS > MOST_SEEN:
+        return max(1, MOST_SEEN // samples), f"{counted} are many: passes that see at most {MOST_SEEN:,}, at least one"
+    return EPOCHS, f"usual for {counted}"
+
+
+def _counted(samples: int) -> str:
+    return f"{samples:,} samples" + (" or more" if samples >= COUNTED else "")

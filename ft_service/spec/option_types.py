@@ -1,0 +1,67 @@
+"""Types of option values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import re2
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32", "fp8_blocks"]
+"""nf4_fp32: NF4 with fp32 block scales, which keeps bases published in bitsandbytes NF4 without a loss. fp8_blocks: FP8 with a
+scale for every 128 columns of a row instead of one per row, which keeps bases published in FP8 by blocks."""
+
+
+TrainOn = Literal["all_assistant", "last_assistant", "everything"]
+
+
+def compile_pattern(pattern: str) -> Any:
+    """An RE2 pattern (linear time, whatever the pattern). Raises re2.error."""
+    options = re2.Options()
+    options.log_errors = False
+    return re2.compile(pattern, options)
+
+
+class Strict(BaseModel):
+    """Base class of user input: unknown keys are errors, values are not coerced across types, instances are frozen."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+def _check_pattern(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            compile_pattern(value)
+        except re2.error as error:
+            why = error.args[0].decode(errors="replace") if error.args and isinstance(error.args[0], bytes) else error
+            raise ValueError(f"must be a pattern that RE2 accepts ({why})") from None
+    return value
+
+
+Pattern = Annotated[str, BeforeValidator(_check_pattern)]
+"""A regular expression in RE2's syntax (linear time), matched against the whole module name."""
+
+
+def _number(value: object) -> object:
+    """Convert to a float where possible: JSON and YAML write 1 for 1.0, and YAML 1.1 reads `2e-4` as a string."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int | str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+    except OverflowError:  # the error message then says that it is infinite
+        return math.inf if isinstance(value, int) and value > 0 else -math.inf
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+
+def match_pattern(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that an RE2 pattern matches as a whole, in their order."""
+    compiled = compile_pattern(pattern)
+    return [name for name in names if compiled.fullmatch(name)]

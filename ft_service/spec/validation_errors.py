@@ -1,0 +1,178 @@
+"""Validation errors of pydantic as sentences: all of them, each with the option, its value, the limit and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ft_service.errors import SpecError
+from ft_service.spec.name_suggestions import name_for, shown_value, value_for
+
+_LISTED = 64
+"""Most faults in a message: more than people set options by hand."""
+_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object with options of its own"),
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} entries",
+    "finite_number": "must be a number that is not infinite",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+"""Type of a pydantic error → our text. Other types have pydantic's text."""
+
+_PATTERNS: Mapping[str, str] = {r"^[A-Za-z0-9._-]+$": "may hold only letters, digits, dots, hyphens and underscores"}
+"""Pattern → text that says what it requires."""
+
+
+@dataclass(frozen=True)
+class OptionFault:
+    """The fault of an option."""
+
+    place: str
+    """Dotted name of the option; empty: the options as a whole."""
+    text: str
+    """A sentence."""
+    code: str = SpecError.code
+
+
+def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
+    """All of pydantic's errors as one SpecError."""
+    return joined(option_faults(error, model))
+
+
+def joined(faults: Sequence[OptionFault]) -> SpecError:
+    """One error for all faults, with the field and code of the first. Each fault has a line: missing options first, then
+    unknown names at the top level, which may be their misspelling, then the others in their order."""
+    faults = sorted(faults, key=_urgency)
+    first = faults[0]
+    if len(faults) == 1:
+        return SpecError(first.text, param=first.place or _first_name(first.text), code=first.code)
+    lines = [fault.text for fault in faults[:_LISTED]]
+    if len(faults) > _LISTED:
+        lines.append(f"… and {len(faults) - _LISTED} more.")
+    text = "\n".join([f"{len(faults)} options are invalid:", *lines])
+    return SpecError(text, param=first.place or _first_name(first.text), code=first.code)
+
+
+def _urgency(fault: OptionFault) -> int:
+    if fault.code == "missing_required_parameter":
+        return 0
+    return 1 if fault.code == "unknown_parameter" and "." not in fault.place else 2
+
+
+def option_faults(error: ValidationError, model: type[BaseModel]) -> list[OptionFault]:
+    """Every invalid option once, in pydantic's order. All accepted kinds of values are named."""
+    by_place: dict[str, list[Any]] = {}
+    for fault in error.errors(include_url=False):
+        by_place.setdefault(_place(fault["loc"], model), []).append(fault)
+    found = enumerate(by_place.items())
+    return [_fault(place, faults, model, guess=number < _LISTED) for number, (place, faults) in found]
+
+
+def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool) -> OptionFault:
+    """`guess`: suggest the option that was meant. That is slow, and a body may have a hundred thousand unknown ones."""
+    first = faults[0]
+    if first["type"] == "extra_forbidden":
+        meant = name_for(place, model) if guess else None
+        text = f"{place}: there is no such option. Check its spelling, or leave it out."
+        if meant:
+            text = f"{place}: there is no such option; did you mean {meant}?"
+        return OptionFault(place, text, "unknown_parameter")
+    if first["type"] == "missing":
+        return OptionFault(place, f"{place} is required.", "missing_required_parameter")
+    choices: list[str] = [choice for fault in faults for choice in _choices(fault)]
+    said = list(dict.fromkeys(words_of(fault) for fault in faults if fault["type"] != "literal_error"))
+    message = _one_of([*said, *choices])
+    if choices and not said:
+        message = f"must be {message}"
+    if not place:
+        return OptionFault("", f"{message}.")
+    meant = value_for(first["input"], choices)
+    hint = f"; did you mean {meant}?" if meant else "."
+    return OptionFault(place, f"{place} = {shown_value(first['input'])}: {message}{hint}")
+
+
+def words_of(fault: Any) -> str:
+    """Text for one of pydantic's errors: `must be a whole number`."""
+    context = fault.get("ctx") or {}
+    template = _PATTERNS.get(context.get("pattern", "")) or _WORDS.get(fault["type"])
+    if template is None:
+        return fault["msg"].removeprefix("Value error, ")
+    return template.format(**{name: _plain(value) for name, value in context.items()})
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _choices(fault: Any) -> list[str]:
+    """The accepted values of a Literal; empty for other errors."""
+    if fault["type"] != "literal_error":
+        return []
+    return [part.strip("'") for part in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+
+
+def _one_of(ways: Sequence[str]) -> str:
+    first, *others = dict.fromkeys(ways)
+    *rest, last = [first, *(way.removeprefix("must be ") for way in others)]
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """A dotted field name from pydantic's location, without the names of union branches and validators."""
+    parts: list[str] = []
+    current: Sequence[type[BaseModel]] = [model]
+    keyed = False
+    for part in loc:
+        if isinstance(part, int):
+            parts.append(str(part))
+        elif keyed:
+            parts.append(part[:80])
+            keyed = False
+        elif field := next((own.model_fields[part] for own in current if part in own.model_fields), None):
+            parts.append(part)
+            current = _models_of(field.annotation)
+            keyed = _is_mapping(field.annotation)
+        elif len(current) == 1:  # with several models the part is the name of one
+            parts.append(part[:80])
+            current = []
+    return ".".join(parts)
+
+
+def _models_of(annotation: Any) -> Sequence[type[BaseModel]]:
+    """The models that a field may hold, itself or as items of a list; empty if it holds other values."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [_bare(annotation)]
+    if len(inner) == 1 and get_origin(inner[0]) is list:
+        inner = [get_args(inner[0])[0]]
+    return inner if all(isinstance(held, type) and issubclass(held, BaseModel) for held in inner) else []
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a field holds an object with any keys, or None."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    return len(inner) == 1 and get_origin(_bare(inner[0])) is dict
+
+
+def _bare(annotation: Any) -> Any:
+    """An annotation without the metadata of `Annotated`."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _first_name(message: str) -> str | None:
+    word = message.split(" ", 1)[0]
+    return word if "." in word else None

@@ -1,1 +1,0 @@
-"""Hosts that agents tell of, and what of each attempt runs on which of them."""

@@ -1,0 +1,160 @@
+"""/metrics: who may read it, and that it says what has happened, on both databases."""
+
+from __future__ import annotations
+
+import time
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Job, Phase, State
+from ft_service.rundir.documents import ExitReason
+from ft_service.rundir.events import Event, Metrics, write_segment
+from ft_service.spec import StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.attempts import wait_for
+from tests.support.creating import create_job
+from tests.support.fake_launcher import FakeLauncher
+from tests.support.reconciling import new_reconciler, spec_of
+from tests.support.rest.service import Service, put
+
+SLACK = 100.0
+"""Seconds that a test may take between writing a time and reading an age."""
+
+
+def samples(service: Service, key: str | None = None) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(name, label values) → value."""
+    answer = service.http("GET", "/metrics", key=key)
+    assert answer.status_code == 200, answer.text
+    families = text_string_to_metric_families(answer.text)
+    return {(s.name, tuple(v for _, v in sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_jobs_slots_and_requests_are_counted(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    put(service, job_id, state=State.FAILED, reason=Reason.WORKER_ERROR, attempt=1, finished_at=1e9)
+    client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    service.http("GET", "/nowhere/at/all")
+    found = samples(service)
+    assert found["ft_jobs", ("failed",)] == 1
+    assert found["ft_jobs", ("validating_files",)] == 1
+    assert found["ft_jobs_finished_total", ("worker_error", "failed")] == 1
+    assert found["http_server_request_duration_seconds_count", ("POST", "200", "/v1/fine_tuning/jobs")] >= 2
+    assert found["http_server_request_duration_seconds_count", ("GET", "404", "none")] >= 1, "no label for each made-up path"
+    assert [value for (name, _), value in found.items() if name == "ft_slots"] == [4]
+    assert found["ft_disk_free_bytes", ()] > 0
+    assert found["ft_file_bytes", ()] > 0
+    text = service.http("GET", "/metrics").text
+    assert job_id not in text
+    assert "tiny" not in text
+
+
+def add_job(service: Service, job_id: str, state: State = State.VALIDATING, phase: Phase | None = None) -> Job:
+    job = Job(
+        id=job_id,
+        project_id="default",
+        created_at=0.0,
+        request={"training_file": "file-1"},
+        stored_spec=StoredSpec.of(spec_of(job_id)),
+        state=state,
+        phase=phase,
+        slots=2,
+    )
+    return create_job(service.store, job)
+
+
+def made_older(service: Service, column: str, **ages: float) -> None:
+    """Set a time of jobs back: `job_2=50.0` for the one with the id `job-2`, in seconds."""
+    now = service.store.now()
+    for job_id, age in ages.items():
+        service.sql(f"UPDATE jobs SET {column} = :at WHERE id = :id", at=now - age, id=job_id.replace("_", "-"))
+
+
+def test_the_queue_is_as_old_as_the_job_that_waits_longest(service: Service) -> None:
+    assert samples(service)["ft_queue_oldest_seconds", ()] == 0
+    add_job(service, "job-1", State.QUEUED)
+    add_job(service, "job-2", State.QUEUED)
+    add_job(service, "job-3", State.RUNNING, Phase.TRAINING)
+    made_older(service, "queued_at", job_1=500.0, job_2=50.0, job_3=5000.0)
+    assert 500 <= samples(service)["ft_queue_oldest_seconds", ()] < 500 + SLACK
+
+
+def test_the_reconciler_lags_by_the_job_that_was_looked_at_longest_ago(service: Service) -> None:
+    assert samples(service)["ft_reconciler_lag_seconds", ()] == 0
+    add_job(service, "job-1", State.RUNNING, Phase.TRAINING)
+    add_job(service, "job-2")
+    add_job(service, "job-3")  # was not looked at yet
+    add_job(service, "job-4", State.QUEUED)
+    add_job(service, "job-5", State.PAUSED)
+    made_older(service, "looked_at", job_1=50.0, job_2=500.0, job_4=5000.0, job_5=5000.0)
+    assert 500 <= samples(service)["ft_reconciler_lag_seconds", ()] < 500 + SLACK
+    service.sql("UPDATE jobs SET state = 'cancelled' WHERE id = 'job-2'")
+    assert 50 <= samples(service)["ft_reconciler_lag_seconds", ()] < 50 + SLACK
+
+
+def test_webhooks_wait_until_they_are_made_or_given_up(service: Service, client: openai.OpenAI) -> None:
+    client.webhooks.create(name="a", url="https://example.com/hook", event_types=["fine_tuning.job.cancelled"])
+    for number in range(4):
+        add_job(service, f"job-{number}")
+        client.fine_tuning.jobs.cancel(f"job-{number}")
+    assert samples(service)["ft_webhooks_waiting", ()] == 4
+    delivered, failed, tried, _ = service.store.webhooks.claim_deliveries(limit=4, lease_seconds=60.0)
+    service.store.webhooks.settle_delivery(delivered, error=None, retry_seconds=None)
+    service.store.webhooks.settle_delivery(failed, error="410", retry_seconds=None)
+    service.store.webhooks.settle_delivery(tried, error="500", retry_seconds=60.0)
+    assert samples(service)["ft_webhooks_waiting", ()] == 2
+
+
+def test_a_jobs_way_through_the_reconciler_is_counted(service: Service) -> None:
+    launcher = FakeLauncher(2)
+    places, meters = Places(service.settings.home), service.app.state.services.meters
+    reconciler = new_reconciler(service.settings.home, service.store, launcher, meters=meters)
+    add_job(service, "job-1", State.QUEUED)
+    made_older(service, "queued_at", job_1=700.0)
+    before = samples(service)
+
+    def risen(name: str, *labels: str) -> float:
+        return samples(service)[name, labels] - before.get((name, labels), 0.0)
+
+    def launched() -> bool:
+        reconciler.step()
+        return bool(launcher.started)
+
+    wait_for(launched)
+    assert (risen("ft_attempts_started_total"), risen("ft_queue_wait_seconds_count")) == (1, 1)
+    assert 700 <= risen("ft_queue_wait_seconds_sum") < 700 + SLACK
+    assert risen("ft_event_lag_seconds_count") == 0, "what the service itself says was not on its way"
+
+    wrote = time.time() - 500.0
+    metrics = Metrics(step=1, total_steps=9, tokens=30)
+    events = [
+        Event(time=wrote, kind="metrics", message="step 1", metrics=metrics),
+        Event(time=wrote + 200.0, kind="metrics", message="step 2", metrics=metrics.model_copy(update={"tokens": 40})),
+    ]
+    write_segment(places.run("job-1"), 1, 0, events)
+    wait_for(lambda: reconciler.step() and risen("ft_event_lag_seconds_count") > 0)
+    assert 300 <= risen("ft_event_lag_seconds_sum") < 300 + SLACK
+    assert (risen("ft_trained_steps_total"), risen("ft_trained_tokens_total")) == (2, 70)
+
+    launcher.end("job-1", 1, exit_of(ExitReason.STALLED, "It stalled."))
+    wait_for(lambda: reconciler.step() and len(launcher.cleaned) > 0)
+    assert risen("ft_attempts_ended_total", "stalled") == 1
+
+
+def test_only_keys_of_scope_metrics_and_admin_read_them(service: Service) -> None:
+    _, scraper = service.store.keys.create_key(project_id="default", name="prometheus", scope="metrics")
+    _, user = service.store.keys.create_key(project_id="default", name="u", scope="user")
+    assert samples(service, scraper)
+    assert service.http("GET", "/metrics", key=user).status_code == 403
+    assert service.http("GET", "/metrics", headers={"authorization": ""}).status_code == 401
+    with pytest.raises(openai.PermissionDeniedError, match="reads /metrics and nothing else"):
+        service.client(scraper).models.list()
+
+
+def test_an_operator_may_open_them(service: Service) -> None:
+    settings = service.settings.model_copy(update={"metrics_open": True})
+    service.use(settings)
+    assert service.http("GET", "/metrics", headers={"authorization": ""}).status_code == 200

@@ -1,0 +1,47 @@
+"""Numbers, times and lengths in the page's notation. Pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from api.page import formatting
+
+
+def test_numbers_and_times_in_few_characters() -> None:
+    assert [formatting.number(value) for value in (None, 3, 1234567, 0.30001, 2e-4, 0.0, 123456.7)] == [
+        *(formatting.NONE, "3", "1,234,567", "0.3", "2e-4", "0", "123,457")
+    ]
+    assert [formatting.duration(seconds) for seconds in (0, 59, 60, 3725, 90_000)] == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "1 h 2 min",
+        "1 d 1 h",
+    ]
+    assert formatting.byte_text(3 * 1024**3) == "3.0 GiB"
+
+
+def test_lengths_as_bars() -> None:
+    bars = formatting.length_bars(
+        [{"total": total, "learned": 5} for total in (10, 10, 40)] + [{"total": 0, "learned": 0}], most=4
+    )
+    assert bars is not None
+    assert [bar["count"] for bar in bars["bars"]] == [2, 0, 0, 1]
+    assert (bars["longest"], bars["median"], bars["learned"]) == (40, 10, 0.25)
+    assert formatting.length_bars([]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("500 MiB", 500 * 2**20),
+        ("1.5 GiB", 3 * 2**29),
+        ("1,000", 1000),
+        ("7 B", 7),
+        ("7 MB", "7 MB"),
+        ("many", "many"),
+        ("inf", "inf"),
+    ],
+)
+def test_bytes_are_read_as_they_are_written(text: str, count: int | str) -> None:
+    assert formatting.byte_count(text) == count

@@ -1,0 +1,70 @@
+"""Comparisons, usage and answers, computed from answers of the API. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from api.page import job_form, summaries
+
+
+def test_jobs_are_compared_by_what_differs() -> None:
+    def job(**lora: Any) -> dict[str, Any]:
+        return {"model": "m", "training_file": "f", "validation_file": None, "seed": 1, "priority": 0, "lora": lora} | {
+            section: {} for section in job_form.SECTIONS if section != "lora"
+        }
+
+    assert summaries.differing_options([job(r=8, alpha=1), job(r=16, alpha=1)]) == [("lora.r", [8, 16])]
+    assert summaries.final_loss({"valid_loss": {"values": [2.0, 1.0, 1.5]}, "train_loss": {"values": [0.1]}}) == 1.0
+    assert summaries.final_loss({"train_loss": {"values": [0.5, 0.7]}}) == 0.7
+    assert summaries.final_loss({}) is None
+
+
+def test_use_is_summed_by_day_project_and_key() -> None:
+    def result(project: str, key: str | None, tokens: int, seconds: float) -> dict[str, Any]:
+        return {
+            "project_id": project,
+            "api_key_id": key,
+            "trained_tokens": tokens,
+            "gpu_seconds": seconds,
+            "uploaded_bytes": 10,
+            "num_jobs": 1,
+        }
+
+    days = [
+        [result("a", "k1", 5, 60.0), result("b", "k2", 7, 90.5)],
+        [],
+        [result("a", "k3", 1, 120.0), result("a", None, 2, 0.5)],
+    ]
+    found = summaries.usage_summary([{"start_time": 86_400 * day, "results": results} for day, results in enumerate(days)])
+    assert found.total == summaries.Use(tokens=15, gpu_seconds=271.0, bytes=40, jobs=4)
+    assert [one.tokens for one in found.days.values()] == [12, 0, 3]
+    assert list(found.projects) == ["a", "b"], "who used most first"
+    assert [(key, one.tokens) for key, one in found.keys.items()] == [
+        (("a", "k3"), 1),
+        (("b", "k2"), 7),
+        (("a", "k1"), 5),
+        (("a", ""), 2),
+    ]
+    assert [bar["share"] for bar in summaries.usage_bars(found.days, "tokens")] == [1.0, 0.0, 0.25]
+    assert [bar["share"] for bar in summaries.usage_bars({0: summaries.Use()}, "jobs")] == [0.0]
+
+
+def test_answers_at_a_step_beside_those_before_training() -> None:
+    def evaluation(step: int, score: float, tuned: str | None) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": []}] if step == 8 else None
+        sample = {"prompt": "p", "messages": messages, "reference": None, "base": "b", "tuned": tuned}
+        base = {"rouge_l": 0.1} if step else {}
+        return {"step": step, "metrics": {"rouge_l": score}, "base_metrics": base, "samples": [sample]}
+
+    listed = [evaluation(8, 0.9, "later"), evaluation(4, 0.5, "half"), evaluation(0, 0.1, None)]
+    found = summaries.answers_of(listed, 4)
+    assert found == summaries.Answers(
+        (4, 8), 4, {"rouge_l": (0.1, 0.5, 0.9)}, (summaries.AnswerRow((("", "p"),), None, "b", "half"),)
+    )
+    newest, begun = summaries.answers_of(listed, 5), summaries.answers_of(listed[2:], None)
+    assert newest is not None
+    assert newest.shown == 8
+    assert newest.prompts[0].turns == (("user", "Hi"), ("assistant", "null"))
+    assert begun is not None
+    assert (begun.shown, begun.scores) == (None, {"rouge_l": (0.1,)})
+    assert summaries.answers_of([], None) is None

@@ -1,0 +1,118 @@
+"""The list of jobs: what is painted first, and whose jobs a key may look at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+
+from ft_service.jobs.states import Phase, State
+from ft_service.store.records import NewEvent, Scope
+from tests.support.rest.service import METRICS, TRAINING, Service, put
+
+LINKED = re.compile(r'<a href="/jobs/(ftjob-\w+)"')
+
+
+@pytest.fixture
+def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
+    """Browsers that are signed in with keys of two projects: PROJECT SCOPE → browser."""
+    service.store.projects.ensure_project("theirs", "local")
+    browsers = {}
+    holders: tuple[tuple[str, Scope], ...] = (("default", "admin"), ("default", "submit"), ("theirs", "admin"))
+    for project, scope in holders:
+        _, key = service.store.keys.create_key(project_id=project, name="k", scope=scope)
+        browsers[f"{project} {scope}"] = browser = httpx2.Client(base_url=service.url, trust_env=False)
+        browser.post("/sign-in", data={"key": key})
+    yield browsers
+    for browser in browsers.values():
+        browser.close()
+
+
+@pytest.fixture
+def their_job(service: Service, opened: dict[str, httpx2.Client]) -> str:
+    client = service.client(service.store.keys.create_key(project_id="theirs", name="k", scope="submit")[1])
+    file = client.files.create(file=("train.jsonl", TRAINING), purpose="fine-tune")
+    return client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="their-job").id
+
+
+def test_what_a_screen_holds_is_painted_first_and_then_all_of_it(
+    client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
+) -> None:
+    made = [client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id for _ in range(22)]
+    painted = opened["default submit"].get("/jobs").text
+    assert LINKED.findall(painted) == made[:1:-1]
+    assert 'hx-get="/page/live/jobs?&seen=" hx-trigger="load delay' in painted
+    assert LINKED.findall(opened["default submit"].get("/page/live/jobs?").text) == made[::-1]
+
+
+def test_a_managing_key_looks_at_another_projects_list_and_at_no_more(
+    service: Service, opened: dict[str, httpx2.Client], their_job: str
+) -> None:
+    managing = opened["default admin"]
+    own = managing.get("/jobs").text
+    assert '<option value="theirs">' in own
+    assert their_job not in own
+    for path in ("/jobs?project=theirs", "/page/live/jobs?project=theirs"):
+        text = managing.get(path).text
+        assert "their-job" in text
+        assert their_job in text
+        assert not LINKED.findall(text), "only its own project's keys open it"
+        assert 'name="job"' not in text
+    assert managing.get(f"/jobs/{their_job}").status_code == 404
+    assert managing.get(f"/v1/fine_tuning/jobs/{their_job}").status_code == 404
+
+
+@pytest.mark.parametrize("whose", ["default submit", "theirs admin"])
+def test_no_other_key_looks_at_another_projects_list(
+    whose: str, opened: dict[str, httpx2.Client], their_job: str, service: Service
+) -> None:
+    other = "theirs" if whose.startswith("default") else "default"
+    assert opened["default admin"].get("/page/live/jobs?project=theirs").status_code == 200, "and it is remembered"
+    browser = opened[whose]
+    assert 'name="project"' not in browser.get("/jobs").text
+    for path in (f"/jobs?project={other}", f"/page/live/jobs?project={other}", f"/v1/fine_tuning/jobs?project={other}"):
+        answer = browser.get(path)
+        assert answer.status_code == 404, path
+        assert f"There is no project &#39;{other}&#39;" in answer.text or f"There is no project '{other}'" in answer.text
+
+
+def test_a_project_of_another_organisation_is_none(service: Service) -> None:
+    service.store.projects.ensure_project("rival", "rivals")
+    for project in ("rival", "nothing"):
+        answer = service.http("GET", f"/v1/fine_tuning/jobs?project={project}")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            404,
+            f"There is no project '{project}' in this organisation.",
+        )
+    assert service.http("GET", "/v1/fine_tuning/jobs?project=default").json()["data"] == []
+
+
+def test_a_job_that_stops_cannot_be_paused_again(
+    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    running = {"state": State.RUNNING, "attempt": 1, "host": "h"}
+    put(service, job_id, phase=Phase.TRAINING, **running)
+    assert "verb-pause" in browser.get(f"/jobs/{job_id}").text
+    put(service, job_id, phase=Phase.STOPPING, **running)
+    assert "verb-pause" not in browser.get(f"/jobs/{job_id}").text
+
+
+def test_list_and_job_say_the_same_time_left_whatever_the_last_step_took(
+    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    for step, seconds in enumerate((10.0, 10.0, 10.0, 10.0, 60.0), 1):
+        metrics = METRICS.model_copy(update={"step": step, "total_steps": 1005, "step_seconds": seconds})
+        event = NewEvent(level="info", message=f"Step {step}/1005", metrics=metrics)
+        put(service, job_id, event, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
+    now = service.store.now()
+    ends = client.fine_tuning.jobs.retrieve(job_id).estimated_finish
+    assert ends is not None
+    assert 19_900 < ends - now < 20_000, "1000 steps of 20 s in the mean"
+    times = [re.findall(r'data-until="([^"]+)"', browser.get(path).text) for path in ("/page/live/jobs?", f"/jobs/{job_id}")]
+    assert len({minute[:15] for found in times for minute in found}) <= 2
+    assert all(times)

@@ -1,0 +1,75 @@
+"""The form of a new job as it is served: what it offers to choose from, and how files are told apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import httpx2
+import openai
+import pytest
+
+from api.http.sessions import TOKEN_HEADER, token_of
+from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.describing import Descriptions
+from tests.support.bases import TINY, save_base
+from tests.support.describing import described_here
+from tests.support.rest.service import Service
+
+
+def test_bases_that_cannot_be_tuned_are_not_offered_nor_named_by_a_refusal(
+    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str
+) -> None:
+    folder = service.settings.models[0]
+    save_base(folder / "no-decoder")
+    (folder / "no-decoder/config.json").write_text(json.dumps(TINY | {"model_type": "t5"}))
+    assert "no-decoder" in [model.id for model in client.models.list()], "with the reason why not"
+    bases = re.search(r'<select id="model".*?</select>', browser.get("/new").text, re.DOTALL)
+    assert bases is not None
+    assert "tiny" in bases[0]
+    assert "no-decoder" not in bases[0]
+    with pytest.raises(openai.BadRequestError, match=r"There are: meta-llama/Llama-3\.2-1B, tiny") as refused:
+        client.fine_tuning.jobs.create(model="absent", training_file=training_file)
+    assert "no-decoder" not in str(refused.value)
+
+
+def test_files_of_one_name_differ_by_when_they_came(browser: httpx2.Client, client: openai.OpenAI) -> None:
+    made = [client.files.create(file=("chat.jsonl", b'{"text": "a"}\n'), purpose="fine-tune") for _ in range(2)]
+    offered = re.findall(r'<option value="file-[^>]*>([^<]*)<', browser.get("/new").text)
+    assert len(set(offered)) == len(made), "for training and for validation"
+    assert all(re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text) for text in offered)
+
+
+def test_a_base_that_is_being_examined_is_offered_with_a_note_and_a_job_on_it_is_taken(
+    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str
+) -> None:
+    descriptions = Descriptions(None, "tests")
+    catalogue = Catalogue.from_settings(service.settings, descriptions)
+    service.app.state.services = replace(service.app.state.services, catalogue=catalogue)
+    opened = browser.get("/new").text
+    assert '<option value="tiny">tiny (being examined)</option>' in opened
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
+    form = {"model": "tiny", "training_file": training_file}
+    plan = browser.post("/new/plan", data=form, headers=headers).text
+    assert "This base is being examined." in plan
+    assert 'role="alert"' not in plan
+    assert 'hx-trigger="load delay:5s"' in plan, "the plan is asked for again"
+    made = browser.post("/new", data=form, headers=headers | {"hx-request": "true"})
+    assert client.fine_tuning.jobs.retrieve(made.headers["hx-redirect"].removeprefix("/jobs/")).model == "tiny"
+    folder = service.settings.models[0] / "tiny"
+    descriptions.add(folder, described_here(folder))
+    assert '<option value="tiny">tiny</option>' in browser.get("/new").text
+    assert "Memory of a rank" in browser.post("/new/plan", data=form, headers=headers).text
+
+
+def test_a_base_that_nothing_here_can_describe_is_shown_with_the_way_out(
+    service: Service, browser: httpx2.Client, training_file: str
+) -> None:
+    descriptions = Descriptions(None, None, missing="Install the <workers>.")
+    catalogue = Catalogue.from_settings(service.settings, descriptions)
+    service.app.state.services = replace(service.app.state.services, catalogue=catalogue)
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
+    plan = browser.post("/new/plan", data={"model": "tiny", "training_file": training_file}, headers=headers).text
+    assert "Install the &lt;workers&gt;." in plan
+    assert "hx-post" not in plan, "to ask again does not help"

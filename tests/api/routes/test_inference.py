@@ -1,0 +1,129 @@
+"""Chat completions go on to the operator's inference server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from ft_service.jobs.states import State
+from tests.support.rest.receiver import Received, Receiver, receiving
+from tests.support.rest.service import Service, put, run_dir
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def configure(configure: dict[str, Any], receiver: Receiver) -> dict[str, Any]:
+    return configure | {"inference_url": f"{receiver.url}/v1/", "inference_api_key": "inside-key"}
+
+
+@pytest.fixture
+def tuned(service: Service, client: openai.OpenAI, training_file: str) -> str:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    return put(service, job_id, state=State.SUCCEEDED, attempt=1).spec.tuned_name
+
+
+def completion(content: str) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    return {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+
+
+def test_an_answer_comes_back_and_the_callers_key_does_not_leave(
+    service: Service, client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+
+    answer = client.chat.completions.create(model=tuned, messages=MESSAGES, temperature=0.5)
+
+    assert answer.choices[0].message.content == "Hello"
+    arrived = receiver.arrived.get(timeout=10)
+    assert arrived.path == "/v1/chat/completions"
+    assert json.loads(arrived.body) == {"model": tuned, "messages": MESSAGES, "temperature": 0.5}
+    assert arrived.headers["authorization"] == "Bearer inside-key"
+    assert service.key not in str(arrived)
+
+
+def test_who_serves_models_answers_for_a_checkpoint_that_was_pruned_here(
+    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str
+) -> None:
+    """It may have loaded it before."""
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, attempt=1)
+    run_dir(service, job_id).path("checkpoints/step-5-a1/COMPLETE").unlink()
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    name = f"{job.spec.tuned_name}:ckpt-step-5"
+    assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
+
+
+def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+    go_on = threading.Event()
+
+    def chunk(content: str) -> bytes:
+        delta = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        return f"data: {json.dumps({**delta, 'choices': [{'index': 0, 'delta': {'content': content}}]})}\n\n".encode()
+
+    def chunks() -> Iterator[bytes]:
+        yield chunk("Hel")
+        assert go_on.wait(20)
+        yield chunk("lo")
+        yield b"data: [DONE]\n\n"
+
+    receiver.answer = lambda _: (200, {"content-type": "text/event-stream"}, chunks())
+    stream = client.chat.completions.create(model=tuned, messages=MESSAGES, stream=True)
+
+    assert next(stream).choices[0].delta.content == "Hel"
+    go_on.set()
+    assert [part.choices[0].delta.content for part in stream] == ["lo"]
+
+
+def test_the_processor_is_asked_for_of_the_preview_alone(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.BadRequestError, match="an inference server answers here") as caught:
+        client.chat.completions.create(model=tuned, messages=messages, extra_body={"processor": True})
+    assert caught.value.param == "processor"
+
+
+def test_a_refusal_comes_back_as_it_is(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+    def refuse(_: Received) -> Any:
+        body = {"error": {"message": "busy", "type": "rate", "param": None, "code": "slow_down"}}
+        return 429, {"content-type": "application/json", "retry-after": "7"}, iter([json.dumps(body).encode()])
+
+    receiver.answer = refuse
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model=tuned, messages=MESSAGES)
+    assert caught.value.code == "slow_down"
+    assert caught.value.response.headers["retry-after"] == "7"
+
+
+def test_only_models_that_the_caller_may_use_are_asked_for(service: Service, receiver: Receiver, tuned: str) -> None:
+    service.store.projects.ensure_project("other", "rival")
+    other = service.client(service.store.keys.create_key(project_id="other", name="k", scope="user")[1])
+    for name in (tuned, "ft:tiny:local::none"):
+        with pytest.raises(openai.NotFoundError):
+            other.chat.completions.create(model=name, messages=MESSAGES)
+    assert receiver.arrived.empty()
+
+
+class TestAway:
+    @pytest.fixture
+    def configure(self, configure: dict[str, Any]) -> dict[str, Any]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return configure | {"inference_url": f"http://127.0.0.1:{listener.getsockname()[1]}/v1"}
+
+    def test_a_server_that_is_away_is_a_503(self, client: openai.OpenAI, tuned: str) -> None:
+        with pytest.raises(openai.InternalServerError, match="FT_INFERENCE_URL") as caught:
+            client.chat.completions.create(model=tuned, messages=MESSAGES)
+        assert caught.value.status_code == 503

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ft_service.host.running_servers import announced
+from ft_service.plan.plan_text import time_text
+from tests.support.bases import LLAMA_8B, save_base
+from tests.support.command_line import Ft
+from tests.support.run_directories import CHAT
+
+ROOT = Path(__file__).parents[4]
+
+pytestmark = pytest.mark.usefixtures("no_tokens")
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_base(tmp_path / "models/llama-8b", LLAMA_8B)
+    monkeypatch.setenv("FT_MODELS", str(tmp_path / "models"))
+    (tmp_path / "train.jsonl").write_text(CHAT * 20)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: llama-8b\ntraining_file: train.jsonl\nprecision: {default: nf4, overrides: {'.*down_proj': bf16}}\n"
+        "training: {batch_size: 8, n_epochs: 2}\ndistributed: {nproc_per_node: 2}\n"
+    )
+    return path
+
+
+def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> None:
+    brief = ft("plan", spec, "--hardware", "h100").out.splitlines()
+    assert re.fullmatch(r"Fits H100: at most 5\d\.\d+ GiB of 74\.82 GiB usable per rank, likely \S+ GiB\.", brief[0])
+    assert brief[1].startswith("6 steps over 20 samples take ")
+    assert brief[-1].startswith("Chosen: ")
+    assert len(brief) < 12, "the verdict and the data; the rest with --verbose"
+    ended = ft("plan", spec, "--hardware", "h100", "--verbose")
+    assert (ended.code, ended.err) == (0, "")
+    lines = [line.split() for line in ended.out.splitlines()]
+    assert ["model.layers.*.mlp.down_proj", "32", "4096", "x", "14336", "bf16", "3.50", "GiB", "3.50", "GiB"] in lines
+    assert ["model.layers.*.self_attn.q_proj", "32", "4096", "x", "4096", "nf4", "264.50", "MiB", "264.50", "MiB"] in lines
+    assert "distributed.replicate: -1 (the base fits whole on every rank, " in ended.out
+    assert "\ntrain.jsonl: 20 samples of 7 tokens, " in ended.out
+
+
+def test_the_readmes_example_needs_no_setting(ft: Ft) -> None:
+    ended = ft("plan", ROOT / "deploy/examples/quickstart.yaml", "--hardware", "H100")
+    assert ended.code == 0
+    assert ended.err == ""
+    assert "150 steps over " in ended.out
+
+
+def test_a_plan_needs_neither_weights_nor_tokenizer(ft: Ft, spec: Path) -> None:
+    whole = json.loads(ft("plan", spec, "--hardware", "H100", "--json").out)
+    for path in (spec.parent / "models/llama-8b").iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    alone = json.loads(ft("plan", spec, "--hardware", "H100", "--json").out)
+    assert {m["name"]: m for m in alone["modules"]} == {m["name"]: m for m in whole["modules"]}
+    assert alone["rank"] == whole["rank"]
+    assert "The weights of the base are not here" in alone["warnings"][-1]
+    assert "has no tokenizer" in ft("plan", spec, "--hardware", "H100").out
+    (spec.parent / "models/llama-8b/pytorch_model.bin").write_bytes(b"pickled")
+    assert "only pytorch_model.bin, which is pickled and never read" in ft("plan", spec, "--hardware", "H100").out
+    assert "safetensors" in ft("run", spec).err
+
+
+def test_beside_a_server_its_models_are_known(ft: Ft, spec: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FT_MODELS")
+    home.mkdir()
+    with announced(home, "http://127.0.0.1:9", [spec.parent / "models"]):
+        assert ft("plan", spec, "--hardware", "H100").code == 0
+    assert "there is no such base model" in ft("plan", spec, "--hardware", "H100").err
+
+
+def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
+    plan = json.loads(ft("plan", spec, "--hardware", "H100", "--json").out)
+    formats = {module["name"]: module["format"] for module in plan["modules"]}
+    assert len(formats) == 32 * 9 + 3
+    assert (formats["model.layers.31.mlp.down_proj"], formats["model.layers.0.mlp.up_proj"]) == ("bf16", "nf4")
+    rank = plan["rank"]
+    terms = ["adapters", "gradients", "optimizer", "gather", "accumulation", "activations", "rows"]
+    at_peak = max(rank["logits"], rank["workspace"])
+    assert rank["total"] == sum(rank["base"].values()) + sum(rank[name] for name in terms) + at_peak
+    assert 0 < plan["likely"]["rank"]["total"] <= plan["rank"]["total"]
+    assert (plan["fits"], plan["time"]["steps"]) == (True, 6)
+    assert (plan["data"].keys(), plan["data"]["training_file"]["samples"]) == ({"training_file"}, 20)
+
+
+def test_where_tokens_cannot_be_counted_lines_are(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_service.cli.local.job_inputs.find_spec", lambda name: None)
+    ended = ft("plan", spec, "--hardware", "H100")
+    assert "6 steps over 20 samples" in ended.out
+    assert "Tokens are not counted here: transformers is not installed, or the base has no tokenizer.\n" in ended.out
+    (spec.parent / "train.jsonl").write_text(CHAT + "{}\n")
+    refused = ft("plan", spec, "--hardware", "H100")
+    assert (refused.code, "line 2: messages is required" in refused.err) == (64, True)
+
+
+def test_a_large_file_keeps_nobody_in_the_dark(ft: Ft, spec: Path) -> None:
+    (spec.parent / "train.jsonl").rename(spec.parent / "large.jsonl")
+    spec.write_text(spec.read_text().replace("train.jsonl", "large.jsonl"))
+    ended = ft("plan", spec, "--hardware", "h100", "--json")
+    assert ended.err == "Validating training file: 7 lines (50 %).\n"
+    assert json.loads(ended.out)["fits"]
+
+
+def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
+    ended = ft("plan", spec, "--hardware", "RTX-4090", "--memory", "3GiB")
+    assert ended.out.startswith("May not fit RTX-4090: ")
+    assert "with training.max_length: 1024: " in ended.out
+    assert "with precision.default: nf4, precision.overrides: {}: " in ended.out
+    assert ended.code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hardware", "B17"), "--hardware = 'B17': not known. There are B200, H200, H100"),
+        (("--memory", "much"), "--memory = 'much': expected a size such as 24GiB"),
+    ],
+)
+def test_usage_that_is_wrong_is_one_line(ft: Ft, spec: Path, options: tuple[str, ...], message: str) -> None:
+    ended = ft("plan", spec, *options)
+    assert ended.code == 64
+    assert ended.err.startswith(f"ft: {message}")
+
+
+def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from ft_service.cli.root_command import run; code = run(['plan', sys.argv[1]]); "
+        "heavy = {'torch', 'numpy', 'transformers', 'safetensors', 'fastapi', 'sqlalchemy'}; "
+        "print(sorted(heavy & set(sys.modules))); sys.exit(code)"
+    )
+    environment = {**os.environ, "FT_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", code, str(spec)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stderr) == (0, "Describing the base, which is done once …\n")
+    *lines, loaded = ended.stdout.splitlines()
+    assert loaded == "[]"
+    assert any(re.match(r"train\.jsonl: 20 samples of \d+ tokens, ", line) for line in lines), "counted in a process of its own"
+
+
+def test_a_sweep_is_planned_as_a_whole(ft: Ft, spec: Path) -> None:
+    tried = "validation_split: 0.2\nsweep: {lora.r: [8, 64], training.learning_rate: [1e-4, 1e-3, 1e-2]}\n"
+    spec.write_text(spec.read_text() + tried)
+    head, time, early, *rest = ft("plan", spec, "--hardware", "h100").out.splitlines()
+    assert head.startswith("6 jobs, of which the largest fits H100: at most ")
+    assert time.startswith("One after the other, their 24 steps over 16 samples take ") or "steps over" in time
+    assert "stopped early" in early
+    titles, *rows = [line.split("\t") for line in rest if "\t" in line]
+    assert titles == ["lora.r", "training.learning_rate", "STEPS", "PER RANK", "FITS"]
+    assert [row[:2] for row in rows] == [[r, rate] for r in ("8", "64") for rate in ("0.0001", "0.001", "0.01")]
+    plan = json.loads(ft("plan", spec, "--hardware", "h100", "--json").out)
+    assert len(plan["jobs"]) == 6
+    assert plan["time"]["steps"] == sum(job["time"]["steps"] for job in plan["jobs"])
+    assert plan["jobs"][3]["bytes_per_rank"] > plan["jobs"][0]["bytes_per_rank"]
+    assert "did you mean lora.r?" in ft("plan", spec, "--set", "sweep.lora.rr=[1, 2]").err
+
+
+def test_options_of_the_command_line_go_before_those_of_the_spec(ft: Ft, spec: Path) -> None:
+    plan = json.loads(ft("plan", spec, "--hardware", "H100", "--json", "--set", "training.n_epochs=1").out)
+    assert plan["time"]["steps"] == 3
+    assert "--set 'lora'" in ft("plan", spec, "--set", "lora").err
+    assert "--set lora.r: '[1' is not a YAML value" in ft("plan", spec, "--set", "lora.r=[1").err
+    assert "lora.rank: there is no such option; did you mean lora.r?" in ft("plan", spec, "--set", "lora.rank=1").err
+    assert "--set seed is given twice" in ft("plan", spec, "--set", "seed=1", "--set", "seed=2").err
+    assert "--model and --set model are both given" in ft("plan", spec, "--model", "a", "--set", "model=b").err
+    assert "training.n_epochs.x: training.n_epochs is 2 here" in ft("plan", spec, "--set", "training.n_epochs.x=1").err
+    bare = ft("plan", spec.with_name("train.jsonl"), "--model", "llama-8b", "--hardware", "H100")
+    assert bare.out.startswith("Fits H100: ")
+
+
+def test_a_time_is_never_about_nothing(ft: Ft, spec: Path) -> None:
+    assert time_text({"steps": 3, "examples": 6, "seconds_at_most": 0.4, "seconds_likely": 0.2}) == (
+        "3 steps over 6 samples take less than a second."
+    )
+    assert time_text({"steps": 3, "examples": 6, "seconds_at_most": 9.0, "seconds_likely": 7.7}) == (
+        "3 steps over 6 samples take about 8 s (at worst 9 s, if all were as long as the longest)."
+    )

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ft_service.cli.chat_command import ChatSession, ChatTarget, find_chat_targets
+from ft_service.errors import NotFoundError
+from tests.support.rest.stub_server import StubServer, job_body
+
+TUNED = "ft:tiny:local:mine:1"
+
+
+def test_a_conversation_tells_what_can_be_typed_and_sends_no_slip_to_the_model(
+    server: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["/help", "/hlep", " /etc is a folder", "/etc/hosts", "/bye"])
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    monkeypatch.setattr(ChatSession, "ask", lambda self, message: asked.append(message))
+    ChatSession(server.client(), [ChatTarget("tuned", TUNED)], {}, []).hold()
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("/new", "/exit, /quit, /bye", "Ctrl-C", "/help lists all commands"))
+    assert "There is no /hlep. /help lists the commands" in said
+    assert [message.strip() for message in asked] == ["/etc is a folder", "/etc/hosts"]
+
+
+class Answers:
+    """In the place of a client: what is given to it, or a Ctrl-C in the middle."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def chat(self, body: dict[str, Any]) -> Iterator[str]:
+        self.asked.append([said["content"] for said in body["messages"]])
+        yield "[/b]"
+        if body["messages"][-1]["content"] == "stop":
+            raise KeyboardInterrupt
+        yield " well"
+
+
+def test_a_conversation_bears_ctrl_c_and_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = iter(["hello", "stop", "again"])
+
+    def read(_: str) -> str:
+        for line in typed:
+            return line
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", read)
+    client: Any = Answers()
+    ChatSession(client, [ChatTarget("tuned", TUNED)], {}, []).hold()
+    assert client.asked[2] == ["hello", "[/b] well", "again"], "what was broken off is not remembered"
+    assert "(ended; it is not remembered)" in capsys.readouterr().out
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    ChatSession(client, [ChatTarget("tuned", TUNED), ChatTarget("base", "tiny")], {}, []).ask("hello")
+    shown = capsys.readouterr().out
+    assert (shown.count("[/b] well"), shown.count("╭")) == (2, 2)
+
+
+def test_chat_takes_the_words_for_jobs_that_other_commands_take() -> None:
+    server = StubServer()
+    server.jobs["ftjob-1"] = job_body(status="succeeded", fine_tuned_model=TUNED, suffix="mine")
+    for word in ("last", "mine", "ftjob-1"):
+        tuned, base = find_chat_targets(server.client(), word)
+        assert (tuned.model, base.model) == (TUNED, "tiny")
+    with pytest.raises(NotFoundError, match="There is no job 'ftjob-gone'"):
+        find_chat_targets(server.client(), "ft:tiny:local::gone")

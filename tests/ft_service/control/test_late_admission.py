@@ -1,0 +1,241 @@
+"""Jobs on bases that are described later: they wait in validating_files, and are planned or refused there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.describing import Descriptions, Make
+from ft_service.control import describe_bases
+from ft_service.control.admission import AdmissionContext, LateAdmission, create_job
+from ft_service.control.base_facts import base_facts
+from ft_service.control.checks import data_checks
+from ft_service.control.checks.data_checks import Checked
+from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.errors import SpecError
+from ft_service.jobs.states import Job, State
+from ft_service.meters import Meters
+from ft_service.settings import Settings
+from ft_service.storage.locations import Places
+from ft_service.store.records import File, Principal
+from ft_service.store.sql import Store
+from tests.support.attempts import wait_for
+from tests.support.bases import save_base
+from tests.support.describing import at_once, described_here, oddly
+from tests.support.fake_launcher import FakeLauncher
+from tests.support.reconciling import PROJECT, get, messages, new_store
+
+ANN = Principal(key_id="key_a", project_id=PROJECT, organization="acme", scope="user")
+
+
+@pytest.fixture(autouse=True)
+def whole_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data files are fine, whatever is in them."""
+    monkeypatch.setattr(data_checks, "_check_files", lambda *_: Checked())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+class Service:
+    """A store and a reconciler, whose bases are described by `make`."""
+
+    def __init__(self, home: Path, make: Make | None) -> None:
+        self.settings = Settings(home=home, models=[home / "models"], slots=4)
+        self.store: Store = new_store(home)
+        self.make = make
+        self.folder = home / "models"
+        file = File(
+            id="file-a",
+            project_id=PROJECT,
+            filename="a.jsonl",
+            purpose="fine-tune",
+            bytes=4000,
+            sha256="0" * 64,
+            created_at=0.0,
+        )
+        self.store.files.add_file(file)
+        (home / "files").mkdir()
+        (home / "files" / "file-a").write_text("\n" * 4000)
+        self.start()
+
+    def start(self) -> None:
+        self.descriptions = Descriptions(Places.of(self.settings).descriptions(), "tests", self.make)
+        admission = LateAdmission(self.store, self.settings, self.descriptions)
+        self.launcher = FakeLauncher(slots=4)
+        places = Places.of(self.settings)
+        self.reconciler = Reconciler(
+            self.store, self.launcher, places, ReconcilerOptions(admission=admission, idle_seconds=0.0)
+        )
+
+    def end(self) -> None:
+        self.descriptions.close()
+        self.reconciler.close()
+
+    def create(self, model: str, descriptions: Descriptions | None = None, **body: Any) -> Job:
+        body = {"model": model, "training_file": "file-a", "distributed": {"nproc_per_node": 1}, **body}
+        catalogue = Catalogue([self.folder], descriptions=descriptions or self.descriptions)
+        return create_job(body, AdmissionContext(ANN, self.store, self.settings, catalogue))
+
+    def step_until(self, job: Job, *states: State) -> Job:
+        def there() -> Job | None:
+            self.reconciler.step()
+            now = get(self.store, job.id)
+            return now if now.state in states else None
+
+        return wait_for(there)
+
+
+Open = Callable[[Make | None], Service]
+
+
+@pytest.fixture
+def open_service(tmp_path: Path) -> Iterator[Open]:
+    with contextlib.ExitStack() as stack:
+
+        def opened(make: Make | None) -> Service:
+            service = Service(tmp_path, make)
+            stack.callback(service.store.close)
+            stack.callback(lambda: service.end())
+            return service
+
+        yield opened
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "describing"])
+
+
+class Held:
+    """Describes as workers.describe does, once it may."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def __call__(self, folder: Path, stop: Callable[[], bool]) -> Any:
+        while not self.go.wait(0.02) and not stop():
+            pass
+        return described_here(folder)
+
+
+def test_a_job_waits_for_its_base_and_is_planned_as_admission_would_have(open_service: Open) -> None:
+    make = Held()
+    service = open_service(make)
+    save_base(service.folder / "tiny")
+    known = service.create("tiny", at_once())
+    job = service.create("tiny")
+    assert (job.state, job.work) == (State.VALIDATING, None)
+    assert known.work
+    for _ in range(20):
+        service.reconciler.step()
+    waiting = get(service.store, job.id)
+    assert (waiting.state, waiting.pending) == (State.VALIDATING, "Its base tiny is being described.")
+    make.go.set()
+
+    planned = service.step_until(job, State.QUEUED, State.RUNNING)
+
+    assert (planned.work, planned.planned_seconds, planned.shapes) == (known.work, known.planned_seconds, known.shapes)
+    chosen = {name: getattr(known.spec, name) for name in ("precision", "training", "distributed", "chosen")}
+    assert {name: getattr(planned.spec, name) for name in chosen} == chosen
+    assert planned.pending is None
+    told, earlier = messages(service.store, job.id), messages(service.store, known.id)
+    assert told[1].startswith("The base tiny is not described yet.")
+    assert [message for message in earlier if "per rank" in message] == [message for message in told if "per rank" in message]
+
+
+@pytest.mark.parametrize(
+    ("body", "changes"),
+    [
+        ({"lora": {"target_modules": ["no_such_module"]}}, {}),
+        ({"lora": {"target_parameters": ["no.such.parameter"]}}, {}),
+        ({"precision": {"overrides": {"no_such_pattern": "nf4"}}}, {}),
+        ({}, {"num_attention_heads": 5}),
+    ],
+    ids=["modules", "parameters", "patterns", "base"],
+)
+def test_what_admission_refuses_is_refused_later_with_the_same_words(
+    open_service: Open, body: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    service = open_service(lambda folder, stop: described_here(folder))
+    save_base(service.folder / "tiny", **changes)
+    with pytest.raises(SpecError) as refused:
+        service.create("tiny", at_once(), **body)
+
+    failed = service.step_until(service.create("tiny", **body), State.FAILED)
+
+    assert failed.error is not None
+    assert (failed.error["message"], failed.error["param"], failed.error["code"]) == (
+        refused.value.message,
+        refused.value.param,
+        refused.value.code,
+    )
+    with pytest.raises(SpecError, match=r".") as again:
+        service.create("tiny", **body)
+    assert again.value.message == refused.value.message, "the base is described now"
+
+
+@pytest.mark.parametrize("test", ["hang", "crash", "eat", "garbage"])
+def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_path: Path, test: str) -> None:
+    service = open_service(oddly(seconds=8.0))
+    log = tmp_path / "log"
+    save_base(service.folder / "hostile", test=test, log=str(log))
+    save_base(service.folder / "good", log=str(log))
+    bad = service.create("hostile")
+    wait_for(lambda: service.reconciler.step() is not None and log.exists())
+    good = service.create("good")
+
+    assert service.step_until(good, State.RUNNING).state is State.RUNNING
+    if test == "hang":
+        assert get(service.store, bad.id).state is State.VALIDATING
+    failed = service.step_until(bad, State.FAILED)
+    assert failed.error is not None
+    assert "hostile cannot be described, so it cannot be tuned here" in failed.error["message"]
+    with pytest.raises(SpecError, match="cannot be described"):
+        service.create("hostile")
+
+
+def test_a_service_that_ends_while_it_describes_goes_on_when_it_is_started(open_service: Open, tmp_path: Path) -> None:
+    log, go = tmp_path / "log", tmp_path / "go"
+    service = open_service(oddly())
+    save_base(service.folder / "slow", test="slow", log=str(log), go=str(go))
+    job = service.create("slow")
+    wait_for(lambda: service.reconciler.step() is not None and log.exists())
+    service.end()
+    pid = int(log.read_text().split()[1])
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    assert get(service.store, job.id).state is State.VALIDATING
+    service.start()
+    go.touch()
+
+    assert service.step_until(job, State.QUEUED, State.RUNNING).work is not None
+
+
+def test_a_server_describes_all_its_bases_and_those_that_come_later(
+    open_service: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(describe_bases, "WATCH_SECONDS", 0.1)
+    service = open_service(lambda folder, stop: described_here(folder))
+    for number in range(20):
+        save_base(service.folder / f"base-{number}", rope_theta=float(number + 1))
+    hostile = save_base(service.folder / "hostile", num_attention_heads=5)
+    (pickled := service.folder / "pickled").mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").touch()
+    stop = threading.Event()
+    arguments = (service.settings, service.store, Meters(), stop)
+    thread = threading.Thread(target=describe_bases.watch_models, args=arguments, kwargs={"descriptions": service.descriptions})
+    thread.start()
+    try:
+        for number in range(20):
+            wait_for(lambda number=number: service.descriptions.known(service.folder / f"base-{number}"))
+        later = save_base(service.folder / "later", rope_theta=99.0)
+        assert base_facts(later, wait_for(lambda: service.descriptions.known(later))).trainable
+        facts = base_facts(hostile, wait_for(lambda: service.descriptions.known(hostile)))
+        assert (facts.described, facts.trainable) == (True, False)
+        assert "num_attention_heads" in str(facts.why_not) or facts.why_not
+    finally:
+        stop.set()
+        thread.join()
+    assert service.descriptions.known(pickled) is None
+    assert "pickled" in str(base_facts(pickled, None).why_not)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_service.control import launcher_choice
+from ft_service.control.capacity import capacity_of, refuse_too_many
+from ft_service.control.launcher_choice import new_launcher
+from ft_service.errors import SpecError
+from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
+from ft_service.settings import Settings
+from ft_service.spec import DistributedOptions
+from tests.support.reconciling import spec_of
+
+
+def slurm_settings(folder: Path, profile: dict[str, Any] | None = None, **values: Any) -> Settings:
+    path = folder / "slurm-profile.yaml"
+    path.write_text(yaml.safe_dump({"ranks_per_node": 4, **(profile or {})}))
+    database = f"sqlite:///{folder / 'ft.db'}"
+    return Settings(**{"home": folder, "launcher": "slurm", "slurm_profile": path, "database_url": database, **values})
+
+
+def test_slurm_is_chosen_where_its_commands_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    assert isinstance(new_launcher(slurm_settings(tmp_path)), SlurmLauncher)
+    monkeypatch.setattr(launcher_choice, "missing_commands", lambda: ["sbatch", "srun"])
+    with pytest.raises(SpecError, match="FT_LAUNCHER = slurm: sbatch and srun cannot be found here"):
+        new_launcher(slurm_settings(tmp_path))
+
+
+def test_a_time_limit_that_leaves_no_time_to_train_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    with pytest.raises(SpecError, match=r"FT_SLURM_PROFILE: time = '4'.*120 seconds before"):
+        new_launcher(slurm_settings(tmp_path, {"time": "4"}))
+    assert new_launcher(slurm_settings(tmp_path, {"time": "5"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"slurm_profile": None}, "FT_LAUNCHER = slurm needs FT_SLURM_PROFILE"),
+        ({"database_url": ""}, "FT_LAUNCHER = slurm needs FT_DATABASE_URL"),
+        ({"storage": "s3://b/ft"}, "FT_STORAGE needs FT_LAUNCHER = kubernetes"),
+    ],
+)
+def test_settings_that_slurm_cannot_work_with_are_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        slurm_settings(tmp_path, **values)
+
+
+def test_slurm_has_the_queue_and_its_nodes_have_a_size(tmp_path: Path) -> None:
+    capacity = capacity_of(slurm_settings(tmp_path))
+    assert (capacity.gpus, capacity.several_nodes) == (4, True)
+    refuse_too_many(spec_of("j", distributed=DistributedOptions(nnodes=64, nproc_per_node=4)), capacity)
+    with pytest.raises(SpecError, match="a node of this cluster runs at most 4 ranks"):
+        refuse_too_many(spec_of("j", distributed=DistributedOptions(nproc_per_node=5)), capacity)
+    assert "Slurm orders the jobs" in capacity.ignores_priority
+    assert capacity_of(slurm_settings(tmp_path, {"gres": None, "hardware": "cpu"})).gpus == 0

@@ -1,0 +1,202 @@
+"""Tokens on the disk: those of the file, counted as if it were read again, whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ft_service.bases.cache_folder import Cache
+from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress
+from ft_service.data.examiner import Examiner
+from ft_service.data.token_folder import entries_of, remove_entries
+from ft_service.data.tokens.examine import Examination, ProgressReporter, TokenDestination
+from ft_service.data.tokens.token_cache import Recording, find, tokens_key
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.token_set_files import open_token_set
+from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, load_dataset
+from ft_service.rundir.directory import sha256_of
+from ft_service.spec import DataFileRef
+from tests.support.training.models import save_chats, save_tokenizer, spec_for
+
+LINES = CHUNK_SAMPLES + 44
+KEY = "ab.cd"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(base)
+
+
+def chat(question: str, answer: str) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}) + "\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> DataFileRef:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(chat("a" * (n % 90), "ñ" * (n % 70 + 1)) for n in range(LINES)))
+    return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
+
+
+def tell_nothing(progress: ReadProgress) -> None:
+    pytest.fail(f"told of {progress}")
+
+
+def examined(tokenizer: Any, file: DataFileRef, max_length: int, folder: Path | None) -> DataReport:
+    destination = TokenDestination(folder, KEY) if folder is not None else None
+    request = ExamineRequest(file.path, file.sha256, "", "", max_length)
+    return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report(destination)
+
+
+def same(found: TokenSet, expected: TokenSet) -> bool:
+    return found.digest == expected.digest and all(
+        np.array_equal(a.ids, b.ids) and np.array_equal(a.targets, b.targets) and a.ids.dtype == b.ids.dtype
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def kept(folder: Path) -> TokenSet:
+    found = find(folder, KEY)
+    assert found is not None
+    found.entry.close()
+    return found.samples
+
+
+@pytest.mark.parametrize("max_length", [40, 60, 200])
+def test_what_is_kept_is_what_a_rank_would_make(
+    max_length: int, tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    examined(tokenizer, file, 50, tmp_path / "tokens")
+    samples, made = kept(tmp_path / "tokens"), load_dataset(tokenizer, file, 10_000)
+    assert same(samples, made)
+    assert (len(samples), samples.largest_id, samples.dated) == (LINES, made.largest_id, False)
+    assert samples.lengths.tolist() == made.lengths.tolist()
+    assert same(samples.cut(max_length), load_dataset(tokenizer, file, max_length)), "kept uncut"
+
+
+@pytest.mark.parametrize("max_length", [8, 40, 60, 200])
+def test_the_same_is_reported_without_a_tokenizer(
+    max_length: int, tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    examined(tokenizer, file, 50, tmp_path / "tokens")
+    assert examined(None, file, max_length, tmp_path / "tokens") == examined(tokenizer, file, max_length, None)
+
+
+def test_nothing_is_kept_of_a_file_with_a_fault(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
+    with Path(file.path).open("a") as lines:
+        lines.write("{}\n")
+    changed = file.model_copy(update={"sha256": sha256_of(Path(file.path))})
+    report = examined(tokenizer, changed, 50, tmp_path / "tokens")
+    assert (report.faults_total, report.examples) == (1, LINES)
+    assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_changes_no_report(
+    tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("no folder")
+    assert examined(tokenizer, file, 50, tmp_path / "tokens") == examined(tokenizer, file, 50, None)
+
+
+def test_a_date_in_the_template_is_noted(base: Path, file: DataFileRef, tmp_path: Path) -> None:
+    dated = PreTrainedTokenizerFast.from_pretrained(base)
+    dated.chat_template = "{{ strftime_now('%Y') }}" + str(dated.chat_template)
+    examined(dated, file, 50, tmp_path / "tokens")
+    assert kept(tmp_path / "tokens").dated
+
+
+def truncate(entry: Path) -> None:
+    path = entry / "ids.bin"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def edit_index(entry: Path) -> None:
+    path = entry / "index.json"
+    path.write_text(path.read_text().replace('"largest_id": ', '"largest_id": 1'))
+
+
+def mix_offsets(entry: Path) -> None:
+    path = entry / "offsets.bin"
+    offsets = np.fromfile(path, "<i8")
+    offsets[[1, 2]] = offsets[[2, 1]]
+    offsets.tofile(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "ids cut off": truncate,
+    "another index": edit_index,
+    "offsets out of order": mix_offsets,
+    "no targets": lambda entry: (entry / "targets.bin").unlink(),
+    "no index": lambda entry: (entry / "index.json").unlink(),
+    "no lock": lambda entry: (entry / "lock").unlink(),
+    "no JSON": lambda entry: (entry / "index.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_made_anew(
+    damage: str, tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    report = examined(tokenizer, file, 50, tmp_path / "tokens")
+    DAMAGES[damage](tmp_path / "tokens" / KEY)
+    assert find(tmp_path / "tokens", KEY) is None
+    assert examined(tokenizer, file, 50, tmp_path / "tokens") == report
+    assert same(kept(tmp_path / "tokens"), load_dataset(tokenizer, file, 10_000))
+
+
+def test_of_two_writers_one_is_first_and_nothing_is_left_over(
+    tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    cache, samples = Cache(tmp_path / "tokens"), load_dataset(tokenizer, file, 10_000)
+    with Recording(cache, KEY, 0) as first, Recording(cache, KEY, 0) as second, Recording(cache, KEY, 0) as third:
+        for sample in samples:
+            for recording in (first, second, third):
+                recording.add(sample)
+        second.publish(dated=False)
+        inode = (cache.folder / KEY).stat().st_ino
+        first.publish(dated=False)
+    assert (first.error, second.error, third.error) == (None, None, None)
+    assert [(path.name, path.stat().st_ino) for path in cache.folder.iterdir()] == [(KEY, inode)]
+    assert same(kept(cache.folder), samples)
+
+
+def test_no_samples_can_be_kept_too(tmp_path: Path) -> None:
+    with Recording(Cache(tmp_path), KEY, 0) as recording:
+        recording.publish(dated=False)
+    samples = open_token_set(tmp_path / KEY)
+    assert samples is not None
+    assert (len(samples), samples.largest_id, samples.digest) == (0, -1, TokenSet.of([]).digest)
+
+
+def test_the_process_keeps_them_and_counts_them_again(base: Path, tmp_path: Path) -> None:
+    spec = spec_for(base, save_chats(tmp_path / "train.jsonl", 20))
+    data, folder = spec.training_data, tmp_path / "tokens"
+    path = Path(data.path)
+
+    def report() -> object:
+        with Examiner(tokens=folder) as examiner:
+            return examiner.examine_file("training_file", data, path, spec, pytest.fail)
+
+    first = report()
+    (entry,) = entries_of(folder, data.sha256)
+    assert entry.name == tokens_key(str(base), data.sha256)
+    written = (entry / "ids.bin").stat().st_mtime_ns
+    assert report() == first
+    assert (entry / "ids.bin").stat().st_mtime_ns == written
+    remove_entries(folder, "another")
+    assert entry.is_dir()
+    remove_entries(folder, data.sha256)
+    assert entries_of(folder, data.sha256) == []

@@ -1,0 +1,341 @@
+"""The Slurm launcher on a real Slurm: slurmctld and two slurmd of this machine. Without Slurm's packages these tests skip."""
+
+from __future__ import annotations
+
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Absent, Ended, Observation, Phase, Running, State, Unknown
+from ft_service.jobs.user_actions import Verb
+from ft_service.launcher.protocol import LaunchError
+from ft_service.launcher.slurm.batch_script import SlurmSite, job_name, notice_seconds
+from ft_service.launcher.slurm.slurm_commands import SlurmCommands
+from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
+from ft_service.launcher.slurm.slurm_profile import SlurmProfile
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Start
+from ft_service.spec import DistributedOptions
+from tests.cluster.slurm import SlurmCluster, missing_parts
+from tests.support.attempts import wait_for
+from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
+from tests.support.service import Server, submit, wait_until, wait_until_step
+
+pytestmark = pytest.mark.skipif(bool(missing_parts()), reason=f"Slurm is not installed ({', '.join(missing_parts())})")
+SECONDS = 120.0
+ROOT = Path(__file__).parents[4]
+POD_WORKER = ROOT / "tests/support/programs/pod_worker.py"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with tempfile.TemporaryDirectory(prefix="ft-slurm-") as folder:  # a socket's path is short
+        cluster = SlurmCluster(Path(folder))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.close()
+
+
+@pytest.fixture(autouse=True)
+def _found(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+
+
+def profile_for(folder: Path, script: str | None = None, **values: Any) -> dict[str, Any]:
+    """`script`: what the ranks play (scripted_worker.py); None: they train."""
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    python = sys.executable
+    if script is not None:
+        interpreter = folder / "python"
+        interpreter.write_text(
+            f"#!/bin/bash\nexport JOB_COMPLETION_INDEX=$SLURM_PROCID POD_SCRIPT={script}\n"
+            f'exec {sys.executable} {POD_WORKER} "$@"\n'
+        )
+        interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
+        python = str(interpreter)
+    return {"ranks_per_node": 2, "gres": None, "python": python, "env": env, "scratch": str(folder), **values}
+
+
+class OneAttempt:
+    """An attempt of a job of its own, and a launcher."""
+
+    def __init__(self, home: Path, script: str, nodes: int = 1, grace: float = 20.0, **values: Any) -> None:
+        self.profile = SlurmProfile.model_validate(profile_for(home, script, **values))
+        self.site = SlurmSite(home, grace)
+        self.job_id = f"ftjob-{home.name}"
+        self.run = RunDir(home / "runs" / self.job_id)
+        self.handle = Attempt(self.run, 1, job_id=self.job_id)
+        start = Start(job_id=self.job_id, attempt=1, world_size=nodes, generation=1, checkpoint=None, nodes=nodes)
+        self.handle.write_start(start)
+        self.launcher = self.new_launcher()
+
+    def new_launcher(self) -> SlurmLauncher:
+        """As a server has it that has just started."""
+        return SlurmLauncher(self.profile, self.site)
+
+    def seen(self) -> Observation:
+        return self.launcher.observe(self.handle)
+
+    def wait_reported(self) -> None:
+        wait_for(lambda: isinstance(seen := self.seen(), Running) and seen.reported, SECONDS, every=0.3)
+
+    def wait_ended(self) -> Exit | None:
+        def ended() -> Ended | None:
+            seen = self.seen()
+            return seen if isinstance(seen, Ended) else None
+
+        return wait_for(ended, SECONDS, every=0.3).exit
+
+    @property
+    def batch_jobs(self) -> list[str]:
+        """States of its batch jobs."""
+        return [job.state for job in SlurmCommands().jobs() if job.name == job_name(self.job_id, 1)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_attempt_runs_on_each_node_and_ends_as_its_ranks_say(tmp_path: Path, nodes: int) -> None:
+    one = OneAttempt(tmp_path, "event,checkpoint=4,succeed", nodes)
+    assert isinstance(one.seen(), Absent)
+    one.launcher.start(one.handle)
+    one.launcher.start(one.handle)
+    ended = one.wait_ended()
+    assert ended is not None
+    assert ended.reason is ExitReason.SUCCEEDED
+    assert one.batch_jobs == ["COMPLETED"]
+    assert len(one.handle.read_node_exits(nodes)) == nodes
+    assert not list(tmp_path.glob("ft-*")), "nothing stays in the scratch folder"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_pause_and_a_cancel_reach_the_ranks_on_all_nodes(tmp_path: Path, nodes: int) -> None:
+    pause = OneAttempt(tmp_path, "event,checkpoint=4,wait", nodes)
+    pause.launcher.start(pause.handle)
+    pause.wait_reported()
+    pause.launcher.signal(pause.handle, Control(generation=2, desired=Desired.PAUSE))
+    ended = pause.wait_ended()
+    assert ended is not None
+    assert (ended.reason, ended.code) == (ExitReason.STOPPED, 75)
+    assert pause.batch_jobs == ["FAILED"], "by the supervisors' exit code"
+
+    home = tmp_path / f"cancelled-{nodes}"
+    home.mkdir()
+    cancel = OneAttempt(home, "event,hang", nodes)
+    cancel.launcher.start(cancel.handle)
+    cancel.wait_reported()
+    cancel.launcher.signal(cancel.handle, Control(generation=2, desired=Desired.CANCEL))
+    ended = cancel.wait_ended()
+    assert ended is not None
+    assert ended.reason is ExitReason.CANCELLED
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_told_in_time_and_the_ranks_stop_at_a_checkpoint(tmp_path: Path, cluster: SlurmCluster) -> None:
+    one = OneAttempt(tmp_path, "event,checkpoint=4,wait", 2, grace=1.0, time="2")
+    assert notice_seconds(one.site) == 61
+    one.launcher.start(one.handle)
+    one.wait_reported()
+    ended = one.wait_ended()
+    assert ended is not None
+    assert (ended.reason, ended.code) == (ExitReason.STOPPED, 75)
+    stop = one.handle.read_stop()
+    assert stop is not None
+    assert stop.reason == "Slurm takes the allocation back"
+
+
+def test_an_attempt_that_an_operator_cancels_is_no_failure(tmp_path: Path, cluster: SlurmCluster) -> None:
+    store, home = new_store(tmp_path), tmp_path
+    launcher = SlurmLauncher(SlurmProfile.model_validate(profile_for(home, "event,checkpoint=4,wait/succeed")), SlurmSite(home))
+    reconciler = new_reconciler(home, store, launcher)
+    add_job(store, distributed=DistributedOptions(nproc_per_node=2))
+    wait_for(lambda: reconciler.step() and get(store).phase is Phase.TRAINING, SECONDS, every=0.1)
+    assert cluster.run("scancel", f"--name={job_name('ftjob-1', 1)}").returncode == 0
+    wait_for(lambda: reconciler.step() and get(store).state is State.SUCCEEDED, SECONDS, every=0.1)
+    job = get(store)
+    assert (job.attempt, job.failures) == (2, 0)
+    reconciler.close()
+    store.close()
+
+
+def test_a_preempted_attempt_stops_at_a_checkpoint_and_trains_on_later(tmp_path: Path, cluster: SlurmCluster) -> None:
+    store = new_store(tmp_path)
+    profile = profile_for(tmp_path, "event,checkpoint=4,wait/succeed", partition="all")
+    reconciler = new_reconciler(tmp_path, store, SlurmLauncher(SlurmProfile.model_validate(profile), SlurmSite(tmp_path)))
+    add_job(store, "ftjob-preempted", distributed=DistributedOptions(nproc_per_node=2, nnodes=2))
+    wait_for(lambda: reconciler.step() and get(store, "ftjob-preempted").phase is Phase.TRAINING, SECONDS, every=0.1)
+    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    done = cluster.run("sbatch", "--parsable", *urgent)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: reconciler.step() and get(store, "ftjob-preempted").state is State.SUCCEEDED, SECONDS, every=0.1)
+    job = get(store, "ftjob-preempted")
+    assert (job.attempt, job.failures) == (2, 0)
+    ended = Attempt(RunDir(tmp_path / "runs/ftjob-preempted"), 1).read_exit()
+    assert ended is not None
+    assert (ended.reason, ended.code) == (ExitReason.STOPPED, 75)
+    reconciler.close()
+    store.close()
+
+
+@pytest.mark.slow
+def test_an_attempt_whose_node_is_lost_is_tried_again(tmp_path: Path, cluster: SlurmCluster) -> None:
+    store = new_store(tmp_path)
+    profile = profile_for(tmp_path, "event,checkpoint=4,hang/succeed")
+    reconciler = new_reconciler(tmp_path, store, SlurmLauncher(SlurmProfile.model_validate(profile), SlurmSite(tmp_path)))
+    add_job(store, "ftjob-lost", distributed=DistributedOptions(nproc_per_node=2, nnodes=2))
+    wait_for(lambda: reconciler.step() and get(store, "ftjob-lost").phase is Phase.TRAINING, SECONDS, every=0.1)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    try:
+        wait_for(
+            lambda: reconciler.step() and get(store, "ftjob-lost").attempt == 1 and get(store, "ftjob-lost").failures == 1,
+            SECONDS,
+            every=0.1,
+        )
+        ended = Attempt(RunDir(tmp_path / "runs/ftjob-lost"), 1).read_exit()
+        assert ended is not None
+        assert (ended.reason, ended.message) == (ExitReason.HOST_LOST, "A node that the attempt ran on was lost.")
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    wait_for(lambda: reconciler.step() and get(store, "ftjob-lost").state is State.SUCCEEDED, SECONDS, every=0.1)
+    assert get(store, "ftjob-lost").attempt == 2
+    reconciler.close()
+    store.close()
+
+
+def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(tmp_path: Path, cluster: SlurmCluster) -> None:
+    store = new_store(tmp_path)
+    values = {"options": ["--reservation=none-yet"]}
+    refused = SlurmLauncher(SlurmProfile.model_validate(profile_for(tmp_path, "succeed", **values)), SlurmSite(tmp_path))
+    attempt = OneAttempt(tmp_path, "succeed").handle
+    with pytest.raises(LaunchError, match=r"Slurm refuses the job: .*eservation"):
+        refused.start(attempt)
+    assert isinstance(refused.observe(attempt), Ended)
+
+    cluster.run("scontrol", "update", "PartitionName=all", "State=DOWN")
+    try:
+        launcher = SlurmLauncher(SlurmProfile.model_validate(profile_for(tmp_path, "succeed")), SlurmSite(tmp_path))
+        reconciler = new_reconciler(tmp_path, store, launcher)
+        add_job(store)
+        wait_for(lambda: reconciler.step() and get(store).phase is Phase.WAITING, SECONDS, every=0.1)
+        assert get(store).pending == "The attempt waits in Slurm's queue: PartitionDown."
+        assert [one.job_id for one in launcher.unfinished()] == ["ftjob-1"]
+        store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
+        wait_for(lambda: reconciler.step() and get(store).phase is None, SECONDS, every=0.1)
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=all", "State=UP")
+    assert get(store).state is State.CANCELLED
+    assert launcher.unfinished() == []
+    reconciler.close()
+    store.close()
+
+
+def test_while_slurmctld_is_away_nothing_is_known_and_nothing_starts_twice(tmp_path: Path, cluster: SlurmCluster) -> None:
+    one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
+    one.launcher.start(one.handle)
+    one.wait_reported()
+    (tmp_path / "second").mkdir()
+    two = OneAttempt(tmp_path / "second", "succeed")
+    cluster.stop_controller()
+    try:
+        fresh = one.new_launcher()
+        assert isinstance(seen := fresh.observe(one.handle), Unknown), seen
+        assert fresh.away_seconds >= 0
+        two.launcher.start(two.handle)
+        assert isinstance(two.seen(), Unknown)
+        assert not two.handle.has_launched()
+        assert not two.handle.has_exit(), "it is no failure of the job"
+    finally:
+        cluster.start_controller()
+    wait_for(lambda: isinstance(fresh.observe(one.handle), Running), SECONDS, every=0.5)
+    assert isinstance(two.seen(), Absent)
+    fresh.start(one.handle)
+    assert one.batch_jobs == ["RUNNING"]
+    fresh.kill(one.handle, Reason.USER_CANCELLED)
+    wait_for(lambda: isinstance(fresh.observe(one.handle), Ended), SECONDS, every=0.5)
+    two.launcher.start(two.handle)
+    assert two.wait_ended() is not None
+    assert two.batch_jobs == ["COMPLETED"]
+
+
+def test_a_start_that_was_not_heard_of_is_found_by_its_name(tmp_path: Path) -> None:
+    """The service ended between sbatch and writing down that the batch job exists."""
+    one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
+    one.launcher.start(one.handle)
+    one.run.path(one.handle.keys.launched).unlink()
+    again = one.new_launcher()
+    assert isinstance(again.observe(one.handle), Running)
+    again.start(one.handle)
+    assert len(one.batch_jobs) == 1
+    assert one.handle.has_launched()
+    again.kill(one.handle, Reason.USER_CANCELLED)
+    one.wait_ended()
+
+
+def test_two_batch_jobs_of_one_attempt_never_run_at_once(tmp_path: Path) -> None:
+    """One was submitted although the command had failed: Slurm holds the second back, and its supervisor does nothing."""
+    one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
+    one.launcher.start(one.handle)
+    one.wait_reported()
+    one.run.path(one.handle.keys.launched).unlink()
+    hidden = one.new_launcher()
+    hidden._jobs = lambda attempt, fresh=False: []  # type: ignore[method-assign]
+    hidden.start(one.handle)
+    assert sorted(one.batch_jobs) == ["PENDING", "RUNNING"]
+    assert isinstance(one.seen(), Running)
+    one.launcher.signal(one.handle, Control(generation=2, desired=Desired.PAUSE))
+    ended = one.wait_ended()
+    assert ended is not None
+    assert ended.reason is ExitReason.STOPPED
+    assert sorted(one.batch_jobs) == ["FAILED", "FAILED"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.training.models import save_chat_base  # torch takes time to import
+
+    save_chat_base((folder := tmp_path_factory.mktemp("models")) / "tiny")
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    from tests.support.training.models import save_chats
+
+    save_chats(path := tmp_path / "train.jsonl", 64)
+    return path
+
+
+def slurm_server(folder: Path, models: Path) -> Server:
+    profile = folder / "slurm-profile.yaml"
+    profile.write_text(yaml.safe_dump(profile_for(folder)))
+    database = f"sqlite:///{folder / 'service.db'}"
+    return Server(folder, models, FT_LAUNCHER="slurm", FT_SLURM_PROFILE=str(profile), FT_DATABASE_URL=database)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_trains_on_slurm_while_its_server_is_killed(tmp_path: Path, nodes: int, data: Path, models: Path) -> None:
+    server = slurm_server(tmp_path, models)
+    server.start()
+    client = server.client()
+    distributed = {"nnodes": nodes, "nproc_per_node": 2 // nodes, "replicate": 1}
+    job_id = submit(client, data, steps=12, extra={"distributed": distributed}).id
+    wait_until_step(client, job_id, 2)
+    server.kill()
+    server.start()
+    client = server.client()
+    job = wait_until(client, job_id, "succeeded")
+    assert job.fine_tuned_model
+    said = [event.message for event in client.fine_tuning.jobs.list_events(job_id, limit=100)]
+    assert not any("Attempt 2" in message for message in said)
+    assert [state.state for state in SlurmCommands().jobs() if state.name == job_name(job_id, 1)] == ["COMPLETED"]
+    assert server.stop() == 0

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_service.errors import SpecError
+from ft_service.launcher.slurm.slurm_profile import load_slurm_profile
+
+
+def written(folder: Path, **values: Any) -> Path:
+    path = folder / "slurm-profile.yaml"
+    path.write_text(yaml.safe_dump({"ranks_per_node": 8, **values}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"colour": "red"}, "colour: there is no such option"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0"),
+        ({"partition": "gpu; rm -rf /"}, "partition"),
+        ({"account": "$(id)"}, "account"),
+        ({"gres": "gpu --wrap=x"}, "gres"),
+        ({"time": "soon"}, "it is not a time limit of sbatch"),
+        ({"memory_per_node": "much"}, "memory_per_node"),
+        ({"options": ["reservation=x"]}, "is not written as --name or --name=value"),
+        ({"options": ["--reservation x"]}, "is not written as --name or --name=value"),
+        ({"options": ["--requeue"]}, "--requeue is the service's; leave it out"),
+        ({"options": ["--time=5"]}, "--time is a key of the profile"),
+        ({"options": ["--array=1-9"]}, "--array is not for such jobs"),
+        ({"env": {"A B": "x"}}, "env"),
+        ({"python": "python"}, "python"),
+    ],
+)
+def test_a_profile_that_is_wrong_is_named_with_its_field(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        load_slurm_profile(written(tmp_path, **values))
+    assert says in refused.value.message
+    assert refused.value.message.startswith(f"FT_SLURM_PROFILE = {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("4:00:00", 14400),
+        ("1-12", 129_600),
+        ("1-00:30", 88_200),
+        ("2-01:01:01", 176_461),
+        (None, None),
+    ],
+)
+def test_time_is_read_as_sbatch_reads_it(tmp_path: Path, time: str | None, seconds: int | None) -> None:
+    assert load_slurm_profile(written(tmp_path, time=time)).time_seconds == seconds
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"FT_SLURM_PROFILE = .*none\.yaml"):
+        load_slurm_profile(tmp_path / "none.yaml")

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from ft_service.jobs.reasons import Reason, Retry, reason_of
+from ft_service.launcher.slurm.slurm_states import is_lasting, judge_exit, standing, waiting_text
+from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
+from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
+from ft_service.supervisor.attempt_outcome import AttemptRecords, exit_of
+
+STATES = {
+    "waiting": ["PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"],
+    "alive": [
+        *("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"),
+        "POWER_UP_NODE",
+    ],
+    "over": [
+        *("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED", "REVOKED", "NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED"),
+        *("RECONFIG_FAIL", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
+    ],
+    "unknown": ["", "RUNNING+", "running", "NEW_IN_SOME_VERSION"],
+}
+
+
+@pytest.mark.parametrize(("state", "said"), [(state, said) for said, states in STATES.items() for state in states])
+def test_every_state_is_waiting_alive_over_or_not_known(state: str, said: str) -> None:
+    assert standing(state) == said
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "retry"),
+    [
+        ("COMPLETED", Reason.SUPERVISOR_LOST, Retry.COUNTED),
+        ("FAILED", Reason.SUPERVISOR_LOST, Retry.COUNTED),
+        (None, Reason.SUPERVISOR_LOST, Retry.COUNTED),
+        ("TIMEOUT", Reason.WORKER_KILLED, Retry.COUNTED),
+        ("DEADLINE", Reason.WORKER_KILLED, Retry.COUNTED),
+        ("OUT_OF_MEMORY", Reason.WORKER_KILLED, Retry.COUNTED),
+        ("NODE_FAIL", Reason.HOST_LOST, Retry.COUNTED),
+        ("BOOT_FAIL", Reason.HOST_LOST, Retry.COUNTED),
+        ("LAUNCH_FAILED", Reason.HOST_LOST, Retry.COUNTED),
+        ("RECONFIG_FAIL", Reason.HOST_LOST, Retry.COUNTED),
+        ("CANCELLED", None, None),
+        ("PREEMPTED", None, None),
+        ("REVOKED", None, None),
+    ],
+)
+def test_how_an_attempt_ended_that_left_no_word(state: str | None, reason: Reason | None, retry: Retry | None) -> None:
+    """None: it was stopped, which is no failure."""
+    found = reason_of(judge_exit(state, AttemptRecords(2, {})))
+    assert found is reason
+    assert (found and found.retry) is retry
+
+
+STOPPED = Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-4-a1")
+LOST_PEER = exit_of(ExitReason.WORKER_ERROR, "", ErrorInfo(code=COLLECTIVE_TIMEOUT, message="It waited in vain."))
+REFUSED = exit_of(ExitReason.PERMANENT_ERROR, "No.", ErrorInfo(code="training_failed", message="No."))
+CANCELLED = exit_of(ExitReason.CANCELLED, "")
+
+
+@pytest.mark.parametrize(
+    ("state", "exits", "outcome", "result", "reason"),
+    [
+        ("TIMEOUT", {}, STOPPED, None, ExitReason.STOPPED),
+        ("NODE_FAIL", {}, STOPPED, None, ExitReason.STOPPED),
+        ("CANCELLED", {0: CANCELLED}, None, None, ExitReason.CANCELLED),
+        ("OUT_OF_MEMORY", {0: LOST_PEER}, None, None, ExitReason.WORKER_KILLED),
+        ("NODE_FAIL", {0: REFUSED, 1: REFUSED}, None, None, ExitReason.PERMANENT_ERROR),
+        (
+            "NODE_FAIL",
+            {},
+            None,
+            Result(attempt=1, steps=4, trained_tokens=1, train_loss=1.0, valid_loss=None),
+            ExitReason.SUCCEEDED,
+        ),
+        ("FAILED", {0: REFUSED}, None, None, ExitReason.PERMANENT_ERROR),
+        (None, {0: CANCELLED, 1: CANCELLED}, None, None, ExitReason.CANCELLED),
+    ],
+)
+def test_what_the_ranks_said_comes_before_what_slurm_says(
+    state: str | None, exits: dict[int, Exit], outcome: Outcome | None, result: Result | None, reason: ExitReason
+) -> None:
+    ended = judge_exit(state, AttemptRecords(2, exits, outcome, result))
+    assert ended is not None
+    assert ended.reason is reason
+
+
+def test_a_waiting_job_says_why() -> None:
+    assert waiting_text("None") == waiting_text("") == "The attempt waits in Slurm's queue."
+    assert waiting_text("Priority") == "The attempt waits in Slurm's queue: Priority."
+    assert is_lasting("JobHeldAdmin")
+    assert is_lasting("InvalidQOS")
+    assert not is_lasting("Resources")

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ft_service.launcher.liveness import MAX_REMIND_SECONDS, Outage
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_outage_is_a_few_lines_of_the_log_however_often_it_is_met(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    outage = Outage("The cluster cannot be asked", clock)
+    outage.over()
+    assert outage.seconds == 0
+    for _ in range(600):
+        outage.failed(OSError("refused"))
+        clock.now += 1
+    assert outage.seconds == 600
+    assert [record.getMessage() for record in caplog.records] == [
+        "The cluster cannot be asked: refused",
+        "The cluster cannot be asked, for 60 seconds now: refused",
+        "The cluster cannot be asked, for 180 seconds now: refused",
+        "The cluster cannot be asked, for 420 seconds now: refused",
+    ]
+    outage.over()
+    outage.over()
+    assert caplog.records[-1].getMessage() == "The cluster cannot be asked: no longer, after 600 seconds"
+    assert outage.seconds == 0
+    assert len(caplog.records) == 5
+
+
+def test_an_outage_of_days_is_a_line_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    outage = Outage("The cluster cannot be asked", clock)
+    for _ in range(2 * 24 * 60):
+        outage.failed(OSError("refused"))
+        clock.now += 60
+    assert len(caplog.records) < 2 * 24 * 3600 / MAX_REMIND_SECONDS + 8

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.errors import SpecError
+from ft_service.plan.admit import admit, settle_counted
+from ft_service.plan.machines import GIB, MACHINES, Machine
+from ft_service.plan.sample_lengths import SampleLengths
+from tests.support.bases import LLAMA_8B, describe, save_fp8_index
+from tests.support.plans import open_spec
+
+
+def test_a_job_that_cannot_fit_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b", precision={"default": "bf16"})
+    with pytest.raises(
+        SpecError, match=r"not fit small: .* with precision\.default: nf4.*: 7\.50 GiB per rank, fits"
+    ) as caught:
+        admit(describe(spec.model.path), spec, Machine("small", 8 * GIB))
+    assert caught.value.code == "does_not_fit"
+
+
+def test_what_depends_on_the_samples_is_said_once_they_are_counted(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b")
+    base = describe(spec.model.path)
+    first = admit(base, spec, MACHINES["H100"], SampleLengths.of_size(10**6))
+    assert "tokens_per_micro_batch" not in first.events[0][1]
+    counted = settle_counted(base, first.spec, MACHINES["H100"], SampleLengths(400_000, 1000, 500))
+    assert "training.tokens_per_micro_batch" in counted.events[0][1]
+    assert counted.work is not None
+    assert counted.spec.chosen.keys() == first.spec.chosen.keys()
+
+
+def test_a_base_whose_weights_are_absent_is_refused(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b")
+    save_fp8_index(tmp_path / "8b", LLAMA_8B)
+    (tmp_path / "8b" / "model.safetensors").unlink()
+    with pytest.raises(SpecError, match=r"model-00001-of-00001\.safetensors .*: it is not there"):
+        admit(describe(spec.model.path), spec, MACHINES["H200"])

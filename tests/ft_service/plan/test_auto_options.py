@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_service.errors import SpecError
+from ft_service.plan.auto_options import Ranks, keep_choices
+from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu
+from ft_service.plan.sample_lengths import SampleLengths
+from tests.support.bases import LLAMA_8B, plan_of, save_base, settle_for, spec_on
+from tests.support.plans import AUTO, CHATS, HOST, MACHINE, open_spec
+
+
+def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b", 4, precision={"default": "auto"}, training={"max_length": 32_768})
+    created = settle_for(spec, replace(MACHINES["RTX-4090"], memory=12 * GIB)).spec
+    assert (created.precision.default, created.distributed.replicate) == ("nf4", 1)
+    read = settle_for(created, machine_of_gpu("NVIDIA H100 80GB HBM3", 79 * GIB), CHATS, Ranks(1, 1))
+    assert (read.spec.world_size, read.spec.distributed.activation_checkpointing) == (1, "none")
+    assert read.spec.precision == created.precision
+    assert [sentence.split(":")[0] for sentence in read.news][:2] == [
+        "distributed.activation_checkpointing",
+        "training.tokens_per_micro_batch",
+    ]
+    assert settle_for(created, MACHINES["H200"]).spec == created, "nothing is open, and nothing more is known"
+    assert keep_choices(spec, created).precision == created.precision
+
+
+@pytest.mark.parametrize(
+    ("machine", "lengths", "compiled", "why"),
+    [
+        ("H100", CHATS, True, "training takes about 1 h "),
+        ("H100", SampleLengths(200_000, 400, 2048), False, "too short to win back the minute"),
+        ("H100", None, False, "how long training takes is not known"),
+        ("H100", SampleLengths.of_size(10**9), True, "and some 15% less"),
+        ("cpu", CHATS, False, "only GPUs gain from it"),
+    ],
+)
+def test_layers_are_compiled_where_that_pays(
+    machine: str, lengths: SampleLengths | None, compiled: bool, why: str, tmp_path: Path
+) -> None:
+    spec = settle_for(open_spec(tmp_path, "8b", precision={"default": "nf4"}), MACHINE[machine], lengths).spec
+    assert spec.distributed.compile is compiled
+    assert why in spec.chosen["distributed.compile"]
+
+
+def test_every_choice_says_why_with_numbers(tmp_path: Path) -> None:
+    settled = settle_for(open_spec(tmp_path, "8b", precision={"default": "auto"}), MACHINES["RTX-4090"], CHATS)
+    room = "peak 19.50 GiB of 22.18 GiB per rank"
+    assert settled.news == (
+        f"precision.default: bf16 (exact, {room}).",
+        "distributed.replicate: 1 (one rank).",
+        "distributed.activation_checkpointing: full (without it 8,192 tokens need 61.92 GiB, more than the 22.18 GiB that there"
+        " are).",
+        f"training.tokens_per_micro_batch: 8192 ({room}; enough to keep it busy).",
+        "distributed.compile: true (training takes about 10 h 4 min, and some 15% less with layers compiled in about a"
+        " minute).",
+    )
+
+
+def test_nothing_is_chosen_for_a_machine_that_is_not_known_and_a_format_is_refused(tmp_path: Path) -> None:
+    unknown = Machine("some GPU", None)
+    spec = open_spec(tmp_path, "tiny", 2)
+    assert settle_for(spec, unknown, CHATS).spec == spec
+    assert plan_of(spec, unknown).layout.shard == 2
+    with pytest.raises(SpecError, match="memory of some GPU is not known here") as refused:
+        settle_for(open_spec(tmp_path, "tiny", precision={"default": "auto"}), unknown)
+    assert refused.value.param == "precision.default"
+
+
+def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> None:
+    unsaid = spec_on(save_base(tmp_path / "tiny"), distributed=AUTO)
+    settled = settle_for(unsaid, HOST)
+    assert settled.spec.training.max_length == 128
+    assert settled.news[0] == "training.max_length: 128 (limited by the base's context of 128; the default is 2,048)."
+    assert settle_for(settled.spec, MACHINES["H100"], CHATS, Ranks(2, 1)).spec.training.max_length == 128
+    assert settle_for(unsaid, machine_of_gpu("unknown", 0)).spec.training.max_length == 128
+    said = open_spec(tmp_path, "tiny", training={"max_length": 4096})
+    assert settle_for(said, HOST).spec.training.max_length == 4096
+    assert settle_for(spec_on(save_base(tmp_path / "8b", LLAMA_8B)), HOST).spec.training.max_length == 2048
+    begun = unsaid.model_copy(update={"training": unsaid.training.model_copy(update={"max_length": 2048})})
+    assert settle_for(keep_choices(unsaid, begun), HOST).spec.training.max_length == 2048, "its samples are those it began with"

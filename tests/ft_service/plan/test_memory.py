@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.plan.machines import MACHINES, find_machine
+from ft_service.plan.memory import planned_micro_batches
+from ft_service.plan.weight_storage import ShardLayout
+from tests.support.bases import plan_of, save_base, spec_on
+from tests.support.plans import plan_8b
+
+
+def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path) -> None:
+    """At least the 3.3 GB for 8,192 tokens of those who count bf16 inputs and one layer alone, and at most a quarter more."""
+    training = {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048}
+    none, full, selective = (
+        plan_8b(tmp_path, training=training, distributed={"activation_checkpointing": mode}).rank
+        for mode in ("none", "full", "selective")
+    )
+    assert none.activations_by_mode == full.activations_by_mode
+    assert full.activations < selective.activations < none.activations
+    norms, inputs, attention = 2 * 4 * (4096 + 1), 2 * 2 * 4096, 2 * (2 * 4096 + 2 * 1024) + 4 * 32
+    feed_forward, adapters = 4 * 2 * 14_336, 7 * 2 * 16
+    layer = norms + inputs + attention + feed_forward + adapters
+    output, casts = 8192 * 2 * 4096, 2 * 41_943_040  # of the last norm in bf16, and the adapters in bf16
+    assert none.activations == 32 * 8192 * layer + output + casts
+    assert full.activations == 32 * 8192 * 2 * 4096 + 8192 * 4 * 4096 + output
+    in_backward = full.activations + full.workspace
+    assert in_backward == 32 * 8192 * 2 * 4096 + 8192 * (layer + 2 * 4096 + 2 * 2 * 14_336) + casts // 32
+    assert 3.3e9 < in_backward < 1.35 * 3.3e9
+    assert none.total - full.total == none.activations + max(none.logits, none.workspace) - in_backward
+
+
+def test_offloaded_weights_take_no_room_on_the_gpu(tmp_path: Path) -> None:
+    here, away = (plan_8b(tmp_path, 2, distributed={"offload": offload}).rank for offload in (False, True))
+    assert away.stored == here.stored
+    assert here.total - away.total == here.stored
+
+
+def test_gathering_further_ahead_takes_a_layer_each(tmp_path: Path) -> None:
+    usual, ahead = (plan_8b(tmp_path, 2, distributed={"prefetch": {"forward": n}}) for n in (1, 3))
+    layer = sum(m.bytes for m in usual.modules if m.name.startswith("model.layers.0."))
+    assert ahead.rank.gather - usual.rank.gather == pytest.approx(2 * 1050e6, rel=0.01)  # the embedding is the largest
+    assert layer < 1050e6
+
+
+@pytest.mark.parametrize(
+    ("training", "length", "batches"),
+    [
+        ({"batch_size": 16, "max_length": 2048}, None, (1, 4, 8192, 8192)),
+        ({"batch_size": 32, "max_length": 2048}, None, (2, 4, 8192, 16_384)),
+        ({"batch_size": 16, "max_length": 3000}, None, (2, 2, 8192, 12_000)),
+        ({"batch_size": 16, "max_length": 20_000}, None, (4, 1, 20_000, 80_000)),
+        ({"batch_size": 16, "max_length": 20_000}, 500, (1, 4, 2000, 2000)),
+        ({"batch_size": 16, "max_length": 2048, "per_device_train_batch_size": 1}, None, (4, 1, 2048, 8192)),
+        ({"batch_size": 2, "max_length": 2048}, None, (1, 1, 2048, 2048)),
+    ],
+)
+def test_a_micro_batch_takes_what_its_budget_allows(
+    training: dict[str, Any], length: int | None, batches: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of 8,192 tokens on four ranks; the peak is a row filled with shorter samples, or one longer sample alone."""
+    spec = spec_on(save_base(tmp_path / "base"), 4, training={**training, "tokens_per_micro_batch": 8192})
+    found = planned_micro_batches(spec, ShardLayout(1, 4), length)
+    assert (found.rounds, found.samples, found.tokens, found.step_tokens) == batches
+
+
+def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
+    """At 8,192 tokens, where without them two gradients as wide as the feed-forward are the most that there is: beside one of
+    these the weight dequantised, and three bytes a number of the gradient and one of the input; or a mask and a copy.
+    """
+    options: Any = {
+        "training": {"batch_size": 4, "max_length": 2048, "tokens_per_micro_batch": 8192},
+        "distributed": {"activation_checkpointing": "full"},
+    }
+    plain, fp8, dropped = (
+        plan_8b(tmp_path, precision={"default": "fp8", "fp8_products": products}, lora=lora, **options).rank.workspace
+        for products, lora in (("off", {}), ("auto", {}), ("off", {"lora_dropout": 0.1}))
+    )
+    inner, dense = 2 * 8192 * 14_336, 2 * 4096 * 14_336
+    assert fp8 - plain == dense + 8192 * (3 * 4096 + 14_336) - inner
+    assert dropped - plain == dense + 8192 * 3 * 14_336 - inner
+
+
+def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) -> None:
+    spec = spec_on(save_base(tmp_path / "base"))
+    rank = plan_of(spec, replace(find_machine("cpu"), heap_factor=1.25)).rank
+    assert (rank.gaps, rank.total) == (rank.live // 4, rank.live + rank.live // 4)
+    assert plan_of(spec, find_machine("cpu")).rank.gaps > 0
+    assert plan_of(spec, MACHINES["H100"]).rank.gaps == 0, "what a GPU's allocator holds is in what is usable"

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.plan.sample_lengths import SampleLengths
+from tests.support.bases import save_base, spec_on
+
+
+@pytest.mark.parametrize(
+    ("training", "tokens"),
+    [({"n_epochs": 2, "batch_size": 4}, 2 * 1001), ({"max_steps": 3, "batch_size": 4}, 3 * 4 * 101)],
+)
+def test_a_training_takes_the_tokens_of_its_epochs_or_steps(training: dict[str, Any], tokens: int, tmp_path: Path) -> None:
+    assert SampleLengths(1001, 10).of_training(spec_on(save_base(tmp_path), training=training)) == tokens
+
+
+def test_samples_that_are_not_counted_have_no_mean(tmp_path: Path) -> None:
+    guessed = SampleLengths.of_size(5000)
+    assert (guessed.tokens, guessed.mean) == (1000, None)
+    spec = spec_on(save_base(tmp_path), training={"max_steps": 1, "batch_size": 1, "max_length": 64})
+    assert guessed.of_training(spec) == 64

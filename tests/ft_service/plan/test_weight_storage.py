@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.errors import SpecError
+from tests.support.bases import LLAMA_8B, TINY, llama_shapes, plan_of, save_base, save_fp8_index, spec_on
+from tests.support.plans import H100, plan_8b
+
+
+@pytest.mark.parametrize(("weight_format", "bits"), [("bf16", 16), ("fp8", 8.008), ("nf4", 4.13)])
+def test_bits_a_parameter_of_an_8b_model(tmp_path: Path, weight_format: str, bits: float) -> None:
+    plan = plan_8b(tmp_path, precision={"default": weight_format})
+    linears = [module for module in plan.modules if module.kind == "linear"]
+    parameters = sum(module.shape[0] * module.shape[1] for module in linears)
+    assert parameters == 6_979_321_856
+    assert 8 * sum(module.bytes for module in linears) / parameters == pytest.approx(bits, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "bits"), [("fp8", "fp8_blocks", 8 + 32 / 128), ("bf16", "bf16", 16), ("nf4", "nf4", 4.13)]
+)
+def test_a_base_in_fp8_by_blocks_keeps_them_in_fp8_and_else_takes_what_the_job_asks_for(
+    asked: str, stored: str, bits: float, tmp_path: Path
+) -> None:
+    spec = spec_on(save_fp8_index(tmp_path, LLAMA_8B), precision={"default": asked})
+    linears = [module for module in plan_of(spec, H100).modules if module.kind == "linear"]
+    assert {module.format for module in linears} == {stored}
+    parameters = sum(module.shape[0] * module.shape[1] for module in linears)
+    assert 8 * sum(module.bytes for module in linears) / parameters == pytest.approx(bits, rel=2e-3)
+
+
+def test_such_a_base_may_be_resharded_to_a_number_of_ranks_in_bf16(tmp_path: Path) -> None:
+    spec = spec_on(save_fp8_index(tmp_path, LLAMA_8B), 4, distributed={"reshard_after_forward": 2})
+    assert {module.format for module in plan_of(spec, H100).modules} == {"bf16"}
+
+
+def test_what_is_ignored_is_whole_on_every_rank(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "base")
+    module = {m.name: m for m in plan_of(spec_on(folder, 2, distributed={"ignored": [r".*\.0\..*q_proj.*"]}), H100).modules}
+    assert (
+        module["model.layers.0.self_attn.q_proj"].bytes_per_rank == 2 * module["model.layers.1.self_attn.q_proj"].bytes_per_rank
+    )
+    with pytest.raises(SpecError, match="'nothing' matches no weight of the base") as caught:
+        plan_of(spec_on(folder, 2, distributed={"ignored": ["nothing"]}), H100)
+    assert caught.value.param == "distributed.ignored"
+
+
+def test_experts_are_stored_as_one_weight_a_projection(tmp_path: Path) -> None:
+    """Given one by one, or stacked: the same plan, and the router is neither quantised nor adapted."""
+    config = {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
+    dense = {name: shape for name, shape in llama_shapes(TINY).items() if ".mlp." not in name}
+    single, stacked = dict(dense), dict(dense)
+    for layer in range(2):
+        before = f"model.layers.{layer}"
+        single[f"{before}.block_sparse_moe.gate.weight"] = stacked[f"{before}.mlp.gate.weight"] = (4, 64)
+        for expert in range(4):
+            matrices = {"w1": (192, 64), "w2": (64, 192), "w3": (192, 64)}
+            single |= {f"{before}.block_sparse_moe.experts.{expert}.{m}.weight": s for m, s in matrices.items()}
+        stacked |= {f"{before}.mlp.experts.gate_up_proj": (4, 384, 64), f"{before}.mlp.experts.down_proj": (4, 64, 192)}
+    plans = [
+        plan_of(spec_on(save_base(tmp_path / name, config, shapes), 2, precision={"default": "nf4"}), H100)
+        for name, shapes in (("single", single), ("stacked", stacked))
+    ]
+    assert {m.name: m for m in plans[0].modules} == {m.name: m for m in plans[1].modules}
+    found = {module.name: module for module in plans[0].modules}
+    assert (found["model.layers.0.mlp.experts.gate_up_proj"].shape, found["model.layers.1.mlp.gate"].format) == (
+        (1536, 64),
+        "bf16",
+    )
+    assert plans[0].adapter_parameters == 2 * 16 * (2 * 128 + 2 * (64 + 32))
+    per_expert = 2 * (4 * 0.5 * 64 * 64 * 1.5 + 3 * 192 * 64 * 2)  # q, k, v, o; and two of four experts
+    attention_and_adapters = 6 * plans[0].adapter_parameters + 6 * 2 * plans[0].batches.length * 64
+    assert plans[0].flops_per_token == 4 * (per_expert + TINY["vocab_size"] * 64) + attention_and_adapters
+
+
+def test_other_towers_and_their_prefix_are_left_out(tmp_path: Path) -> None:
+    shapes = {f"language_model.{name}": shape for name, shape in llama_shapes(TINY).items()}
+    shapes["vision_tower.encoder.layers.0.proj.weight"] = (64, 64)
+    nested = save_base(tmp_path / "nested", {"text_config": TINY, "model_type": "llava"}, shapes)
+    plain = save_base(tmp_path / "plain")
+    published, stock = (
+        spec_on(folder, precision={"overrides": {rf"{stem}\.layers\.0\..*": "nf4"}})
+        for folder, stem in ((nested, r"model\.language_model"), (plain, "model"))
+    )
+    assert plan_of(published, H100).rank == plan_of(stock, H100).rank

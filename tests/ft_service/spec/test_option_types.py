@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_service.errors import SpecError
+from ft_service.spec import (
+    match_pattern,
+    parse_request,
+)
+
+BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
+
+
+def test_yaml_numbers_are_numbers() -> None:
+    assert parse_request(BODY | {"training": {"learning_rate": "2e-4"}}).resolved_training().learning_rate == 2e-4
+
+
+def test_patterns_match_whole_names_in_linear_time() -> None:
+    names = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    assert match_pattern(r".*up_proj", names) == names[:1]
+    assert match_pattern(r"up_proj", names) == []
+    assert match_pattern("(a*)*b", ["a" * 5000]) == []
+    with pytest.raises(SpecError, match="RE2") as refused:
+        parse_request(BODY | {"precision": {"overrides": {"(": "nf4"}}})
+    assert (refused.value.param or "").startswith("precision.overrides")

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_service.errors import SpecError
+from ft_service.serving.chat_request import parse_chat_completion
+from ft_service.spec import (
+    parse_request,
+)
+from ft_service.sweeps import search_space
+
+BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
+
+EVERY_OPTION = Path(__file__).parents[3] / "deploy/examples/every-option.yaml"
+
+
+FILES = {"model": "tiny", "training_file": "file-a", "validation_file": "file-b"}
+
+
+CHECK = {"type": "string_check", "name": "b", "input": "", "reference": "", "operation": "eq"}
+
+
+NESTED: dict[str, Any] = {
+    "integrations": [
+        {"type": "wandb", "wandb": {"project": "p", "name": "n", "entity": "e", "tags": ["a"]}},
+        {"type": "mlflow", "mlflow": {"experiment": "a"}},
+        {"type": "trackio", "trackio": {"project": "a"}},
+    ],
+    "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}},
+    "evaluation": {
+        "prompts": [{"messages": [{"role": "user", "content": "a"}], "reference": "a", "item": {"a": 1}}],
+        "metrics": [
+            "bleu",
+            {"type": "text_similarity", "name": "a", "input": "", "reference": "", "evaluation_metric": "bleu"},
+            CHECK,
+            {"type": "multi", "name": "m", "graders": {"b": CHECK}, "calculate_output": "b"},
+        ],
+    },
+    "metadata": {"a": "b"},
+    "hyperparameters": {"n_epochs": 1, "batch_size": 2, "learning_rate_multiplier": 2},
+    "sweep": {
+        **{"method": "random", "samples": 2, "seed": 1, "halving": {"eta": 2}},
+        **{"lora.r": [4, 8], "lora.lora_alpha": {"min": 1, "max": 2}},
+    },
+}
+
+
+CHAT = {
+    "model": "tiny",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "tool", "tool_call_id": "a", "content": "a"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "stream_options": {"include_usage": True},
+    "stop": ["a"],
+    "logit_bias": {"1": 1},
+}
+
+
+WRONG: list[Any] = [[], {}, [[]], [{}], {"a": []}, {"type": []}, {"type": {}}, None, True, -1, 1e308, 10**30, "", "x"]
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything in a document."""
+    yield place
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, member in members:
+        yield from places(member, (*place, name))
+
+
+def changed(document: Any, place: tuple[Any, ...], value: Any) -> Any:
+    if not place:
+        return value
+    whole = copy.deepcopy(document)
+    within = whole
+    for name in place[:-1]:
+        within = within[name]
+    within[place[-1]] = value
+    return whole
+
+
+def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_request(BODY | {"lora": {"r": 0}, "training": {"n_epochs": 0}, "checkpoint": 3})
+    assert caught.value.message.splitlines() == [
+        "3 options are invalid:",
+        "lora.r = 0: must be at least 1.",
+        "training.n_epochs = 0: must be at least 1 or auto.",
+        "checkpoint = 3: must be an object with options of its own.",
+    ]
+    assert caught.value.param == "lora.r"
+    with pytest.raises(SpecError) as caught:
+        parse_request(BODY | {"method": "supervised"})
+    assert caught.value.message == "method = 'supervised': must be an object with options of its own."
+
+
+def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"lora": {f"odd{number}": 1 for number in range(14)}, "seed": -1, "modle": "tiny", "training_flie": "a.jsonl"}
+    with pytest.raises(SpecError) as caught:
+        parse_request(body)
+    head, *lines = caught.value.message.splitlines()
+    assert (head, len(lines)) == ("19 options are invalid:", 19)
+    assert lines[:2] == ["model is required.", "training_file is required."]
+    assert "did you mean model?" in lines[2]
+    assert "did you mean training_file?" in lines[3]
+    assert caught.value.param == "model"
+    guessed: list[str] = []
+    monkeypatch.setattr("ft_service.spec.validation_errors.name_for", lambda place, model: guessed.append(place))
+    with pytest.raises(SpecError, match="… and 936 more"):
+        parse_request({**BODY, "lora": {f"odd{number}": 1 for number in range(1000)}})
+    assert len(guessed) <= 100, "guessing takes time, and a body may have any number"
+
+
+@pytest.mark.parametrize(
+    ("parse", "document"),
+    [
+        (parse_request, {**yaml.safe_load(EVERY_OPTION.read_text()), **FILES}),
+        (parse_request, NESTED | FILES),
+        (search_space.parse_sweep, NESTED | FILES),
+        (parse_chat_completion, CHAT),
+    ],
+    ids=["every option", "nested", "sweep", "chat"],
+)
+def test_a_wrong_kind_of_value_is_refused_as_one(parse: Any, document: Any) -> None:
+    refused = 0
+    for place in list(places(document))[1:]:
+        for value in WRONG:
+            try:
+                parse(changed(document, place, value))
+            except SpecError:
+                refused += 1
+            except Exception as error:
+                pytest.fail(f"{'.'.join(map(str, place))} = {value!r}: {error!r}")
+    assert refused > 100

@@ -1,0 +1,232 @@
+"""Jobs on one base beside the same jobs alone: bit for bit, and with the gathers of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ft_service.spec import DpoOptions, JobSpec
+from tests.support.ranks import run_on_ranks
+from tests.support.training.models import adapter_value, save_tiny_llama, spec_for
+from tests.support.training.parity import CPU, MIXED, batches_of, constructed, counted_collectives, full, samples
+from workers.base.load import adapters
+from workers.data.batches import Batch
+from workers.engine.resident_base import load_resident_base
+from workers.engine.seat import Seat
+from workers.model.build import build
+from workers.quant import frozen_linear
+from workers.quant.frozen_linear import Numerics
+from workers.ranks.runtime import COMPUTE_DTYPE
+from workers.ranks.sharding import make_mesh
+from workers.training.preference import make_pairs, preference_loss
+from workers.training.step import LossOf, cross_entropies, evaluate, forward_backward
+
+LORA: list[dict[str, Any]] = [
+    {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+    {"r": 8, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 32},
+    {"r": 16, "target_modules": ["gate_proj", "down_proj", "o_proj"], "use_rslora": True},
+    {"r": 32, "target_modules": "all-linear"},
+]
+DPO = 2
+"""The job that learns from pairs."""
+Gradients = dict[str, Tensor]
+Work = tuple[list[Any], int, LossOf[Any]]
+"""A rank's micro-batches of a job's global batch, the divisor of their loss, and the loss."""
+
+
+def specs_of(model: Path, world: int, storage: dict[str, Any], checkpointing: str) -> list[JobSpec]:
+    distributed = {"activation_checkpointing": checkpointing}
+    precision = {**storage, "compute": "bf16"}
+    options: dict[str, Any] = {"precision": precision, "distributed": distributed}
+    return [spec_for(model, ranks=world, training={"per_device_train_batch_size": 2}, lora=lora, **options) for lora in LORA]
+
+
+def work_of(number: int, spec: JobSpec, rank: int, world: int) -> Work:
+    data = samples(4 + 2 * number, 20 + 2 * number)
+    if number == DPO:
+        own = [data[i : i + 2] for i in range(2 * rank, len(data), 2 * world)]
+        pairs = [make_pairs(pair, torch.full((2,), -30.0, dtype=torch.float64), CPU) for pair in own]
+        count = len(data) // 2
+        return (
+            pairs,
+            count,
+            preference_loss(DpoOptions(beta=0.1, loss_type="sigmoid"), count, sum(sample.target_count for sample in data[::2])),
+        )
+    keys = [100 * number + i for i in range(len(data))] if spec.lora.lora_dropout else None
+    return batches_of(data, rank, world, spec, keys), sum(sample.target_count for sample in data), cross_entropies
+
+
+def trained_alone(number: int, spec: JobSpec, rank: int, world: int) -> tuple[list[float], Gradients]:
+    built = constructed(spec, world)
+    batches, divisor, loss_of = work_of(number, spec, rank, world)
+    sums = forward_backward(built.peft_model, batches, divisor, world, loss_of=loss_of)
+    return sums.tolist(), {name: full(p.grad) for name, p in adapters(built.peft_model)}
+
+
+def whole_adapters(spec: JobSpec, value: float | None = None) -> tuple[Any, dict[str, Tensor]]:
+    job = build(spec, CPU).peft_model
+    job.train()
+    first = {name: adapter_value(name, p.shape) for name, p in adapters(job)}
+    return job, first if value is None else {name: torch.full_like(tensor, value) for name, tensor in first.items()}
+
+
+class Together:
+    """Jobs on one base."""
+
+    def __init__(self, specs: Sequence[JobSpec], rank: int, world: int, poisoned: int | None = None) -> None:
+        mesh = make_mesh("cpu", world, 1)
+        self.rank, self.world = rank, world
+        self.base = load_resident_base(specs[0], mesh, CPU)
+        dtype = COMPUTE_DTYPE[specs[0].precision.compute]
+        self.specs = specs
+        jobs = [whole_adapters(spec, float("nan") if number == poisoned else None) for number, spec in enumerate(specs)]
+        self.seats = [Seat(job, self.base.base, mesh, first, dtype) for job, first in jobs]
+        self.rounds: list[tuple[int, int, int]] = []
+        """Lanes, gathers, and weights that were dequantised."""
+
+    def train(self, order: Sequence[int]) -> list[tuple[list[float], Gradients]]:
+        work = {number: work_of(number, self.specs[number], self.rank, self.world) for number in order}
+        sums: dict[int, Tensor] = {}
+        for i in range(max(len(batches) for batches, _, _ in work.values())):
+            now = [number for number in order if i < len(work[number][0])]
+            forwards = []
+            for number in now:
+                batches, divisor, loss_of = work[number]
+                forwards.append(partial(loss_of, self.base.base, batches[i], self.world / divisor))
+            lanes = [self.seats[number].lane(keys_of(work[number][0][i])) for number in now]
+            with counted_collectives() as collectives, counted_dequantising() as dequantised:
+                losses = self.base.run(lanes, forwards)
+                self.base.backward([loss for loss, _ in losses])
+            self.rounds.append((len(now), sum(one[0] == "gather" for one in collectives), dequantised["all"]))
+            for number, (_, own) in zip(now, losses, strict=True):
+                self.seats[number].add_gradients()
+                sums[number] = own if number not in sums else sums[number] + own
+        for number in order:
+            if self.world > 1:
+                torch.distributed.all_reduce(sums[number])
+            self.seats[number].reduce_gradients(self.world)
+        gradients = [{name: full(p.grad) for name, p in seat.masters.items() if p.grad is not None} for seat in self.seats]
+        return [(sums[number].tolist(), gradients[number]) for number in sorted(order)]
+
+
+def keys_of(batch: Any) -> Tensor | None:
+    return batch.keys if isinstance(batch, Batch) else batch.batch.keys
+
+
+@contextmanager
+def counted_dequantising() -> Iterator[Counter[str]]:
+    counts: Counter[str] = Counter()
+
+    def counting(numerics: Numerics) -> Numerics:
+        def dequantize(*args: Any) -> Tensor:
+            counts["all"] += 1
+            return numerics.module.dequantize(*args)
+
+        return replace(numerics, module=SimpleNamespace(dequantize=dequantize))  # pyright: ignore[reportArgumentType]
+
+    with patch.dict(frozen_linear._KNOWN, {name: counting(numerics) for name, numerics in frozen_linear._KNOWN.items()}):
+        yield counts
+
+
+def alone_and_together(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any, Any]:
+    alone = [trained_alone(number, spec, rank, world) for number, spec in enumerate(specs)]
+    together = Together(specs, rank, world)
+    return alone, together.train(range(len(specs))), together.rounds
+
+
+def assert_same(found: tuple[list[float], Gradients], expected: tuple[list[float], Gradients]) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert any(gradient.any() for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("world", "storage", "checkpointing"),
+    [
+        (1, MIXED, "full"),
+        (2, MIXED, "full"),
+        pytest.param(2, {"default": "bf16"}, "none", marks=pytest.mark.slow),
+        pytest.param(2, {"default": "fp8"}, "full", marks=pytest.mark.slow),
+        pytest.param(2, {"default": "nf4_fp32"}, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_every_job_computes_the_bits_that_it_computes_alone(
+    model: Path, world: int, storage: dict[str, Any], checkpointing: str
+) -> None:
+    specs = specs_of(model, world, storage, checkpointing)
+    for alone, together, _ in run_on_ranks(alone_and_together, world, specs):
+        for found, expected in zip(together, alone, strict=True):
+            assert_same(found, expected)
+
+
+def rounds_of(rank: int, world: int, specs: list[JobSpec]) -> list[tuple[int, int, int]]:
+    found = []
+    for order in ([0], [3, 0], [0, 1, 3]):
+        together = Together(specs, rank, world)
+        together.train(order)
+        found.append(together.rounds[0])
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
+def test_neither_gathers_nor_dequantised_weights_grow_with_the_jobs(model: Path, checkpointing: str) -> None:
+    specs = specs_of(model, 2, {"default": "nf4"}, checkpointing)
+    (one, two, three), _ = run_on_ranks(rounds_of, 2, specs)
+    assert [lanes for lanes, _, _ in (one, two, three)] == [1, 2, 3]
+    assert one[1] == two[1] == three[1] > 0
+    assert 0 < two[2] == three[2] <= one[2]
+
+
+def poisoned(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any, bool]:
+    alone = [trained_alone(number, spec, rank, world) for number, spec in enumerate(specs)]
+    together = Together(specs, rank, world, poisoned=1).train([3, 1, 2, 0])
+    return alone, together, all(gradient.isnan().any() for gradient in together[1][1].values())
+
+
+def test_a_job_of_nans_changes_nothing_of_the_others_in_any_order(model: Path) -> None:
+    specs = specs_of(model, 2, {"default": "nf4"}, "full")
+    for alone, together, is_poisoned in run_on_ranks(poisoned, 2, specs):
+        assert is_poisoned
+        for number in (0, 2, 3):
+            assert_same(together[number], alone[number])
+
+
+def validated(rank: int, world: int, specs: list[JobSpec]) -> tuple[list[float], list[float], list[float]]:
+    built = constructed(specs[3], world)
+    built.peft_model.eval()
+    batches, _, _ = work_of(3, specs[3], rank, world)
+    alone = evaluate(built.peft_model, batches, world).tolist()
+    together = Together(specs, rank, world)
+    seat = together.seats[3]
+    with together.base.alone(seat.lane(None)):
+        found = evaluate(together.base.base, batches, world).tolist()
+    together.seats[0].model.eval()
+    with together.base.alone(together.seats[0].lane(None)):
+        other = evaluate(together.base.base, batches, world).tolist()
+    return alone, found, other
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_one_job_validates_while_the_others_wait(model: Path, world: int) -> None:
+    specs = specs_of(model, world, {"default": "nf4"}, "none")
+    for alone, found, other in run_on_ranks(validated, world, specs):
+        assert found == alone
+        assert other != alone

@@ -1,0 +1,55 @@
+"""Chat templates of bases and of jobs, as the preview uses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.errors import SpecError
+from ft_service.host import processes
+from ft_service.spec.templates import TEMPLATES
+from tests.support.bases import SAMPLE
+from workers.serving import chat_tokens as chat_module
+from workers.serving.chat_tokens import Chats, ChatTokenizer
+
+
+@pytest.fixture(scope="module")
+def chats() -> Chats:
+    return Chats(str(SAMPLE))
+
+
+@pytest.fixture(scope="module")
+def chat(chats: Chats) -> ChatTokenizer:
+    return chats.of(None)
+
+
+def test_ends_are_what_the_template_writes_behind_an_answer(chat: ChatTokenizer) -> None:
+    assert chat.ends == {chat.tokenizer.eos_token_id}
+
+
+def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -> None:
+    """Which the base need not have: a prompt that was never seen in training is answered by no training."""
+    base, adapter, plain = tmp_path / "base", tmp_path / "adapter", tmp_path / "plain"
+    for folder in (base, adapter, plain):
+        folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).write_bytes((SAMPLE / name).read_bytes())
+    (adapter / "chat_template.jinja").write_text(TEMPLATES["zephyr"])
+    chats, asked = Chats(str(base)), [{"role": "user", "content": "2+2?"}]
+    tuned = chats.of(str(adapter))
+    assert tuned.prompt(asked, []).result() == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
+    assert chats.of(str(adapter)) is tuned, "compiled once"
+    pid = tuned._process.pid
+    assert pid is not None
+    process = processes.of(pid)
+    for number in range(chat_module._TEMPLATES):
+        other = tmp_path / f"other {number}"
+        other.mkdir()
+        (other / "chat_template.jinja").write_text(f"{{{{ messages[0].content }}}} {number}")
+        chats.of(str(other))
+    del tuned
+    assert not processes.is_alive(process), "only those that were used last are kept"
+    for without in (None, str(plain)):
+        with pytest.raises(SpecError, match="has no chat template"):
+            chats.of(without)

@@ -1,0 +1,155 @@
+"""The description of a base says what training finds, and ends in words for whatever cannot be tuned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.bases.description import read_described
+from ft_service.errors import SpecError
+from ft_service.plan.weight_storage import layout_of, stored_weights
+from tests.support.bases import TINY, llama_shapes, save_base, save_headers, spec_on
+from tests.support.training.causal_types import save_type
+from tests.support.training.models import save_tiny
+from workers.describe import describe
+
+
+def _described(folder: Path) -> bytes:
+    command = [sys.executable, "-m", "workers.describe", str(folder)]
+    return subprocess.run(command, check=True, capture_output=True, timeout=120).stdout
+
+
+def test_the_process_prints_one_document(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    document = read_described(_described(tmp_path))
+    base = document.description()
+    names = {weight.files for weight in base.weights}
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert base.layout in ("bf16", "fp32")
+    assert len(document.key) == 64
+
+
+def test_a_folder_that_is_no_base_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-that-is-known"}))
+    refused = read_described(_described(tmp_path)).refused
+    assert refused is not None
+    assert "nothing-that-is-known" in refused.message
+
+
+def test_experts_are_stacks_with_the_names_of_their_files(tmp_path: Path) -> None:
+    save_tiny("mixtral", tmp_path)
+    base = describe(str(tmp_path))
+    stacks = {weight.module: weight for weight in base.experts}
+    first = stacks["model.layers.0.mlp.experts.gate_up_proj"]
+    assert first.shape == (5 * 2 * 40, 48)
+    assert "experts.*" in first.files
+    assert base.dimensions.experts == 5
+    assert base.dimensions.experts_per_token == 2
+
+
+def test_what_the_model_keeps_in_fp32_is_planned_so(tmp_path: Path) -> None:
+    save_type("ernie4_5_moe", tmp_path)
+    base = describe(str(tmp_path))
+    router = {weight.name: weight for weight in base.weights if weight.kept_fp32}["model.layers.1.mlp.gate.weight"]
+    spec = spec_on(tmp_path, ranks=2)
+    planned = {stored.weight: stored.row_bytes for stored in stored_weights(base, spec, layout_of(spec))}
+    assert planned[router] == 4 * router.numel_of_row
+    other = next(weight for weight in base.linears if not weight.kept_fp32)
+    assert planned[other] == 2 * other.numel_of_row
+
+
+UNKNOWN = ("kimi_k2", "kimi_k3", "minimax_m3", "mimo", "nemotron-nas", "internlm2", "chatglm")
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = save_base(tmp_path / "base", model_type=kind, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(SpecError, match=f"The base is a {kind} model, a type that transformers .* does not know"):
+        describe(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "message"),
+    [
+        ({"encoder.weight": (4, 4)}, TINY, "lack 21 tensors that its architecture needs, the first: model.embed_tokens.weight"),
+        ({**llama_shapes(TINY), "model.norm.weight": (32,)}, TINY, r"model\.norm\.weight"),
+        (llama_shapes(TINY), {**TINY, "hidden_size": None}, "makes no model|hidden_size"),
+        (
+            llama_shapes(TINY),
+            {"model_type": "clip", "text_config": TINY, "architectures": ["CLIPModel"]},
+            "clip model, made of",
+        ),
+    ],
+)
+def test_a_base_that_is_not_understood_is_refused(tmp_path: Path, shapes: Any, config: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        describe(str(save_base(tmp_path / "base", config, shapes)))
+    assert caught.value.param == "model"
+
+
+NVFP4 = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "W4A16_AWQ"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "INT-QUANTIZED"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"bits": 4}, "a method that its config.json does not name"),
+    ],
+)
+def test_a_format_is_refused_by_its_name(tmp_path: Path, given: dict[str, Any], named: str) -> None:
+    folder = save_base(tmp_path / "base", quantization_config=given)
+    with pytest.raises(SpecError, match=rf"The base is published quantised by {named}\. Bases can be plain"):
+        describe(str(folder))
+
+
+def test_what_only_modelopt_s_own_file_announces_is_read(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "base")
+    assert describe(str(folder)).layout == "bf16"
+    (folder / "hf_quant_config.json").write_text(json.dumps(NVFP4))
+    with pytest.raises(SpecError, match=r"The base is published quantised by NVFP4\."):
+        describe(str(folder))
+
+
+def test_codes_of_an_unnamed_format_are_refused_as_such(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "base")
+    shapes = llama_shapes(TINY)
+    save_headers(folder / "model.safetensors", {name: shape for name, shape in shapes.items() if "o_proj" not in name})
+    codes = {name: (*shape[:-1], shape[-1] // 2) for name, shape in shapes.items() if "o_proj" in name}
+    save_headers(folder / "codes.safetensors", codes, "U8")
+    index = {name: "codes.safetensors" if name in codes else "model.safetensors" for name in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(
+        SpecError, match=r"o_proj\.weight is quantised .*: its U8 numbers are codes of a format that config\.json"
+    ):
+        describe(str(folder))
+
+
+def test_a_head_of_its_own_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in llama_shapes(TINY).items() if name != "lm_head.weight"}
+    folder = save_base(tmp_path / "base", TINY, shapes)
+    with pytest.raises(SpecError, match=r"lack 1 tensors that its architecture needs, the first: lm_head\.weight"):
+        describe(str(folder))
+    assert describe(str(save_base(folder, TINY, shapes, tie_word_embeddings=True))).tied
+
+
+def test_a_base_that_is_not_downloaded_is_described_by_its_config(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "base")
+    whole = describe(str(folder))
+    (folder / "model.safetensors").unlink()
+    announced = describe(str(folder))
+    assert (whole.downloaded, announced.downloaded) == (True, False)
+    assert [(w.name, w.shape, w.kind) for w in announced.weights] == [(w.name, w.shape, w.kind) for w in whole.weights]
+    assert announced.dimensions == whole.dimensions

@@ -1,0 +1,199 @@
+"""Answers that the ranks write while a job runs: those of transformers' own greedy generation, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ft_service.rundir.attempt_seal import Fence
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.rundir.evaluations import Evaluation, evaluated_steps, evaluation_key
+from ft_service.rundir.events import read_segments
+from ft_service.spec import EvaluationOptions
+from tests.support.training.attempts import losses, run_attempt
+from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
+from workers.data.micro_batches import MicroBatchLimits
+from workers.training import evaluation_answers
+from workers.training.context import TrainingContext
+from workers.training.evaluation_answers import Evaluator, GreedyDecoding, greedy
+from workers.training.evaluation_prompts import Question
+
+CPU = torch.device("cpu")
+
+
+def test_tokens_are_those_of_greedy_generation(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path), dtype=torch.float32)
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(5, 250, length).astype(np.int32) for length in (3, 11, 7)]
+    whole = [_generated(model, prompt, 12) for prompt in prompts]
+    runtime = cast("Any", SimpleNamespace(rank=0, world=1, device=CPU))
+    assert greedy(runtime, model, prompts, GreedyDecoding(12, (), packed=False)) == whole
+    end = whole[1][4]
+    shorter = [own[: own.index(end)] if end in own else own for own in whole]
+    assert len(shorter[1]) <= 4
+    assert greedy(runtime, model, prompts, GreedyDecoding(12, {end}, packed=False)) == shorter
+
+
+def _generated(model: Any, prompt: np.ndarray, most: int) -> list[int]:
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    options = {"do_sample": False, "max_new_tokens": most, "min_new_tokens": most, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    eos_token_id = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Told:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
+def evaluator(run: RunDir, attempt: int, told: Told, references: tuple[str | None, ...] = ("b", None)) -> Evaluator:
+    start = SimpleNamespace(attempt=attempt)
+    runtime: Any = SimpleNamespace(rank=0, world=1, device=CPU, run=run, fence=Fence(run, attempt), start=start)
+    questions = [Question(np.array([97], dtype=np.int32), "a", reference) for reference in references]
+    options = EvaluationOptions(metrics=["exact_match", "json_valid"])
+    model, reporter, stop = (cast(Any, own) for own in (torch.nn.Identity(), told, SimpleNamespace(agreed=lambda: False)))
+    context = TrainingContext(runtime, model, MicroBatchLimits(1, packed=False), reporter, stop)
+    return Evaluator(context, questions, Letters(), options)
+
+
+def test_each_step_is_asked_once_and_its_document_has_both_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, told = RunDir(tmp_path), Told()
+    said: list[list[list[int]] | None] = [[[98], [99]], None, [[49], [123]]]
+    monkeypatch.setattr(evaluation_answers, "greedy", lambda *args, **options: said.pop())
+    asked = evaluator(run, 1, told)
+    assert asked.begin()
+    assert asked.at(5, last=False) is None, "it was stopped"
+    assert list(evaluated_steps(run)) == [0]
+    assert asked.at(5, last=True) == {"exact_match": 1.0, "json_valid": 0.0}
+    assert asked.at(5, last=True) == {"exact_match": 1.0, "json_valid": 0.0}, "not asked again"
+    first, second = (run.read(key, Evaluation) for key in evaluated_steps(run).values())
+    assert first is not None
+    assert second is not None
+    assert (first.metrics, first.samples[0].tuned) == ({"exact_match": 0.0, "json_valid": 0.5}, None)
+    assert [(own.base, own.tuned) for own in second.samples] == [("1", "b"), ("{", "c")]
+    assert [own.scores for own in second.samples] == [{"exact_match": 1.0, "json_valid": 0.0}, {"json_valid": 0.0}]
+    assert second.base_metrics == first.metrics
+    assert "exact_match 1.00 (before: 0.00)" in told.said[0]
+    assert "Asked: a\nExpected: b\nBefore: 1\nAfter: b" in told.said[1]
+
+
+def test_a_later_attempt_keeps_the_answers_before_training_and_asks_at_its_own_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = RunDir(tmp_path), []
+
+    def write(*args: Any, **options: Any) -> list[list[int]]:
+        calls.append(1)
+        return [[98], [98]]
+
+    monkeypatch.setattr(evaluation_answers, "greedy", write)
+    for attempt in (1, 2):
+        run.write(f"attempts/{attempt}/start.json", EvaluationOptions())
+        asked = evaluator(run, attempt, Told())
+        assert asked.begin()
+        asked.at(5, last=False)
+    assert len(calls) == 3, "before training once, at step 5 by each attempt"
+    assert evaluated_steps(run) == {0: evaluation_key(0, 1), 5: evaluation_key(5, 2)}
+    assert evaluator(run, 2, Told(), ("b", "c")).begin()
+    assert len(calls) == 4, "of other questions nothing is known"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> None:
+    base = save_chat_base(tmp_path / "base")
+    spec = spec_for(
+        base,
+        save_chats(tmp_path / "train.jsonl", 8),
+        valid=save_chats(tmp_path / "valid.jsonl", 3),
+        ranks=world,
+        precision={"compute": "fp32"},
+        training={"max_steps": 30, "batch_size": 8, "learning_rate": 2e-2, "eval_steps": 20},
+        lora={"r": 8},
+        evaluation={"prompts": 3, "max_new_tokens": 16, "metrics": ["exact_match", "rouge_l"], "on_validation": True},
+    )
+    run = RunDir(tmp_path / "run")
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, world) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert list(evaluated_steps(run)) == [0, 20, 30]
+    found = run.read(evaluation_key(30, 1), Evaluation)
+    assert found is not None
+    assert [own.reference for own in found.samples] == ["it is 0", "it is 7!", "it is 14!!"]
+    assert [own.messages for own in found.samples] == [[{"role": "user", "content": f"say {n}"}] for n in range(3)]
+    assert found.metrics.keys() == found.base_metrics.keys() == {"exact_match", "rouge_l"}
+    in_table = losses(run, "evaluation/exact_match")
+    assert list(in_table) == [20, 30]
+    assert in_table[30] == found.metrics["exact_match"]
+    assert any(own.base != own.tuned for own in found.samples)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run.path("adapter"))
+    for own, ask in zip(found.samples, ("say 0", "say 1", "say 2"), strict=True):
+        assert ask in own.prompt
+        text = f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        for model, answer in ((stock, own.base), (tuned, own.tuned)):
+            tokens = _generated(model, prompt, 16)
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in tokens else tokens
+            assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == answer
+    told = [event.message for segment in read_segments(run, 1) for event in segment.events]
+    assert any(message.startswith("Evaluation after step 30, 3 prompts: exact_match") for message in told)
+    assert sum("\nBefore: " in message for message in told) == 3
+
+
+@pytest.mark.slow
+def test_a_job_is_asked_prompts_of_its_own(tmp_path: Path) -> None:
+    base = save_chat_base(tmp_path / "base")
+    checked = {"type": "string_check", "name": "right", "input": "{{ sample.output_text }}", "operation": "eq"}
+    spec = spec_for(
+        base,
+        save_chats(tmp_path / "train.jsonl", 8),
+        ranks=2,
+        precision={"compute": "fp32"},
+        training={"max_steps": 30, "batch_size": 8, "learning_rate": 2e-2},
+        lora={"r": 8},
+        evaluation={
+            "prompts": [
+                {"messages": [{"role": "user", "content": "say 0"}], "item": {"wanted": "it is 0"}},
+                {"messages": [{"role": "user", "content": "say 1"}], "reference": "it is 7!", "item": {"wanted": "it is 7!"}},
+                {"prompt": "once"},
+            ],
+            "max_new_tokens": 16,
+            "metrics": ["exact_match", {**checked, "reference": "{{ item.wanted }}"}],
+        },
+    )
+    run = RunDir(tmp_path / "run")
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, 2) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    found = run.read(evaluation_key(30, 1), Evaluation)
+    assert found is not None
+    assert [(own.prompt, own.reference) for own in found.samples] == [
+        ("user\nsay 0\nassistant", None),
+        ("user\nsay 1\nassistant", "it is 7!"),
+        ("once", None),
+    ]
+    assert [own.scores.keys() for own in found.samples] == [{"right"}, {"exact_match", "right"}, set()]
+    wanted = ("it is 0", "it is 7!")
+    right = [float(own.tuned == text) for own, text in zip(found.samples, wanted, strict=False)]
+    assert found.metrics == {"right": sum(right) / 2, "exact_match": right[1]}
+    assert all(own.tuned and "assistant" not in own.tuned for own in found.samples[:2]), "an answer, and no further turn"
+    assert found.samples[1].messages == [{"role": "user", "content": "say 1"}]

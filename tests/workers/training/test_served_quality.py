@@ -1,0 +1,95 @@
+"""What the adapter is worth where it is served: numbers of the ranks next to those of plain PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, SERVED, ServedQuality
+from ft_service.rundir.events import read_segments
+from tests.support.training.attempts import losses, run_attempt
+from tests.support.training.models import save_chat_base, save_chats, spec_for
+from workers.training.served_quality import BOUND, messages
+
+
+def served_job(folder: Path, world: int, **options: Any) -> RunDir:
+    base = save_chat_base(folder / "base")
+    files = {name: save_chats(folder / f"{name}.jsonl", count) for name, count in (("train", 8), ("valid", 5))}
+    given = {"training": {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2}, "lora": {"r": 4}, **options}
+    spec = spec_for(base, files["train"], valid=files["valid"], ranks=world, **given)
+    run = RunDir(folder / "run")
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, world) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    return run
+
+
+def loss_by_peft(folder: Path, *, merged: bool) -> float:
+    """Of the job's adapter on the published base, by transformers and PEFT alone, in fp32."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).float()
+    model = PeftModel.from_pretrained(model, folder / "run/adapter")
+    if merged:
+        model = model.merge_and_unload()
+        model = model.bfloat16().float()
+    total, targets = 0.0, 0
+    for line in (folder / "valid.jsonl").read_text().splitlines():
+        prompt, answer = (message["content"] for message in json.loads(line)["messages"])
+        before = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
+        ids = torch.tensor(tokenizer(f"{before}{answer}<|im_end|>", add_special_tokens=False)["input_ids"])[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, begin - 1 : -1]
+        total += float(F.cross_entropy(logits, ids[0, begin:], reduction="sum"))
+        targets += ids.shape[1] - begin
+    return total / targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_where_it_is_served_are_those_of_plain_peft(world: int, tmp_path: Path) -> None:
+    evaluation = {"prompts": 2, "max_new_tokens": 4}
+    run = served_job(tmp_path, world, precision={"default": "nf4", "compute": "fp32"}, evaluation=evaluation)
+    found = run.read(SERVED, ServedQuality)
+    assert found is not None
+    assert (found.step, found.samples) == (3, 5)
+    assert found.loss[AS_TRAINED] == pytest.approx(losses(run, "valid_loss")[3], abs=1e-6)
+    assert found.loss[ADAPTER_ON_BF16] == pytest.approx(loss_by_peft(tmp_path, merged=False), abs=1e-5)
+    assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), abs=1e-5)
+    assert len({round(loss, 5) for loss in found.loss.values()}) == 3, "the three are of different weights"
+    assert {way: len(said) for way, said in found.answers.items()} == {ADAPTER_ON_BF16: 2, MERGED: 2}
+    told = [event.message for segment in read_segments(run, 1) for event in segment.events]
+    assert sum(text.startswith("Validation loss by where it is served, over 5 samples") for text in told) == 1
+
+
+@pytest.mark.slow
+def test_a_base_in_bf16_is_merged_in_place_and_the_comparison_can_be_left_out(tmp_path: Path) -> None:
+    run = served_job(tmp_path / "on", 2, precision={"compute": "fp32"})
+    found = run.read(SERVED, ServedQuality)
+    assert found is not None
+    assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path / "on", merged=True), abs=1e-5)
+    assert found.loss.keys() == {AS_TRAINED, MERGED}
+    off = served_job(tmp_path / "off", 1, precision={"compute": "fp32", "compare_served": "off"})
+    assert off.get(SERVED) is None
+
+
+def test_a_loss_beyond_the_bound_is_a_warning_with_what_to_do() -> None:
+    losses = {AS_TRAINED: 1.0, ADAPTER_ON_BF16: 1.0 + BOUND / 2, MERGED: 1.0 + 2 * BOUND}
+    found = ServedQuality(step=3, samples=5, loss=losses, bound=BOUND, answers={}, metrics={})
+    (level, told), (warn, text) = messages(found, ["nf4"])
+    assert (level, warn) == ("info", "warn")
+    assert "as trained 1.0000, on the base in bf16 1.0100, merged in bf16 1.0400" in told
+    assert "merged in bf16 the model is worse: its validation loss is 0.0400 higher" in text
+    assert "on its base instead of merging" in text
+    worse = found.model_copy(update={"loss": {AS_TRAINED: 1.0, ADAPTER_ON_BF16: 1.5}})
+    assert "Serve it on the base stored as nf4" in messages(worse, ["nf4"])[1][1]
+    better = found.model_copy(update={"loss": {AS_TRAINED: 1.0, ADAPTER_ON_BF16: 0.5}})
+    assert len(messages(better, ["nf4"])) == 1

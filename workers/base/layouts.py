@@ -1,0 +1,278 @@
+"""The layouts of bases that are published quantised, and how their tensors are recognised.
+
+bitsandbytes 4-bit   codes in `X.weight`, statistics in `X.weight.*`; the logical shape stands in the bytes of
+                     `X.weight.quant_state.bitsandbytes__nf4` (or fp4), which are JSON
+FP8                  e4m3 codes in `X.weight` of the logical shape, scales in `X.weight_scale` or `X.weight_scale_inv`;
+                     torchao writes the same tensors as `X._weight_qdata` and `X._weight_scale`; stacks of experts have no
+                     `.weight` in their names, and scales of each matrix in `X_scale_inv` [experts, ..]
+INT4                 eight codes an int32 in `X.weight_packed` [out, in / 8], scales of groups along the inputs in
+                     `X.weight_scale` [out, groups]
+MXFP4                experts alone: codes in `X_blocks` [experts, out, in / 32, 16], powers of two in `X_scales`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ft_service.errors import SpecError
+from ft_service.spec import WeightFormat
+from workers.quant.fp8_blocks import BLOCK, blocks_of
+
+TORCHAO = "torchao"
+MXFP4 = "mxfp4"
+METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", TORCHAO, MXFP4)
+"""Values of `quantization_config.quant_method` whose layouts may be among ours; the tensors themselves decide."""
+STATE = ".quant_state.bitsandbytes__"
+KINDS = ("nf4", "fp4")
+SCALES = ("weight_scale_inv", "weight_scale")
+NO_SCALE = "there is no weight_scale or weight_scale_inv for the FP8 codes"
+FP8_DTYPE = "F8_E4M3"
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64", "I64", "BOOL")
+"""Integers are tables, such as those from a token to its experts, and stay as they are."""
+LARGEST_SIZE = 2**31
+"""Upper bound of a weight's dimensions."""
+_TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
+"""What torchao calls the two ways of using weights that it stores alike."""
+_TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale)")
+_OTHER_FORMAT = re.compile(r"nvfp4|mxfp4-pack|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
+"""Formats that modelopt's `quant_algo` or compressed-tensors' `format` may name, and that are not supported."""
+FP8_STACK_SCALE = "_scale_inv"
+FP8_BLOCK = 128
+"""Rows, and columns, that share a scale in FP8 by blocks where config.json does not say; of the format in which such weights
+are kept, columns."""
+PACKED_DTYPE, PACKED = "I32", 8
+"""dtype of packed INT4 codes, and the number of codes that one of its numbers holds."""
+_PACKED_CODES = "_packed"
+MXFP4_SCALES = "_scales"
+MXFP4_BIAS = 127
+"""Bias of the exponents in `X_scales`."""
+_MXFP4_CODES, _MXFP4_WIDTH = "_blocks", 16
+_COMPANION = re.compile(
+    r"\.weight\.|[._](weight|input|output|activation|kv|[qkv])_scale(_inv)?$|experts\.\w+_(scales|scale_inv)$|\.weight_shape$"
+)
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the quantisation that config.json names, None if it names none. Raises SpecError for an unknown method."""
+    inner = config.get("text_config")
+    section = config.get("quantization_config") or (inner.get("quantization_config") if isinstance(inner, Mapping) else None)
+    if section is None:
+        return None
+    method = section.get("quant_method") if isinstance(section, Mapping) else section
+    named = _unreadable_format(section) if isinstance(section, Mapping) else None
+    if named is not None:
+        raise _unknown_method(named)
+    if method not in METHODS or section.get("load_in_8bit") or section.get("_load_in_8bit"):
+        raise _unknown_method("bitsandbytes in 8 bits" if method == "bitsandbytes" else method)
+    of_torchao = _torchao_kinds(section) if method == TORCHAO else []
+    if method == TORCHAO and (not of_torchao or not set(of_torchao) <= set(_TORCHAO_FP8)):
+        raise _unknown_method(f"torchao as {', '.join(of_torchao) or 'it does not say what'}")
+    if section.get("format") == "pack-quantized":
+        _require_int4(section)
+    return section
+
+
+def _unreadable_format(section: Mapping[str, Any]) -> str | None:
+    """Return the name of an unsupported format, such as NVFP4, wherever a section names it; None if it names none."""
+    for key in ("quant_algo", "format"):
+        said = section.get(key)
+        if isinstance(said, str) and _OTHER_FORMAT.search(said):
+            return said.upper().removesuffix("-PACK-QUANTIZED")
+    return None
+
+
+def _require_int4(section: Mapping[str, Any]) -> None:
+    """Raises SpecError where codes are packed that are no integers of four bits around zero, in the order of the inputs."""
+    for weights in _weights_of_groups(section):
+        given = {key: weights.get(key) for key in ("num_bits", "type", "symmetric", "actorder")}
+        if given not in ({"num_bits": 4, "type": "int", "symmetric": True, "actorder": order} for order in (None, "weight")):
+            raise _unknown_method(f"compressed-tensors, packed, as {str(given)[:200]}")
+
+
+def _weights_of_groups(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what a section of compressed-tensors says about weights, group by group."""
+    groups = section.get("config_groups")
+    values = groups.values() if isinstance(groups, Mapping) else []
+    weights = [group.get("weights") for group in values if isinstance(group, Mapping)]
+    return [section for section in weights if isinstance(section, Mapping)]
+
+
+def block_size(section: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8 by blocks."""
+    return declared_block(section) or (FP8_BLOCK, FP8_BLOCK)
+
+
+def declared_block(section: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, as config.json says; None if it does not."""
+    given = [section.get("weight_block_size"), *(weights.get("block_structure") for weights in _weights_of_groups(section))]
+    block = next((size for size in given if size), None)
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        return None
+    return block[0], block[1]
+
+
+def _unknown_method(shown: object) -> SpecError:
+    shown = "a method that its config.json does not name" if shown is None else shown
+    return SpecError(
+        f"The base is published quantised by {str(shown)[:240]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
+        "4-bit, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups.",
+        param="model",
+    )
+
+
+def _torchao_kinds(section: Mapping[str, Any]) -> list[str]:
+    """The kinds of quantisation that a section of torchao's names."""
+    given = section.get("quant_type")
+    kinds = given.values() if isinstance(given, Mapping) else [given]
+    return [str(kind.get("_type") if isinstance(kind, Mapping) else kind)[:80] for kind in kinds if kind]
+
+
+def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Tensor of a base's files → the name under which its layout is known here: its own, but for torchao's FP8 weights and the
+    codes of INT4 and MXFP4.
+
+    `dtypes`: tensor → dtype. What torchao writes for other formats keeps its names, which the model does not have.
+    """
+    return {name: _logical_name(name, dtypes) for name in dtypes}
+
+
+def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
+    stem = name.removesuffix(_MXFP4_CODES)
+    if stem != name and dtypes[name] == dtypes.get(stem + MXFP4_SCALES) == "U8" and stem not in dtypes:
+        return stem
+    stem = name.removesuffix(_PACKED_CODES)
+    if stem != name and stem.endswith(".weight") and dtypes[name] == PACKED_DTYPE and stem not in dtypes:
+        return stem
+    match = _TORCHAO_NAME.fullmatch(name)
+    if match is None or dtypes.get(f"{match[1]}_weight_qdata") != FP8_DTYPE:
+        return name
+    logical = f"{match[1]}weight" if match[2] == "qdata" else f"{match[1]}weight_scale"
+    return name if logical in dtypes else logical
+
+
+def is_companion(name: str) -> bool:
+    """Whether a tensor of a quantised base belongs to a quantised weight and is no parameter of a model."""
+    return _COMPANION.search(name) is not None
+
+
+@dataclass(frozen=True)
+class Bitsandbytes:
+    """The state of one 4-bit weight. `block`: elements that share a scale; `nested_offset`: None if scales are plain fp32."""
+
+    shape: tuple[int, int]
+    block: int
+    nested_offset: float | None
+    nested_block: int | None
+
+    @classmethod
+    def read(cls, name: str, kind: str, text: bytes, codes: int) -> Bitsandbytes:
+        """The state from `text`, the bytes of the tensor that holds it. `codes`: how many bytes of codes there are.
+
+        Raises SpecError for a state that no 2-D weight has.
+        """
+        try:
+            state = json.loads(text)
+            shape, block = [int(size) for size in state["shape"]], int(state["blocksize"])
+            offset = state.get("nested_offset")
+            offset = None if offset is None else float(offset)
+            nested = None if offset is None else int(state["nested_blocksize"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise unknown_layout(name, f"its bitsandbytes {kind} state cannot be read") from None
+        if len(shape) != 2 or not all(0 <= size < LARGEST_SIZE for size in (*shape, block)) or block == 0 or block % 16:
+            raise unknown_layout(name, f"bitsandbytes {kind} of shape {str(shape)[:80]} in blocks of {str(block)[:80]}")
+        if 2 * codes < shape[0] * shape[1]:
+            raise unknown_layout(
+                name, f"its {codes} bytes of codes are too few for the shape {shape} of its bitsandbytes state"
+            )
+        return cls((shape[0], shape[1]), block, offset, nested)
+
+
+def int4_shape(name: str, codes: tuple[int, ...], scales: tuple[int, ...] | None) -> tuple[int, int]:
+    """(out, in) of packed codes and their scales, None: there are none. Raises SpecError where they do not belong together."""
+    if scales is None or len(codes) != 2 or len(scales) != 2 or codes[0] != scales[0] or codes[1] * PACKED % max(1, scales[1]):
+        raise unknown_layout(name, f"INT4 codes packed as {codes} with scales of shape {scales}")
+    return codes[0], codes[1] * PACKED
+
+
+@dataclass(frozen=True)
+class FP8Layout:
+    """How many rows and columns of a matrix share one scale, the last ones fewer."""
+
+    by: Literal["tensors", "rows", "blocks"]
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"FP8 by {self.by}" + (f" of {self.height} x {self.width}" if self.by == "blocks" else "")
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format that keeps codes and scales as they are, of a stack's matrices whichever way round they are read. None:
+        none does.
+        """
+        if self.by != "blocks":
+            return "fp8"
+        return "fp8_blocks" if self.width % FP8_BLOCK == 0 == self.height % FP8_BLOCK else None
+
+
+def fp8_layout(name: str, codes: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> FP8Layout:
+    """The layout of a matrix [rows, cols], or of those of a stack [experts, rows, cols], by the shapes of codes and scales.
+
+    `block`: rows and columns that share a scale, where the scales are those of blocks. Raises SpecError for scales that do not
+    belong to the codes.
+    """
+    if len(codes) not in (2, 3):
+        raise unknown_layout(name, f"FP8 codes of shape {codes}")
+    *experts, rows, cols = codes
+    own = scales[len(experts) :]
+    of_each = scales[: len(experts)] == tuple(experts) and len(own) <= 2
+    grid = (*own, 1, 1)[:2] if of_each else None
+    if grid == (1, 1) or scales in ((), (1,)):
+        return FP8Layout("tensors", rows, cols)
+    if experts and grid == (2, 1) and rows % 2 == 0:  # gate and up have their own
+        return FP8Layout("tensors", rows // 2, cols)
+    if grid == (rows, 1):
+        return FP8Layout("rows", 1, cols)
+    if grid == (-(-rows // block[0]), -(-cols // block[1])):
+        return FP8Layout("blocks", *block)
+    raise unknown_layout(
+        name,
+        f"FP8 codes of shape {codes} with scales of shape {scales}, which are neither those of rows, nor one, nor those of "
+        f"blocks of {block[0]} x {block[1]}",
+    )
+
+
+def mxfp4_shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int, int]:
+    """(experts, out, in) of codes and scales in MXFP4. Raises SpecError where they do not belong together."""
+    if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != _MXFP4_WIDTH:
+        raise unknown_layout(name, f"MXFP4 in blocks of shape {blocks} with scales of shape {scales}")
+    return blocks[0], blocks[1], blocks[2] * blocks[3] * 2
+
+
+def unknown_dtype(name: str, dtype: str) -> SpecError:
+    """The refusal of a tensor whose numbers stand for nothing by themselves."""
+    return unknown_layout(
+        name, f"its {dtype} numbers are codes of a format that config.json does not name (NVFP4, GPTQ, AWQ …)"
+    )
+
+
+def unknown_layout(name: str, why: str) -> SpecError:
+    return SpecError(f"The base's tensor {name} is quantised in a layout that is not supported: {why}.", param="model")
+
+
+def of_columns(scales: Tensor, layout: FP8Layout, cols: int) -> Tensor:
+    """The scales [rows, ..] that the files hold, as one for each of `cols` columns or one for all of them."""
+    return scales if layout.width >= cols else scales.repeat_interleave(layout.width, dim=1)[:, :cols]
+
+
+def as_kept(scales: Tensor, layout: FP8Layout, cols: int) -> Tensor:
+    """The same as the layout's format keeps them: one a row, or one for every 128 columns."""
+    if layout.by != "blocks":
+        return scales
+    return scales.repeat_interleave(layout.width // BLOCK, dim=1)[:, : blocks_of(cols)]

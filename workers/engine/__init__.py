@@ -1,0 +1,1 @@
+"""Several jobs trained on one resident base."""

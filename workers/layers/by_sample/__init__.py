@@ -1,1 +1,0 @@
-"""Layers that mix tokens in ways of their own, each sample of the micro-batch in hand by itself."""

@@ -1,0 +1,217 @@
+"""The loss, or the targets' log-probabilities, inside the output head: a few tokens' logits at a time, and only of tokens that
+have a target.
+
+The logits of all tokens and their gradient would be the largest tensors of a step, 12 bytes per token and word. But the head is
+frozen: its backward has to give only the gradient of its input, and that is known as soon as a token's logits are. So a chunk's
+logits are made, turned into that gradient and thrown away; only [targets, hidden] stays.
+
+The same holds for log-probabilities of which the loss is taken outside: a token's changes nothing but its own, so that its
+gradient is kept as it is for a loss that grows as it does, and scaled once the true one is known.
+
+The model runs as usual, so that FSDP2's hooks see what they expect; the head returns the loss in place of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ft_service.plan.memory import chunk_rows
+from workers.model.multimodal import text_decoder
+from workers.patches.head_forward import CAP, head_replaced
+
+_IN_CHUNKS = "_ft_loss_in_chunks"
+
+
+@dataclass
+class Losses:
+    """Sums over all targets of a micro-batch; scalars."""
+
+    loss: Tensor
+    """Sum of cross entropies in nats, fp32."""
+    correct: Tensor
+    """Targets that were the most likely token, fp64."""
+
+
+def works_in_chunks(model: PreTrainedModel) -> bool:
+    """Whether the loss is taken inside the model's head, as `set_works_in_chunks` said; else on the logits as a whole."""
+    return getattr(model, _IN_CHUNKS, False)
+
+
+def set_works_in_chunks(model: PreTrainedModel, value: bool) -> None:
+    """Say whether the head is the last that the model does, but for a cap that is known (workers/model/probes.py finds out)."""
+    object.__setattr__(model, _IN_CHUNKS, value)
+
+
+@contextmanager
+def loss_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor, scale: float) -> Iterator[list[Losses]]:
+    """While it is entered, a forward's `logits` are the sum of cross entropies times `scale`, and the list takes the sums.
+
+    `places`, `targets`: int64 [targets], as in a `Batch`.
+    """
+    counted: list[Losses] = []
+
+    def forward(own: Tensor, head: _FrozenHead) -> Tensor:
+        scaled, loss, correct = _HeadLoss.apply(own, targets, head, scale)  # pyright: ignore[reportGeneralTypeIssues]
+        counted.append(Losses(loss, correct))
+        return scaled
+
+    with _in_head(model, places, forward):
+        yield counted
+
+
+@contextmanager
+def log_probabilities_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor) -> Iterator[list[Tensor]]:
+    """While it is entered, a forward's `logits` are the log-probabilities of the targets, fp32 [targets], and the list takes
+    which of them were the most likely token, bool [targets].
+
+    `places`, `targets`: int64 [targets], as in a `Batch`.
+    """
+    likeliest: list[Tensor] = []
+
+    def forward(own: Tensor, head: _FrozenHead) -> Tensor:
+        logs, correct = _HeadLogProbabilities.apply(own, targets, head)  # pyright: ignore[reportGeneralTypeIssues]
+        likeliest.append(correct)
+        return logs
+
+    with _in_head(model, places, forward):
+        yield likeliest
+
+
+@contextmanager
+def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
+    """While it is entered, a forward's `logits` are those at these places alone, [places, words]. `places`: int64, as in a
+    `Batch`.
+    """
+
+    def forward(own: Tensor, head: _FrozenHead) -> Tensor:
+        logits = F.linear(own, head.weight, head.bias)
+        return logits if head.cap is None else torch.tanh(logits / head.cap) * head.cap
+
+    with _in_head(model, places, forward):
+        yield
+
+
+@contextmanager
+def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, _FrozenHead], Tensor]) -> Iterator[None]:
+    """While it is entered, the head returns what `act` makes of the hidden states [places, hidden] and its own weights."""
+    head: Any = model.get_output_embeddings()
+    config = text_decoder(model).config
+    cap = getattr(config, CAP, None)
+
+    def forward(hidden: Tensor) -> Tensor:
+        frozen = _FrozenHead(head.weight, head.bias, cap)  # now: FSDP2 has gathered them
+        return act(hidden.flatten(0, 1).index_select(0, places), frozen)
+
+    with head_replaced(head, config, forward):
+        yield
+
+
+@dataclass(frozen=True)
+class _FrozenHead:
+    """weight [words, h], bias [words] or None, and the cap on its logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    cap: float | None
+
+    def chunks(self, hidden: Tensor, targets: Tensor, gradient: Tensor | None, scale: float) -> Iterator[_Chunk]:
+        """Targets' log-probabilities, some rows of hidden [n, h] at a time. Puts scale · (softmax - one-hot) · weight into
+        `gradient` [n, h].
+        """
+        height = chunk_rows(self.weight.shape[0])
+        for start in range(0, hidden.shape[0], height):
+            span = slice(start, start + height)
+            rows, right = hidden[span], targets[span, None]
+            logs, through = _log_softmax(rows, self.weight, self.bias, self.cap)
+            yield _Chunk(span, logs.gather(1, right).squeeze(1), logs.argmax(dim=-1) == right.squeeze(1))
+            if gradient is not None:
+                of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+                del through  # before a copy is made: at most two in fp32 exist at once
+                of_logits = of_logits.to(rows.dtype)
+                own = gradient[span]
+                torch.addmm(own, of_logits, self.weight, beta=0, alpha=scale, out=own)
+                del of_logits
+            del logs  # before the next chunk's are made
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a head's input."""
+
+    rows: slice
+    logs: Tensor
+    """fp32: log-probabilities of the targets."""
+    correct: Tensor
+    """bool: whether a target was the most likely token."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """hidden [n, h], targets [n] → loss × scale, loss, number of correct ones."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: _FrozenHead, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        for chunk in head.chunks(hidden, targets, gradient, scale):
+            correct += chunk.correct.sum()
+            loss -= chunk.logs.sum(dtype=torch.float64)
+        ctx.save_for_backward(gradient)
+        rounded = loss.float()
+        ctx.mark_non_differentiable(rounded, correct)
+        return rounded * scale, rounded, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None
+
+
+class _HeadLogProbabilities(torch.autograd.Function):
+    """hidden [n, h], targets [n] → log-probabilities fp32 [n], correct bool [n]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: _FrozenHead) -> tuple[Tensor, Tensor]:
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        logs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        for chunk in head.chunks(hidden, targets, gradient, -1):
+            logs[chunk.rows], correct[chunk.rows] = chunk.logs, chunk.correct
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(correct)
+        return logs, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None
+
+
+def _log_softmax(rows: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of all words, fp32 [rows, words], and what the cap lets through of their gradient; None: all."""
+    logits = F.linear(rows, weight, bias)
+    if cap is None and logits.is_cuda:  # its kernel reads them as they are; others would keep them and a copy in fp32
+        return logits.log_softmax(dim=-1, dtype=torch.float32), None
+    logits = logits.float()
+    if cap is None:
+        return logits.log_softmax(dim=-1), None
+    logits.div_(cap).tanh_().mul_(cap)
+    logs = logits.log_softmax(dim=-1)
+    return logs, logits.div_(cap).square_().neg_().add_(1)
+
+
+def _gradient(logs: Tensor, right: Tensor) -> Tensor:
+    """The gradient of the loss in the logits, softmax - one-hot, in place of `logs`, fp32.
+
+    The one-hot is never subtracted: of a probability near 1 that would leave little.
+    """
+    of_right = logs.gather(1, right).expm1_()
+    return logs.exp_().scatter_(1, right, of_right)

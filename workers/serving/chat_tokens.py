@@ -1,0 +1,124 @@
+"""A base's tokenizer as the preview uses it: conversations to prompts, and tokens to what the wire shows of them.
+
+Prompts are rendered by a process for each chat template, under limits (ft_service/data/template_process.py), while the engine
+continues with other answers: a slow template or conversation delays only requests with the same template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from ft_service.data.line_errors import LineError
+from ft_service.data.template_process import RenderLimits, TemplateProcess
+from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokenizer_files import stops_of
+from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.errors import SpecError
+from workers.serving.tool_call_parser import CallFormat, Write, call_format
+
+LIMITS = RenderLimits(seconds=2.0, memory_bytes=256 * 1024**2)
+"""Limits of rendering one conversation."""
+_WORDS = "ft_words"
+_TEMPLATE = "chat_template.jinja"
+"""File in an adapter's folder with the chat template of its job, where the job had its own."""
+_TEMPLATES = 8
+"""Chat templates of jobs whose processes are kept."""
+
+
+class Chats:
+    """A base's conversations, by its own chat template and by those that jobs have trained with."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SpecError for a base without a usable tokenizer."""
+        of_base = partial(ChatTokenizer, path, load_tokenizer(path))
+        self._own = lru_cache(maxsize=1)(of_base)  # apart, so that no number of others takes its place
+        self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
+
+    def of(self, adapter: str | None) -> ChatTokenizer:
+        """The chat tokenizer by which this adapter, a PEFT folder, was trained; None: the base's. Raises SpecError."""
+        try:
+            template = (Path(adapter) / _TEMPLATE).read_text(encoding="utf-8") if adapter is not None else ""
+        except OSError:
+            template = ""
+        return self._by(template) if template else self._own()
+
+
+class ChatTokenizer:
+    """One chat template of one base."""
+
+    def __init__(self, path: str, tokenizer: Any, chat_template: str = "") -> None:
+        """`tokenizer`: the base's. `chat_template`: in place of its own. Raises SpecError for a base without chat template."""
+        self.tokenizer = tokenizer
+        template = ChatTemplate.of(tokenizer, chat_template)
+        if template is None:
+            raise SpecError(
+                "The base's tokenizer has no chat template, so it cannot be talked to. Models that a job with a chat_template "
+                "has tuned can.",
+                param="model",
+            )
+        self.takes_tools = "tools" in template.text
+        """Whether the template has a place for definitions of tools: others leave them out without a word."""
+        self._process = TemplateProcess(template.sources, template.special_tokens, LIMITS)
+        self._path = Path(path)
+        self._queue = ThreadPoolExecutor(1, "chat-template")
+        self._known = self._queue.submit(self._ask_template)
+        self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
+
+    @property
+    def calls(self) -> CallFormat | None:
+        """How calls are written. None: in no way that is known here. Known once a prompt is."""
+        return self._known.result()[0]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer. Known once a prompt is."""
+        return self._known.result()[1]
+
+    def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> Future[str]:
+        """The text that an answer follows, once it is rendered: one conversation after the other. The result raises SpecError
+        for a conversation that the template refuses, or that exceeds its limits.
+        """
+        return self._queue.submit(self._prompt, list(messages), list(tools))
+
+    def tokens(self, prompt: str) -> list[int]:
+        """The tokens of a rendered prompt."""
+        return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+    def _prompt(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        try:
+            return self._write(messages, tools, prompt=True)
+        except LineError as error:
+            raise SpecError(f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages") from None
+
+    def _ask_template(self) -> tuple[CallFormat | None, frozenset[int]]:
+        return call_format(self._write), _ends(self._write, self.tokenizer, self._path)
+
+    def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+        """Raises LineError."""
+        return self._process.write(messages, tools, TokenOptions().day, prompt=prompt)
+
+
+def _token(tokenizer: Any, token: int) -> dict[str, Any]:
+    """A token as the wire's log-probabilities name it."""
+    text = tokenizer.decode([token])
+    return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _ends(write: Write, tokenizer: Any, folder: Path) -> frozenset[int]:
+    """The tokenizer's end, those that generation_config.json names, and what the template writes behind an answer if that is
+    one special token: what training taught the model to end with.
+    """
+    ends = {tokenizer.eos_token_id, *stops_of(folder)}
+    try:
+        text = write([{"role": "user", "content": "ft_question"}, {"role": "assistant", "content": _WORDS}])
+    except LineError:  # the template may refuse it, and then has no say
+        text = ""
+    after = tokenizer(text.rpartition(_WORDS)[2], add_special_tokens=False)["input_ids"]
+    if after and after[0] in set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values()):
+        ends.add(after[0])
+    return frozenset(token for token in ends if isinstance(token, int))

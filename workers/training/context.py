@@ -1,0 +1,79 @@
+"""The parts that one attempt's training shares, and the request to stop it after the same step on all ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.documents import Desired
+from workers.data.micro_batches import MicroBatchLimits
+from workers.output.report import Reporter
+from workers.ranks.runtime import Runtime
+
+POLL_SECONDS = 0.2
+"""Seconds between two reads of the run directory by rank 0."""
+
+
+class StopRequest:
+    """A request to stop: by the user (`control.json`), by the supervisor (`stop.json`), or by SIGTERM to any rank."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._signalled = False
+        self._read_at = float("-inf")
+        self._requested = False
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def agreed(self) -> bool:
+        """Return whether to stop now: the same on all ranks, which call this together after every step.
+
+        Where steps are read late, this returns what was agreed on after the previous step: the hosts agree while the GPUs work.
+        """
+        requested = self._signalled or (self._runtime.rank == 0 and self._requested_by_file())
+        if self._runtime.stop_group is None:
+            return requested
+        previous, self._pending = self._pending, self._reduce(requested, self._runtime.stop_group)
+        reduced = previous if self._runtime.reads_late else self._pending
+        if reduced is None:
+            return False
+        flag, work = reduced
+        work.wait()
+        return bool(flag.item())
+
+    @staticmethod
+    def _reduce(requested: bool, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+        flag = torch.tensor([requested], dtype=torch.uint8)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None
+        return flag, work
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def _requested_by_file(self) -> bool:
+        if time.monotonic() - self._read_at >= POLL_SECONDS:
+            self._read_at = time.monotonic()
+            attempt = Attempt(self._runtime.run, self._runtime.start.attempt)
+            control, stop = attempt.read_control(), attempt.read_stop()
+            self._requested = stop is not None or (control is not None and control.desired is not Desired.RUN)
+        return self._requested
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """What the parts of one attempt's training share."""
+
+    runtime: Runtime
+    model: PeftModel
+    """Sharded and loaded."""
+    limits: MicroBatchLimits
+    reporter: Reporter
+    stop: StopRequest

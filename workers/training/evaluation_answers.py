@@ -1,0 +1,238 @@
+"""Answers to a few prompts before the first step, while training and after the last step.
+
+The ranks write them themselves, with the sharded model as it stands, so that no second copy of it is needed. Each rank has its
+share of the prompts. Tokens are the likeliest ones, and nothing is cached: each token is a forward of all unfinished answers.
+
+Before the first step the model is the base, or the tuned model that the job continues from: no adapter is switched off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ft_service.data.answer_metrics import score
+from ft_service.data.tokens.sample import Tokens
+from ft_service.rundir.evaluations import (
+    EvaluatedPrompt,
+    Evaluation,
+    evaluated_steps,
+    evaluation_key,
+    prompt_turns,
+    read_evaluation,
+)
+from ft_service.spec import EvaluationOptions
+from workers.base.rank_objects import from_all, from_first
+from workers.data.batches import make_batch
+from workers.output.publishing import write_document
+from workers.ranks.runtime import Runtime
+from workers.ranks.sharding import reshard
+from workers.training.context import TrainingContext
+from workers.training.evaluation_prompts import Question, ends_of, text_of
+from workers.training.step import last_logits
+
+SHOWN = 300
+"""Most characters of an answer in an event; the evaluation has all of it."""
+TOLD = 8
+"""Prompts that events show."""
+LOOK_TOKENS = 8
+"""Tokens between two checks for a stop."""
+REPORT_SECONDS = 30.0
+
+
+class Evaluator:
+    """A job's prompts, answered by the model as it is. Every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        questions: Sequence[Question],
+        tokenizer: Any,
+        options: EvaluationOptions,
+        ends: Collection[int] = (),
+    ) -> None:
+        """`ends`: tokens that end an answer, besides those of the questions."""
+        self._context, self._runtime, self._tokenizer, self._options = context, context.runtime, tokenizer, options
+        self._questions = list(questions)
+        self._ends = ends_of(questions, tokenizer) | set(ends)
+        self._begun: Evaluation | None = None
+        self._reported_at = 0.0
+
+    @property
+    def on_validation(self) -> bool:
+        """Whether every validation asks too."""
+        return self._options.on_validation
+
+    def begin(self) -> bool:
+        """Ask the model that training starts from, unless an earlier attempt did. False: it was stopped meanwhile."""
+        self._begun = from_first(self._known(0) if self._runtime.rank == 0 else None)
+        if self._begun is None:
+            answers = self.ask(0)
+            if answers is None:
+                return False
+            scores = self.scores(answers)
+            rows = [
+                EvaluatedPrompt(**self._told(question), base=answer, tuned=None, scores=own, base_scores=own)
+                for question, answer, own in zip(self._questions, answers, scores, strict=True)
+            ]
+            means = mean_scores(scores)
+            self._begun = self._write(Evaluation(step=0, time=time.time(), metrics=means, base_metrics=means, samples=rows))
+        return True
+
+    def at(self, step: int, *, last: bool) -> dict[str, float] | None:
+        """Ask the model at a step, once; the metrics. None: it was stopped meanwhile. `last`: tell of every prompt."""
+        known = from_first(self._known(step) if self._runtime.rank == 0 else None)
+        if known is not None:
+            return known.metrics
+        assert self._begun is not None, "begin comes first"
+        answers = self.ask(step)
+        if answers is None:
+            return None
+        scores, begun = self.scores(answers), self._begun
+        rows = [
+            before.model_copy(update={"tuned": answer, "scores": own})
+            for before, answer, own in zip(begun.samples, answers, scores, strict=True)
+        ]
+        evaluation = Evaluation(
+            step=step, time=time.time(), metrics=mean_scores(scores), base_metrics=begun.base_metrics, samples=rows
+        )
+        for sentence in messages(evaluation, everything=last):
+            self._context.reporter.message(sentence)
+        return self._write(evaluation).metrics
+
+    def ask(self, step: int, model: nn.Module | None = None) -> list[str] | None:
+        """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile."""
+        runtime, model = self._runtime, model or self._context.model
+        own = [question.ids for question in self._questions[runtime.rank :: runtime.world]]
+        self._reported_at = time.monotonic()
+        training = model.training
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):  # every token is of another length
+            decoding = GreedyDecoding(self._options.max_new_tokens, self._ends, self._context.limits.packed)
+            written = greedy(runtime, model, own, decoding, self._goes_on(step))
+        model.train(training)
+        if written is None:
+            return None
+        by_rank = from_all([text_of(tokens, self._tokenizer) for tokens in written])
+        return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._questions))]
+
+    def _goes_on(self, step: int) -> Callable[[int], bool]:
+        """Return a function of a token's number that says whether to continue. It reports progress: silence means a stall."""
+
+        def goes_on(token: int) -> bool:
+            if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+                self._reported_at = time.monotonic()
+                most = self._options.max_new_tokens
+                self._context.reporter.message(f"Evaluation at step {step}: the answers have {token} of at most {most} tokens.")
+            return token % LOOK_TOKENS != 0 or not self._context.stop.agreed()
+
+        return goes_on
+
+    def scores(self, answers: Sequence[str]) -> list[dict[str, float]]:
+        """Scores of the answers to all prompts."""
+        pairs = zip(answers, self._questions, strict=True)
+        return [score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs]
+
+    def _known(self, step: int) -> Evaluation | None:
+        """This attempt's evaluation of a step; of step 0 any attempt's, if the questions are the same."""
+        run = self._runtime.run
+        if step:
+            return read_evaluation(run, evaluation_key(step, self._runtime.start.attempt))
+        key = evaluated_steps(run).get(0)
+        evaluation = read_evaluation(run, key) if key else None
+        prompts = [(question.prompt, question.reference) for question in self._questions]
+        return evaluation if evaluation and [(own.prompt, own.reference) for own in evaluation.samples] == prompts else None
+
+    def _write(self, found: Evaluation) -> Evaluation:
+        if self._runtime.rank == 0:
+            key = evaluation_key(found.step, self._runtime.start.attempt)
+            write_document(self._runtime.run, key, found, self._runtime.fence)
+        return found
+
+    @staticmethod
+    def _told(question: Question) -> dict[str, Any]:
+        return {"prompt": question.prompt, "messages": question.messages, "reference": question.reference}
+
+
+def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the prompts that have it."""
+    names = dict.fromkeys(name for own in scores for name in own)
+    return {name: mean(own[name] for own in scores if name in own) for name in names}
+
+
+def messages(found: Evaluation, *, everything: bool) -> list[str]:
+    """Sentences for events: the scores, then with `everything` the first prompts with their answers."""
+    scores = ", ".join(
+        f"{name} {value:.2f} (before: {found.base_metrics.get(name, 0):.2f})" for name, value in found.metrics.items()
+    )
+    lines = [f"Evaluation after step {found.step}, {len(found.samples)} prompts: {scores or 'no metric applies'}."]
+    for own in found.samples[: TOLD if everything else 0]:
+        said = "\n".join(f"{role}: {text}" if role else text for role, text in prompt_turns(own.prompt, own.messages))
+        question, expected, before, after = (_short(text or "") for text in (said, own.reference, own.base, own.tuned))
+        lines.append(f"Asked: {question}\nExpected: {expected}\nBefore: {before}\nAfter: {after}")
+    return lines
+
+
+@dataclass(frozen=True)
+class GreedyDecoding:
+    """How answers are written: always the likeliest token."""
+
+    max_new_tokens: int
+    ends: Collection[int]
+    """Tokens that end an answer, and are not part of it."""
+    packed: bool
+    """Whether unfinished answers share one packed row; False: each has a padded row."""
+
+
+@torch.no_grad()
+def greedy(
+    runtime: Runtime,
+    model: nn.Module,
+    prompts: Sequence[np.ndarray],
+    decoding: GreedyDecoding,
+    goes_on: Callable[[int], bool] = lambda token: True,
+) -> list[list[int]] | None:
+    """Return the likeliest tokens after each of this rank's prompts. Called by all ranks together, which take part as long as
+    any rank has an unfinished answer.
+
+    `goes_on` is called before every token, with its number from 1; once it returns False, the result is None.
+    """
+    written: list[list[int]] = [[] for _ in prompts]
+    open_ones = list(range(len(prompts)))
+    for token_number in range(1, decoding.max_new_tokens + 1):
+        if not goes_on(token_number):
+            reshard(model)
+            return None
+        if not _anywhere(bool(open_ones), runtime):
+            break
+        rows = [np.concatenate([prompts[i], np.array(written[i], dtype=np.int32)]) for i in open_ones]
+        none = [Tokens(row.astype(np.int32), np.zeros(len(row), dtype=bool)) for row in rows]
+        logits = last_logits(model, make_batch(none, runtime.device, packed=decoding.packed), [len(row) for row in rows])
+        following = logits.argmax(dim=-1).tolist()
+        for i, token in zip(list(open_ones), following, strict=True):
+            if token in decoding.ends:
+                open_ones.remove(i)
+            else:
+                written[i].append(token)
+    reshard(model)
+    return written
+
+
+def _anywhere(here: bool, runtime: Runtime) -> bool:
+    if runtime.world == 1:
+        return here
+    flag = torch.tensor([here], dtype=torch.uint8, device=runtime.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

@@ -1,0 +1,209 @@
+"""Validation losses of the adapter as it is served, on the base in bf16 and merged into it, and as it was trained.
+
+Run once, after the last step: each rank reads its rows of the base again, in bf16, into a second model that is sharded as the
+first; merging is done in place, row by row, and rounded as `ft merge` rounds. Only the numbers are kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ft_service.host.hardware import memory_bytes
+from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality
+from ft_service.spec import JobSpec, PrecisionOptions
+from workers.base.frozen_weights import Level
+from workers.base.load import adapters, rows_of
+from workers.base.rank_objects import from_all
+from workers.data.micro_batches import MicroBatchLimits
+from workers.layers.linear import LoraLinear
+from workers.model.build import BuiltModel
+from workers.ranks.runtime import Runtime
+from workers.training.context import TrainingContext
+from workers.training.evaluation_answers import Evaluator, mean_scores
+from workers.training.objective import Objective, RankShare
+from workers.training.packing import settle_limits
+from workers.training.step import evaluate
+
+MOST_SAMPLES = 64
+"""Most samples of the validation file that are compared: the same for all three, which then differ by the weights alone."""
+BOUND = 0.02
+"""Nats by which a loss may be higher than as trained: 2 % of perplexity, more than NF4 itself usually costs a base. What is
+beyond is not rounding: the adapter has learned to compensate for the format that it was trained on."""
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The parts of a job that is over."""
+
+    context: TrainingContext
+    built: BuiltModel
+    valid: Objective
+    evaluator: Evaluator | None
+    construct: Callable[[JobSpec], BuiltModel]
+    """A model of another spec, sharded over all ranks and loaded, with new adapters."""
+
+    def measured(self, step: int) -> ServedQuality | None:
+        """Measure and report the losses, with a warning if one is beyond the bound. Called by all ranks together. Returns None
+        if there is nothing to compare, or not enough memory, which is reported.
+
+        A job's model with a base in bf16 is merged in place, and so changed.
+        """
+        items = list(range(min(len(self.valid), MOST_SAMPLES)))
+        loaded = self.built.loaded
+        published = loaded is not None and bool(loaded.kept or loaded.requantized)
+        if self.context.runtime.spec.precision.compare_served == "off" or not items or published:
+            return None
+        losses = {AS_TRAINED: self._loss(self.built.peft_model, items, self.context.limits)}
+        answers: dict[str, list[str]] = {}
+        model = self.built.peft_model
+        if set(self.built.formats.values()) != {"bf16"}:
+            lacking = lacking_memory(model, self.context.runtime)
+            if lacking is not None:
+                self.context.reporter.message(f"{lacking} `ft merge` compares the losses where there is more memory.")
+                return None
+            model = self._on_bf16()
+            limits = settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
+            losses[ADAPTER_ON_BF16] = self._loss(model, items, limits)
+            self._ask(model, ADAPTER_ON_BF16, answers, step)
+        limits = self.context.limits
+        if merge_in_place(model):
+            losses[MERGED] = self._loss(model, items, limits)
+            self._ask(model, MERGED, answers, step)
+        quality = ServedQuality(
+            step=step,
+            samples=len(items),
+            loss=losses,
+            bound=BOUND,
+            answers=answers,
+            metrics={way: self._scored(said) for way, said in answers.items()},
+        )
+        for level, text in messages(quality, sorted(set(self.built.formats.values()) - {"bf16"})):
+            self.context.reporter.message(text, level)
+        return quality
+
+    def _on_bf16(self) -> PeftModel:
+        """The job's adapter on its base in bf16."""
+        spec = self.context.runtime.spec
+        plain = PrecisionOptions(default="bf16", compute=spec.precision.compute)
+        training = spec.training.model_copy(update={"neftune_noise_alpha": None})
+        sharded = spec.distributed.model_copy(
+            update={
+                "replicate": 1,
+                "compile": False,
+                "ignored": [],
+                "reshard_after_forward": True,
+                "activation_checkpointing": "none",
+            }
+        )
+        built = self.construct(spec.model_copy(update={"precision": plain, "training": training, "distributed": sharded}))
+        theirs = dict(adapters(self.built.peft_model))
+        with torch.no_grad():
+            for name, parameter in adapters(built.peft_model):
+                whole = _whole(theirs[name])
+                start, end = rows_of(parameter)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.copy_(whole[start:end])
+        return built.peft_model
+
+    def _loss(self, model: nn.Module, items: Sequence[int], limits: MicroBatchLimits) -> float:
+        """Mean loss of items. Called by all ranks together."""
+        runtime = self.context.runtime
+        training = model.training
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            batches = RankShare.of(runtime, limits).batches(self.valid, items)
+            sums = evaluate(model, batches, runtime.world, self.valid.loss_of(items))
+        model.train(training)
+        return self.valid.read(sums.tolist(), items).mean_loss
+
+    def _ask(self, model: nn.Module, way: str, answers: dict[str, list[str]], step: int) -> None:
+        said = self.evaluator.ask(step, model) if self.evaluator is not None else None
+        if said is not None:
+            answers[way] = said
+
+    def _scored(self, answers: Sequence[str]) -> dict[str, float]:
+        assert self.evaluator is not None, "there are answers"
+        return mean_scores(self.evaluator.scores(answers))
+
+
+def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, str]]:
+    """(level, sentence) for events. `formats`: other than bf16 that the base was trained on."""
+    names = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGED: "merged in bf16"}
+    losses = ", ".join(f"{names[way]} {loss:.4f}" for way, loss in found.loss.items())
+    said: list[tuple[Level, str]] = [
+        ("info", f"Validation loss by where it is served, over {found.samples} samples: {losses}.")
+    ]
+    before = found.loss[AS_TRAINED]
+    instead = {
+        ADAPTER_ON_BF16: f"Serve it on the base stored as {' and '.join(formats)}, as it was trained, or train with "
+        "precision.default: bf16 (a job may continue from this model).",
+        MERGED: "Serve the adapter on its base instead of merging it, or train longer at a higher rate: updates smaller "
+        "than bf16 can hold are lost in merging.",
+    }
+    for way in found.beyond:
+        more = found.loss[way] - before
+        text = f"Served {names[way]} the model is worse: its validation loss is {more:.4f} higher than as trained"
+        said.append(("warn", f"{text}, and more than {BOUND} is no rounding. {instead[way]}"))
+    return said
+
+
+def lacking_memory(model: nn.Module, runtime: Runtime) -> str | None:
+    """Return a sentence if memory has no room for the base in bf16 too. The same on all ranks, called by all together."""
+    frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
+    # A shard, the largest weights gathered twice over, and as much again for what a layer makes of its input.
+    needed = 2 * sum(frozen) // runtime.world + 8 * max(frozen)
+    free = min(from_all(_free_bytes(runtime.device)))
+    if needed <= free:
+        return None
+    return (
+        f"How the adapter does on the base in bf16 was not measured: it takes {needed / GIB:.1f} GiB a rank, and "
+        f"{free / GIB:.1f} are free."
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that this rank may still take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(available, memory_bytes()) // here
+
+
+@torch.no_grad()
+def merge_in_place(model: PeftModel) -> bool:
+    """Put the adapter into the base's plain weights, rounded to bf16 as merged models are stored, and take it off. False, with
+    nothing done: it changes more than linear layers (stacks of experts). Called by all ranks together.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    held = sum(parameter.requires_grad for layer in layers for parameter in layer.parameters())
+    plain = all(type(layer.base_layer) is nn.Linear for layer in layers)
+    if not plain or held != sum(parameter.requires_grad for parameter in model.parameters()):
+        return False
+    for layer in layers:
+        (name,) = layer.active_adapters
+        a, b = (_whole(getattr(layer, part)[name].weight).float() for part in ("lora_A", "lora_B"))
+        weight = layer.base_layer.weight
+        assert isinstance(weight, nn.Parameter)
+        start, end = rows_of(weight)
+        local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight.data
+        update = layer.scaling[name] * (b[start:end].to(local.device) @ a.to(local.device))
+        local.copy_((local.float() + update).bfloat16())
+        layer.scaling[name] = 0.0
+    return True
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    whole = parameter.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole

@@ -8,8 +8,8 @@ CODE = "missing_package"
 """`error.code` of a job whose workers cannot import a package."""
 WORKER_PACKAGES = frozenset(
     {
-        *("bitsandbytes", "gguf", "numpy", "peft", "pyarrow", "rapidfuzz", "sacrebleu", "safetensors", "tensorboardX", "torch"),
-        *("transformers", "zstandard"),
+        *("bitsandbytes", "gguf", "greenlet", "numpy", "peft", "pyarrow", "rapidfuzz", "sacrebleu", "safetensors"),
+        *("tensorboardX", "torch", "transformers", "zstandard"),
     }
 )
 """Packages that the extra `workers` installs, by import name."""

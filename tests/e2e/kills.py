@@ -26,7 +26,7 @@ import openai
 import torch
 from safetensors.torch import load_file
 
-from ft_service.rundir.attempt import last_attempt
+from ft_service.rundir.attempt import Attempt, last_attempt
 from ft_service.rundir.checkpoints import CHECKPOINT_NAME, complete_checkpoints, newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
@@ -232,7 +232,9 @@ class _Strikes:
 
     def _refused(self, attempt: int) -> int:
         events = [event for segment in read_segments(self._run, attempt) for event in segment.events]
-        return sum("could not be written" in event.message for event in events)
+        outcome = Attempt(self._run, attempt).read_outcome()  # of the last step's checkpoint, without which the attempt fails
+        said = [event.message for event in events] + ([outcome.error.message] if outcome and outcome.error else [])
+        return sum("could not be written" in message for message in said)
 
     def _check_one_attempt_lives(self) -> None:
         attempts = {_last_word(pid) for pid in processes_of(self._run)["rank"]} - {None}

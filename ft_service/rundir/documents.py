@@ -31,6 +31,8 @@ class Start(_RunDocument):
     """Number of hosts or pods, each with the same number of ranks."""
     priority: int = 0
     """Priority of the job, for clusters with a queue of their own."""
+    engine: str | None = None
+    """Absolute path of the directory of the engine that trains the attempt (engine.py); None: it has ranks of its own."""
 
 
 class Desired(StrEnum):

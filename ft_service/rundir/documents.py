@@ -113,6 +113,8 @@ class ExitReason(StrEnum):
     """One of its hosts no longer answers."""
     DISK_FULL = "disk_full"
     """The disk was full."""
+    ENGINE_LOST = "engine_lost"
+    """The engine that trained it beside other attempts was killed or failed."""
     UNREADABLE = "unreadable"
     """One of its documents cannot be read. No process writes this reason: readers report it."""
 

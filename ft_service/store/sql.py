@@ -14,6 +14,7 @@ from sqlalchemy import func, select, text
 
 from ft_service.errors import UnavailableError
 from ft_service.store.database import Database, database_time
+from ft_service.store.engines import EngineStore
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
@@ -61,6 +62,7 @@ class Store(Database):
         self.jobs = JobStore(self)
         self.sweeps = SweepStore(self)
         self.leases = LeaseStore(self)
+        self.engines = EngineStore(self)
         self.queue = QueueStore(self)
 
     def close(self) -> None:

@@ -7,10 +7,11 @@ then; time without a job is charged to the project and to no key. The limit max_
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, delete, func, insert, select, update
 
 from ft_service.jobs.states import Job
 from ft_service.store.database import StorePart, database_time
@@ -44,6 +45,8 @@ class EngineRecord:
     ended_at: float | None
     seats: tuple[str, ...] = ()
     """Ids of the jobs that it trains."""
+    base: str | None = None
+    """Name of their base; None: there are none."""
 
 
 class EngineStore(StorePart):
@@ -58,9 +61,11 @@ class EngineStore(StorePart):
             query = query.where(engines.c.project_id == project_id)
         with self._database.reading() as connection:
             rows = connection.execute(query).mappings().all()
-            seated = connection.execute(select(jobs.c.engine_id, jobs.c.id).where(SEATED).order_by(jobs.c.position)).all()
-        seats = {row["id"]: tuple(job.id for job in seated if job.engine_id == row["id"]) for row in rows}
-        return [EngineRecord(**row, seats=seats[row["id"]]) for row in rows]
+            seated = select(jobs.c.engine_id, jobs.c.id, jobs.c.base).where(SEATED).order_by(jobs.c.position)
+            seats: dict[str, list[tuple[str, str]]] = defaultdict(list)
+            for job in connection.execute(seated) if rows else ():
+                seats[job.engine_id].append((job.id, job.base))
+        return [_record(row, seats[row["id"]]) for row in rows]
 
     def engine_slots(self, engine_id: str) -> list[int]:
         """Slot numbers that an engine holds, ascending; empty once it has ended."""
@@ -103,6 +108,11 @@ class EngineStore(StorePart):
         long_ago = engines.c.ended_at < database_time() - seconds
         with self._database.reading() as connection:
             return set(connection.scalars(select(engines.c.id).where(engines.c.id.in_(ids), long_ago)))
+
+
+def _record(row: RowMapping, seats: Sequence[tuple[str, str]]) -> EngineRecord:
+    """`seats`: (id, base) of its jobs."""
+    return EngineRecord(**row, seats=tuple(job_id for job_id, _ in seats), base=seats[0][1] if seats else None)
 
 
 def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:

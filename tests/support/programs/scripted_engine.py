@@ -21,15 +21,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scripted_worker import play  # noqa: E402 # pyright: ignore[reportMissingImports]
+from scripted_worker import play  # pyright: ignore[reportMissingImports]
 
-from ft_service.host.lifetime import hold_rank_lock  # noqa: E402
-from ft_service.rundir.attempt import Attempt  # noqa: E402
-from ft_service.rundir.checkpoints import newest_checkpoint  # noqa: E402
-from ft_service.rundir.directory import RunDir  # noqa: E402
-from ft_service.rundir.documents import Desired, ExitReason, Outcome, OutcomeKind  # noqa: E402
-from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder  # noqa: E402
-from ft_service.supervisor.attempt_outcome import exit_of  # noqa: E402
+from ft_service.host.lifetime import hold_rank_lock
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.checkpoints import newest_checkpoint
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Desired, ExitReason, Outcome, OutcomeKind
+from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder
+from ft_service.supervisor.attempt_outcome import exit_of
 
 ROUND_SECONDS = 0.02
 _REASONS = {"succeed": ExitReason.SUCCEEDED, "refuse": ExitReason.PERMANENT_ERROR}

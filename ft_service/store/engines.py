@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import Connection, RowMapping, delete, func, insert, select, update
 
@@ -156,21 +157,25 @@ def _charge(connection: Connection, engine_id: str, now: float, joining: str | N
     if engine.ended_at is not None:
         return
     amount = engine.ranks * max(0.0, now - engine.charged_at)
-    sat = [job for job in _seated(connection, engine_id) if job.id != joining]
+    sat = [seat for seat in _seated(connection, engine_id) if seat.job_id != joining]
     share = exact(amount / max(1, len(sat)))
-    for job in sat:
-        add_use(connection, engine.project_id, job.key_id, now, slot_seconds=share)
+    for seat in sat:
+        add_use(connection, engine.project_id, seat.key_id, now, slot_seconds=share)
         more = {"slot_seconds": jobs.c.slot_seconds + share}
-        connection.execute(update(jobs).where(jobs.c.id == job.id).values(**more))
+        connection.execute(update(jobs).where(jobs.c.id == seat.job_id).values(**more))
     if not sat:
         add_use(connection, engine.project_id, None, now, slot_seconds=share)
     connection.execute(update(engines).where(engines.c.id == engine_id).values(charged_at=now))
 
 
-def _seated(connection: Connection, engine_id: str) -> Sequence[tuple[str, str | None]]:
-    """(id, key_id) of an engine's jobs."""
+class _Seat(NamedTuple):
+    job_id: str
+    key_id: str | None
+
+
+def _seated(connection: Connection, engine_id: str) -> list[_Seat]:
     query = select(jobs.c.id, jobs.c.key_id).where(jobs.c.engine_id == engine_id).order_by(jobs.c.id)
-    return connection.execute(query).all()  # type: ignore[return-value]
+    return [_Seat(*row) for row in connection.execute(query)]
 
 
 def _lock(connection: Connection, engine_id: str) -> None:

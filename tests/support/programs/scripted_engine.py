@@ -5,7 +5,6 @@ scripted_worker.py (event, checkpoint=S, succeed, refuse), and
 
     hold         wait until there is a file `go` in the home, or the seat is stopped
     die          be killed, with every seat
-    deaf         never look at this seat again
 
 The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's control.json and its own, and
 ends when it was idle for as long as engine.json says.
@@ -86,7 +85,7 @@ def _turn(seat: Attempt, steps: list[str]) -> bool:
 def _round(seat: Attempt, steps: list[str]) -> ExitReason | None:
     """Do the next step; the reason of the exit if it was the last."""
     step = steps[0]
-    if step == "deaf" or (step == "hold" and not (seat.run.root.parents[1] / "go").exists()):
+    if step == "hold" and not (seat.run.root.parents[1] / "go").exists():
         time.sleep(ROUND_SECONDS)
         return None
     if step == "die":

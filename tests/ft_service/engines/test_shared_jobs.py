@@ -240,7 +240,7 @@ def test_an_engine_that_cannot_be_started_costs_its_jobs_an_attempt(folder: Path
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     monkeypatch.setattr("ft_service.launcher.local_launcher.program", lambda: ["/no/such/program"])
-    turn_until(reconciler, lambda: get(store).reason is Reason.LAUNCH_FAILED)
+    wait_for(lambda: (reconciler.step() or True) and get(store).reason is Reason.LAUNCH_FAILED)
     monkeypatch.undo()
     assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [State.SUCCEEDED] * 2
     turn_until(reconciler, lambda: not engines(store))

@@ -114,7 +114,7 @@ def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, lau
     tends.attend()
     assert launcher.signals == []
     with store.writing() as connection:
-        connection.execute(text("UPDATE engines SET charged_at = charged_at - 71"))
+        connection.execute(text("UPDATE engines SET divided_at = divided_at - 71"))
     tends.attend()
     assert [signal[0] for signal in launcher.signals] == [NAME]
 

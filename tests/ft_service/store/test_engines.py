@@ -60,7 +60,7 @@ def leave(store, job: Job) -> Job:
 
 def pass_by(store, seconds: float) -> None:
     """Have so many seconds pass for what runs."""
-    sql(store, "UPDATE engines SET charged_at = charged_at - :s, created_at = created_at - :s", s=seconds)
+    sql(store, "UPDATE engines SET divided_at = divided_at - :s, created_at = created_at - :s", s=seconds)
     sql(store, "UPDATE slots SET taken_at = taken_at - :s", s=seconds)
     sql(store, "UPDATE jobs SET taken_at = taken_at - :s WHERE taken_at IS NOT NULL", s=seconds)
 

@@ -27,7 +27,7 @@ def inner() -> FakeLauncher:
 
 @pytest.fixture
 def launcher(tmp_path: Path, inner: FakeLauncher) -> EngineLauncher:
-    return EngineLauncher(inner, tmp_path / "engines")  # type: ignore[arg-type]
+    return EngineLauncher(inner, tmp_path / "engines")
 
 
 @pytest.fixture

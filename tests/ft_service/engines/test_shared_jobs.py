@@ -209,13 +209,15 @@ def test_who_was_alone_in_a_lost_engine_has_failed_and_goes_on_alone(folder: Pat
     assert (job.state, job.fault_group) == (State.SUCCEEDED, None), "it has made a checkpoint since"
 
 
-def test_a_restarted_service_finds_its_engine_again(folder: Path, store: Store) -> None:
+@pytest.mark.parametrize("most_seats", [8, 0])
+def test_a_restarted_service_finds_its_engine_again(folder: Path, store: Store, most_seats: int) -> None:
+    """Also if the operator has turned engines off meanwhile."""
     scripts = "*:event,hold,succeed"
     reconciler = engine_reconciler(folder, store, scripts)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     turn_until(reconciler, lambda: phases(store, *two) == [Phase.TRAINING] * 2)
-    successor = engine_reconciler(folder, store, scripts)
+    successor = engine_reconciler(folder, store, scripts, most_seats=most_seats)
     for _ in range(5):
         successor.step()
     (folder / "go").touch()

@@ -88,8 +88,13 @@ class EngineDirectory:
         return {} if losses is None else losses.groups
 
     def _seat(self, key: str) -> Attempt | None:
+        """The attempt of an order; None: it is gone, or names another engine."""
         order = self.run.readable(key, SeatOrder)
-        return None if order is None else Attempt(RunDir(order.run_dir), order.attempt, job_id=order.job_id)
+        if order is None:
+            return None
+        seat = Attempt(RunDir(order.run_dir), order.attempt, job_id=order.job_id)
+        start = seat.readable_start()
+        return seat if start is not None and start.engine == str(self.run.root) else None
 
 
 def _key(seat: Attempt) -> str:

@@ -12,8 +12,7 @@ from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running
 from ft_service.launcher.liveness import EventAge
-from ft_service.launcher.local_launcher import LocalLauncher
-from ft_service.launcher.protocol import LaunchError
+from ft_service.launcher.protocol import Launcher, LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.documents import Control, Exit, ExitReason
@@ -22,13 +21,13 @@ from ft_service.supervisor.attempt_outcome import killed_exit, succeeded_exit
 
 
 class EngineLauncher:
-    """A LocalLauncher whose attempts may share engines. For one thread."""
+    """A launcher of this host (LocalLauncher) whose attempts may share engines. For one thread."""
 
     counts = True
     slots_name_gpus = True
     away_seconds = 0.0
 
-    def __init__(self, inner: LocalLauncher, engines_dir: Path) -> None:
+    def __init__(self, inner: Launcher, engines_dir: Path) -> None:
         """`engines_dir`: folder of the engines' directories; an attempt that names another folder is not one of an engine."""
         self._inner, self._engines_dir = inner, engines_dir
         self.host, self.slots = inner.host, inner.slots

@@ -112,7 +112,7 @@ class EngineTending:
 
     def _overstays(self, engine: EngineRecord) -> bool:
         """Whether an engine without jobs should have ended by itself long ago."""
-        return self._store.now() - engine.charged_at > 2 * self.options.idle_seconds + IDLE_SECONDS
+        return self._store.now() - engine.divided_at > 2 * self.options.idle_seconds + IDLE_SECONDS
 
     def _ask_to_end(self, engine: EngineDirectory) -> None:
         if engine.attempt.has_start() and not engine.run.has(engine.attempt.keys.control):

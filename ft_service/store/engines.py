@@ -1,14 +1,17 @@
 """Engines, the seats of jobs in them, and what they use.
 
 An engine holds its slots (`slots.engine_id`) until its processes are gone. Its slot-seconds are divided among its seats:
-whenever a job takes or leaves one, the time since the last such moment is charged in equal shares to the jobs that sat there
-then; time without a job is charged to the project and to no key. The limit max_slots counts the slots of an engine once.
+whenever a job takes or leaves one, the time since the last such moment is divided equally among the jobs that sat there then.
+Usage gets a job's part when it leaves, and time without a job, under no key, when the engine ends. The limit max_slots counts
+the slots of an engine once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
@@ -19,6 +22,8 @@ from ft_service.store.tables import LIVE, SEATED, engines, jobs, slots
 from ft_service.store.tenants.usage import add_to_share, add_use, exact
 
 _NOW = select(database_time())
+_NOBODY = ""
+"""In an engine's use: the time without a job."""
 
 
 class NoSeatError(Exception):
@@ -37,13 +42,15 @@ class EngineRecord:
     ranks: int
     most_seats: int
     created_at: float
-    charged_at: float
+    divided_at: float
     """When a job last took or left a seat."""
     closing_at: float | None
     """When it was asked to end; None: it was not."""
     ended_at: float | None
     seats: tuple[str, ...] = ()
     """Ids of the jobs that it trains."""
+    base: str | None = None
+    """Name of their base; None: there are none."""
 
 
 class EngineStore(StorePart):
@@ -58,9 +65,11 @@ class EngineStore(StorePart):
             query = query.where(engines.c.project_id == project_id)
         with self._database.reading() as connection:
             rows = connection.execute(query).mappings().all()
-            seated = connection.execute(select(jobs.c.engine_id, jobs.c.id).where(SEATED).order_by(jobs.c.position)).all()
-        seats = {row["id"]: tuple(job.id for job in seated if job.engine_id == row["id"]) for row in rows}
-        return [EngineRecord(**row, seats=seats[row["id"]]) for row in rows]
+            seated = select(jobs.c.engine_id, jobs.c.id, jobs.c.base).where(SEATED).order_by(jobs.c.position)
+            seats: dict[str, list[tuple[str, str]]] = defaultdict(list)
+            for job in connection.execute(seated) if rows else ():
+                seats[job.engine_id].append((job.id, job.base))
+        return [_record(dict(row), seats[row["id"]]) for row in rows]
 
     def engine_slots(self, engine_id: str) -> list[int]:
         """Slot numbers that an engine holds, ascending; empty once it has ended."""
@@ -87,13 +96,14 @@ class EngineStore(StorePart):
         """Free the slots of an engine whose processes are gone. False: that was done before."""
         with self._database.writing() as connection:
             now = connection.scalars(_NOW).one()
-            _charge(connection, engine_id, now)
+            unused = _divide(connection, engine_id, now).get(_NOBODY, 0.0)
             ends = update(engines).where(engines.c.id == engine_id, LIVE).values(ended_at=now)
             if connection.execute(ends).rowcount != 1:
                 return False
             held = select(slots.c.project_id, func.count(), func.min(slots.c.taken_at)).where(slots.c.engine_id == engine_id)
             for project_id, number, taken_at in connection.execute(held.group_by(slots.c.project_id)).all():
                 add_to_share(connection, project_id, number, exact(max(0.0, now - taken_at)), now)
+                add_use(connection, project_id, None, now, slot_seconds=unused)
             connection.execute(delete(slots).where(slots.c.engine_id == engine_id))
         self._database.changed.set()
         return True
@@ -105,11 +115,17 @@ class EngineStore(StorePart):
             return set(connection.scalars(select(engines.c.id).where(engines.c.id.in_(ids), long_ago)))
 
 
+def _record(row: dict[str, Any], seats: Sequence[tuple[str, str]]) -> EngineRecord:
+    """`seats`: (id, base) of its jobs."""
+    del row["use"]
+    return EngineRecord(**row, seats=tuple(job_id for job_id, _ in seats), base=seats[0][1] if seats else None)
+
+
 def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:
     """Store a new engine, in which the job takes the first seat."""
     row = {"id": job.engine_id, "project_id": job.project_id, "host": job.host, "fault_group": job.fault_group}
     now = connection.scalars(_NOW).one()
-    times = {"created_at": now, "charged_at": now}
+    times = {"created_at": now, "divided_at": now}
     values = {"share_key": job.share_key, "ranks": job.slots, "most_seats": new.most_seats}
     connection.execute(insert(engines).values(**row, **values, **times))
 
@@ -123,44 +139,47 @@ def take_seat(connection: Connection, job: Job) -> None:
     most = connection.scalars(free).one_or_none()
     if most is None or len(_seated(connection, job.engine_id)) > most:
         raise NoSeatError
-    _charge(connection, job.engine_id, now, joining=job.id)
+    _divide(connection, job.engine_id, now, joining=job.id)
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
 
 
 def leave_seat(connection: Connection, job: Job) -> None:
-    """Charge a job for its seat, and free it."""
+    """Free a job's seat, and add its share of the engine's use to the job and its project."""
     assert job.engine_id is not None
     now = connection.scalars(_NOW).one()
-    _charge(connection, job.engine_id, now)
+    shares = _divide(connection, job.engine_id, now)
+    used = shares.pop(job.id, 0.0)
+    connection.execute(update(engines).where(engines.c.id == job.engine_id).values(use=shares))
+    add_use(connection, job.project_id, job.key_id, now, slot_seconds=used)
     mine = jobs.c.id == job.id
     taken_at = connection.scalars(select(jobs.c.taken_at).where(mine)).one()
     seconds = 0.0 if taken_at is None else exact(max(0.0, now - taken_at))
-    left = {"engine_id": None, "taken_at": None, "ends_at": None, "held_seconds": jobs.c.held_seconds + seconds}
-    connection.execute(update(jobs).where(mine).values(**left))
+    more = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + used}
+    connection.execute(update(jobs).where(mine).values(engine_id=None, taken_at=None, ends_at=None, **more))
 
 
-def _charge(connection: Connection, engine_id: str, now: float, joining: str | None = None) -> None:
-    """Divide an engine's slot-seconds since the last change among its jobs. `joining`: job that did not sit there before."""
+def _divide(connection: Connection, engine_id: str, now: float, joining: str | None = None) -> dict[str, float]:
+    """Divide an engine's slot-seconds since the last change among its jobs, and return what each has used by now.
+
+    `joining`: job that did not sit there before. The jobs' own rows are left alone: whoever writes several of them at once,
+    such as the end of a sweep, takes their locks in another order.
+    """
     _lock(connection, engine_id)
     engine = connection.execute(select(engines).where(engines.c.id == engine_id)).one()
+    use: dict[str, float] = dict(engine.use or {})
     if engine.ended_at is not None:
-        return
-    amount = engine.ranks * max(0.0, now - engine.charged_at)
-    sat = [job for job in _seated(connection, engine_id) if job.id != joining]
-    share = exact(amount / max(1, len(sat)))
-    for job in sat:
-        add_use(connection, engine.project_id, job.key_id, now, slot_seconds=share)
-        more = {"slot_seconds": jobs.c.slot_seconds + share}
-        connection.execute(update(jobs).where(jobs.c.id == job.id).values(**more))
-    if not sat:
-        add_use(connection, engine.project_id, None, now, slot_seconds=share)
-    connection.execute(update(engines).where(engines.c.id == engine_id).values(charged_at=now))
+        return use
+    sat = [job_id for job_id in _seated(connection, engine_id) if job_id != joining] or [_NOBODY]
+    for job_id in sat:
+        use[job_id] = use.get(job_id, 0.0) + exact(engine.ranks * max(0.0, now - engine.divided_at) / len(sat))
+    connection.execute(update(engines).where(engines.c.id == engine_id).values(use=use, divided_at=now))
+    return use
 
 
-def _seated(connection: Connection, engine_id: str) -> Sequence[tuple[str, str | None]]:
-    """(id, key_id) of an engine's jobs."""
-    query = select(jobs.c.id, jobs.c.key_id).where(jobs.c.engine_id == engine_id).order_by(jobs.c.id)
-    return connection.execute(query).all()  # type: ignore[return-value]
+def _seated(connection: Connection, engine_id: str) -> list[str]:
+    """Ids of an engine's jobs."""
+    query = select(jobs.c.id).where(jobs.c.engine_id == engine_id).order_by(jobs.c.id)
+    return list(connection.scalars(query))
 
 
 def _lock(connection: Connection, engine_id: str) -> None:

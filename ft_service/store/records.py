@@ -332,6 +332,10 @@ class ServiceStatistics:
     """Time since the last look at the job that was looked at longest ago, of those that need attention; 0: there is none."""
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""
+    engines: int
+    """Engines that hold slots."""
+    seats: int
+    """Jobs that they train."""
     file_bytes: int
     """Bytes of all files that are not freed."""
     webhooks_waiting: int

@@ -324,8 +324,9 @@ engines = Table(
     Column("ranks", Integer, nullable=False),
     Column("most_seats", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
-    # Up to when its slot-seconds are charged: since then the same jobs sit there.
-    Column("charged_at", Double, nullable=False),
+    # Slot-seconds by job, for those that still sit there, up to divided_at: since then nobody took or left a seat.
+    Column("use", StorableJson),
+    Column("divided_at", Double, nullable=False),
     # When it was asked to end.
     Column("closing_at", Double),
     # When its slots became free.

@@ -228,12 +228,12 @@ def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:
     compute = Engine._compute
     done = 0
 
-    def compute_and_die(engine: Engine, seen: Any) -> None:
+    def compute_and_die(self: Engine, seen: Any) -> None:
         nonlocal done
         done += 1
         if rank == 1 and done == rounds:
             os.kill(os.getpid(), signal.SIGKILL)
-        compute(engine, seen)
+        compute(self, seen)
 
     Engine._compute = compute_and_die
     engine_on_rank(rank, world, root)

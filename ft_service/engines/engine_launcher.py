@@ -83,9 +83,10 @@ class EngineLauncher:
     def _engine_of(self, attempt: Attempt) -> EngineDirectory | None:
         """The engine in which an attempt has a seat; None: it has ranks of its own."""
         start = attempt.readable_start()
-        if start is None or start.engine is None or Path(start.engine).parent != self._engines_dir:
+        folder = None if start is None or start.engine is None else Path(start.engine)
+        if folder is None or folder.parent != self._engines_dir:
             return None
-        return EngineDirectory(Path(start.engine))
+        return EngineDirectory(self._engines_dir, folder.name)
 
 
 def _seat_exit(attempt: Attempt) -> Exit | None:

@@ -119,7 +119,7 @@ class EngineTending:
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
     def _directory(self, engine_id: str) -> EngineDirectory:
-        return EngineDirectory(self._places.engines_dir / engine_id)
+        return EngineDirectory(self._places.engines_dir, engine_id)
 
 
 def remove_ended_engines(store: Store, places: Places) -> None:

@@ -32,7 +32,7 @@ def launcher(tmp_path: Path, inner: FakeLauncher) -> EngineLauncher:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> EngineDirectory:
-    return EngineDirectory(tmp_path / "engines" / ENGINE)
+    return EngineDirectory(tmp_path / "engines", ENGINE)
 
 
 def seat(tmp_path: Path, number: int, engine: str | None = ENGINE) -> Attempt:

@@ -15,6 +15,8 @@ from ft_service.rundir.documents import Exit, ExitReason, Start
 from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, seat_key
 from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
 
+PREFIX = "engine-"
+"""Beginning of every engine's id."""
 LOSSES = "losses.json"
 _CLEAN = (ExitReason.STOPPED, ExitReason.CANCELLED, ExitReason.SUCCEEDED)
 _NOT_TAKEN = "The engine ended before it took the job."

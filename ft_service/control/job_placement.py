@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
+from ft_service.engines.engine_directory import PREFIX
 from ft_service.engines.tending import EngineTending
 from ft_service.ids import new_id
 from ft_service.jobs import decisions
@@ -106,7 +107,7 @@ class JobPlacement:
         slots = start and choose_slots(start.shape.ranks, self._store.leases.free_slots(start.host, self._launcher.slots))
         if start is None or slots is None:
             return JobChange(job=job)
-        placed = _placed(job, start, now, new_id("engine-") if start.new_engine else None)
+        placed = _placed(job, start, now, new_id(PREFIX) if start.new_engine else None)
         # The ranks themselves report that training starts.
         message = f"Attempt {placed.attempt} is placed on {placed.slots} slot{'s' if placed.slots > 1 else ''}"
         message += f", in the new engine {placed.engine_id}." if start.new_engine else "."

@@ -15,6 +15,8 @@ from ft_service.rundir.documents import Exit, ExitReason, Start
 from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, seat_key
 from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
 
+PREFIX = "engine-"
+"""Beginning of every engine's id."""
 LOSSES = "losses.json"
 _CLEAN = (ExitReason.STOPPED, ExitReason.CANCELLED, ExitReason.SUCCEEDED)
 _NOT_TAKEN = "The engine ended before it took the job."
@@ -34,9 +36,11 @@ class Losses(BaseModel):
 class EngineDirectory:
     """The directory of one engine, with its only attempt."""
 
-    def __init__(self, root: Path) -> None:
-        self.run = RunDir(root)
-        self.attempt = Attempt(self.run, 1, job_id=root.name)
+    def __init__(self, engines_dir: Path, engine_id: str) -> None:
+        """`engines_dir`: folder of all engines' directories."""
+        self.engine_id = engine_id
+        self.run = RunDir(engines_dir / engine_id)
+        self.attempt = Attempt(self.run, 1, job_id=engine_id)
 
     def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int) -> None:
         """Write what the engine needs to start, unless that is there."""
@@ -82,7 +86,7 @@ class EngineDirectory:
 
     def _lost(self, seats: Sequence[Attempt]) -> dict[str, str]:
         """Fault groups of the lost seats, as they were first decided."""
-        groups = fault_groups(self.run.root.name, [seat.job_id for seat in seats])
+        groups = fault_groups(self.engine_id, [seat.job_id for seat in seats])
         self.run.write_if_absent(LOSSES, Losses(groups={_key(seat): groups[seat.job_id] for seat in seats}))
         losses = self.run.readable(LOSSES, Losses)
         return {} if losses is None else losses.groups

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_service.engines.engine_directory import EngineDirectory
+from ft_service.engines.engine_directory import PREFIX, EngineDirectory
 from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Job, Running
@@ -119,11 +119,11 @@ class EngineTending:
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
     def _directory(self, engine_id: str) -> EngineDirectory:
-        return EngineDirectory(self._places.engines_dir / engine_id)
+        return EngineDirectory(self._places.engines_dir, engine_id)
 
 
 def remove_ended_engines(store: Store, places: Places) -> None:
     """Remove the directories of engines that ended more than KEEP_SECONDS ago. Raises UnavailableError and OSError."""
-    folders = {folder.name: folder for folder in places.engines_dir.glob("engine-*")}
+    folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
     for engine_id in store.engines.ended_engines(list(folders), KEEP_SECONDS) if folders else ():
         shutil.rmtree(folders[engine_id])

@@ -32,7 +32,7 @@ def launcher(tmp_path: Path, inner: FakeLauncher) -> EngineLauncher:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> EngineDirectory:
-    return EngineDirectory(tmp_path / "engines" / ENGINE)
+    return EngineDirectory(tmp_path / "engines", ENGINE)
 
 
 def seat(tmp_path: Path, number: int, engine: str | None = ENGINE) -> Attempt:
@@ -77,9 +77,13 @@ def test_a_seat_is_an_order_to_an_engine_that_is_started_once(tmp_path, launcher
     assert not seen.reported
 
 
-def test_an_attempt_without_an_engine_is_the_inner_launchers(tmp_path, launcher, inner) -> None:
+@pytest.mark.parametrize("strange_place", ["/somewhere/engine-1", "HOME/engines/..", "HOME/engines/engine-1/below", ""])
+def test_an_attempt_without_an_engine_is_the_inner_launchers(tmp_path, launcher, inner, strange_place: str) -> None:
     own, strange = seat(tmp_path, 1, None), seat(tmp_path, 2)
-    strange.run.write(strange.keys.start, strange.read_start().model_copy(update={"engine": "/somewhere/else"}))
+    place = strange_place.replace("HOME", str(tmp_path))
+    start = strange.read_start()
+    assert start is not None
+    strange.run.write(strange.keys.start, start.model_copy(update={"engine": place}))
     for attempt in (own, strange):
         launcher.start(attempt)
         launcher.signal(attempt, Control(generation=2, desired=Desired.PAUSE))

@@ -24,8 +24,8 @@ def share_key(spec: JobSpec) -> str | None:
     hold the base. None: the job runs alone.
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
-    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, copies,
-    other groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
+    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
+    groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
     ranks still choose what is "auto".
     """
     options = spec.distributed
@@ -37,13 +37,12 @@ def share_key(spec: JobSpec) -> str | None:
         return None
     if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:
         return None
-    if mesh_shape(options.replicate, spec.world_size)[0] != 1:
-        return None
     common = {
         "model": spec.model.model_dump(mode="json"),
         "precision": spec.precision.model_dump(mode="json"),
         "distributed": options.model_dump(mode="json", exclude=_SHAPE),
         "ranks": spec.world_size,
+        "copies": mesh_shape(options.replicate, spec.world_size)[0],
     }
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
 

@@ -56,6 +56,20 @@ def engines_of(run: RunDir) -> list[str]:
     return found
 
 
+def test_jobs_share_an_engine(server: Server, tmp_path: Path) -> None:
+    client = server.client()
+    data = tmp_path / "train.jsonl"
+    save_chats(data, 16)
+    job_of(client, data, 1, steps=2)  # holds the slots while the others come together
+    jobs = [job_of(client, data, rank, steps=3) for rank in (2, 4)]
+    for job in jobs:
+        wait_until(client, job, "succeeded")
+    (first,), (second,) = (engines_of(server.run(job)) for job in jobs)
+    assert first
+    assert first == second
+
+
+@pytest.mark.slow
 def test_jobs_share_an_engine_that_is_killed_and_end_as_if_each_had_been_alone(server: Server, tmp_path: Path) -> None:
     client = server.client()
     data = tmp_path / "train.jsonl"

@@ -160,7 +160,7 @@ class SeatThread:
             name: initial_adapter(name, tuple(parameter.shape), spec.seed).to(runtime.device)
             for name, parameter in adapters(built.peft_model)
         }
-        seat = Seat(built.peft_model, base.model, runtime.mesh, first, runtime.compute_dtype)
+        seat = Seat(built.peft_model, base.model, self._host.mesh, first, runtime.compute_dtype)
         self._lane.linears = seat.linears
         seat.model.train()
         shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.products, base.loaded)

@@ -2,7 +2,7 @@
 
 Replaces: the call and `get_base_model` of one `peft.PeftModel`.
 Written for: peft 0.21
-Fails when upstream changes: tests/workers/engine/test_seat.py
+Fails when upstream changes: tests/workers/patches/test_shared_base.py
 """
 
 from __future__ import annotations

@@ -73,8 +73,6 @@ def test_what_the_ranks_hold_is_in_the_key(other: JobSpec) -> None:
         with_distributed(keep_unsharded=True),
         with_distributed(prefetch=Prefetch()),
         with_distributed(offload=True),
-        with_distributed(replicate=2),
-        with_distributed(replicate=-1),
         with_distributed(replicate="auto"),
         with_distributed(nnodes=2),
         with_distributed(max_nnodes=2),

@@ -114,8 +114,10 @@ def prepared(spec: JobSpec, folder: Path, engine: RunDir | None = None) -> RunDi
     """A run directory with what the service writes before an attempt."""
     run = RunDir(folder)
     run.write("spec.json", spec)
-    names = {"engine": str(engine.root)} if engine is not None else {}
-    Attempt(run, 1).write_start(Start(job_id=spec.job_id, attempt=1, world_size=RANKS, generation=1, checkpoint=None, **names))
+    named = None if engine is None else str(engine.root)
+    Attempt(run, 1).write_start(
+        Start(job_id=spec.job_id, attempt=1, world_size=RANKS, generation=1, checkpoint=None, engine=named)
+    )
     return run
 
 

@@ -12,6 +12,7 @@ from api.page.inner_api import ApiError
 from api.page.rendering import SignInNeeded, refusal, to_sign_in
 from api.routes import (
     artefacts,
+    engines,
     files,
     fine_tuning,
     graders,
@@ -43,7 +44,10 @@ Everything that OpenAI's API does not have says so, and has the mark `x-beyond-o
 """
 
 
-_REST = (fine_tuning, job_metrics, plans, sweeps, files, uploads, artefacts, graders, models, webhooks, organization)
+_REST = (
+    *(fine_tuning, job_metrics, plans, sweeps, engines),
+    *(files, uploads, artefacts, graders, models, webhooks, organization),
+)
 _SERVICE = (inference, keys, health)
 _PAGE = (sign_in_page, new_job_page, compare_page, data_page, models_page, organization_page, jobs_page)
 """Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle."""

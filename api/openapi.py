@@ -39,6 +39,7 @@ _PROPERTIES = {
         "queue",
         "suffix",
         "chosen",
+        "engine_id",
         "sweep",
         "validation_split",
         *JobOptions.model_fields,

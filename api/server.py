@@ -35,6 +35,7 @@ from ft_service.control.describe_bases import service_descriptions, watch_models
 from ft_service.control.launcher_choice import new_launcher
 from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.control.tracking import metric_sender
+from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.host.home import create_home, openness
 from ft_service.host.port_owner import holder
@@ -70,6 +71,7 @@ def reconcile_here(
         meters=meters,
         slot_user=preview,
         preempt_after=None if minutes is None else minutes * 60.0,
+        engines=EngineOptions(most_seats=settings.engine_jobs),
         admission=LateAdmission(store, settings, descriptions),
     )
     Reconciler(store, new_launcher(settings), Places.of(settings), options).run(stop)

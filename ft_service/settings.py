@@ -61,6 +61,9 @@ class Settings(BaseSettings):
     """Minutes for which a job holds its slots before one of higher priority may take them. The job then stops at a
     checkpoint and is queued again, so this is also the shortest time between two preemptions. None: jobs are never
     preempted."""
+    engine_jobs: int = Field(default=0, ge=0, le=64)
+    """Most jobs that an engine trains at once: jobs of one project on the same base share its weights and ranks. 0: every job
+    has ranks of its own. With FT_LAUNCHER = local only."""
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
     """Largest file uploaded in one request."""
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)
@@ -149,6 +152,16 @@ class Settings(BaseSettings):
             )
         if self.preview == "on" and self.inference_url:
             raise ValueError("FT_PREVIEW = on and FT_INFERENCE_URL are both set: only one can answer. Unset one")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_that_share(self) -> Settings:
+        if self.engine_jobs == 1:
+            raise ValueError("FT_ENGINE_JOBS = 1: an engine of one job shares nothing. Give at least 2, or 0 for no engines")
+        if self.engine_jobs and self.launcher != "local":
+            raise ValueError(
+                f"FT_ENGINE_JOBS = {self.engine_jobs} needs FT_LAUNCHER = local: jobs of a cluster run alone. Leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,9 +7,10 @@ there as well.
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ if __name__ == "__main__":  # before torch is imported: a rank must not outlive 
     keep_torchao_out()
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import FOLDER as FT_CACHE
@@ -57,15 +59,25 @@ from workers.output.event_files import FOLDER, EventFile
 from workers.output.outcome import publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
-from workers.ranks.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure, watch_seal, with_spec
-from workers.ranks.sharding import make_mesh, shard
+from workers.ranks.runtime import (
+    COMPUTE_DTYPE,
+    Runtime,
+    enter,
+    leave,
+    read_spec,
+    report_failure,
+    surroundings,
+    watch_seal,
+    with_spec,
+)
+from workers.ranks.sharding import Gradients, make_mesh, shard
 from workers.training.context import StopRequest, TrainingContext
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
-from workers.training.packing import settle_limits
+from workers.training.packing import limits_of, settle_attention
 from workers.training.reference_logprobs import INDEX as REFERENCE
 from workers.training.reference_logprobs import compute_reference, find_reference, key_of_reference
 from workers.training.served_quality import Comparison
@@ -76,17 +88,47 @@ def main(run: RunDir, attempt: int) -> int:
     try:
         fence = Fence(run, attempt)
         watch_seal(fence)  # first: a rank may wait for the others for ever
-        runtime = enter(run, attempt, fence)
-        event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
-        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
-            outcome = train(runtime, reporter)
-        if runtime.rank == 0:
-            Attempt(run, attempt).write_outcome(outcome)
+        runtime = surroundings(run, attempt, enter(read_spec(run)), fence)
+        stop = StopRequest(runtime)
+        signal.signal(signal.SIGTERM, stop.request)
+        run_attempt(runtime, stop, prepare_alone)
         dist.barrier()
     except BaseException as error:  # every error is reported to the user
         report_failure(run, attempt, error)
         return 1
     return 0
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """The model of an attempt, loaded and checked."""
+
+    built: BuiltModel
+    parameters: Mapping[str, nn.Parameter]
+    """The adapters that are trained, fp32, by their plain names."""
+    padded_because: str | None
+    """Why samples are padded (`settle_attention`); None: they may be packed."""
+    gradients: Gradients
+    changed: Callable[[], None] | None = None
+    """To be called after each change of the parameters; None: nothing follows from them."""
+    shares_base: bool = False
+    """Whether other jobs train on the same base."""
+
+
+Prepare = Callable[[Runtime, Reporter, Probed | None], PreparedModel]
+"""Builds and loads the model of an attempt. Called by all ranks together. The third argument: facts about the base; None: they
+are not known."""
+
+
+def run_attempt(runtime: Runtime, stop: StopRequest, prepare: Prepare) -> Outcome:
+    """Train a job from its start to its outcome, which is written. Called by all ranks together."""
+    run, fence = runtime.run, runtime.fence
+    event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
+    with Reporter(run, fence.attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
+        outcome = train(runtime, reporter, stop, prepare)
+    if runtime.rank == 0:
+        Attempt(run, fence.attempt).write_outcome(outcome)
+    return outcome
 
 
 def _event_file(runtime: Runtime) -> EventFile:
@@ -96,24 +138,23 @@ def _event_file(runtime: Runtime) -> EventFile:
     return EventFile(runtime.run.path(FOLDER), f"attempt-{start.attempt}", first_step=done + 1)
 
 
-def train(runtime: Runtime, reporter: Reporter) -> Outcome:
+def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare) -> Outcome:
     """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
-    stop = StopRequest(runtime)
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
     described = cached_description(runtime.spec.model.path)
     settled = settle_on_ranks(runtime.spec, runtime.device, train_set, lambda path: described or describe(path))
     spec, runtime = settled.spec, with_spec(runtime, settled.spec)
     for sentence in settled.news:
         reporter.message(sentence)
-    built = _built(runtime, reporter, None if described is None else Probed.of(described))
-    parent = _adopt_parent(runtime, built, reporter)
+    prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
+    built = prepared.built
+    parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
     for text in origins.record(runtime.run, spec, built, train_set, valid_set, parent):
         reporter.warn(text)
-    job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
-    built.peft_model.train()
-    limits = settle_limits(built.peft_model, spec, runtime.device, reporter.warn)
-    context = TrainingContext(runtime, built.peft_model, limits, reporter, stop)
+    job = JobState(prepared.parameters, spec.training, prepared.changed)
+    limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
+    context = TrainingContext(runtime, built.peft_model, limits, reporter, stop, prepared.gradients)
     objectives = _objectives(context, train_set, valid_set)  # before the adapter changes
     if objectives is None:
         return _stopped(context, "before the first step, while reference log-probabilities were computed")
@@ -143,7 +184,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
-    served = Comparison(context, built, valid_data, evaluator, partial(_sharded_over_all, runtime)).measured(job.step)
+    second = partial(_sharded_over_all, runtime)
+    served = Comparison(context, built, job, valid_data, evaluator, second, prepared.shares_base).measured(job.step)
     publish(runtime, built, job, chosen, probes, served)
     if runtime.rank == 0:
         remove_own(runtime.run)
@@ -157,20 +199,29 @@ def _stopped(context: TrainingContext, when: str, checkpoint: str | None = None)
     return Outcome(kind=OutcomeKind.STOPPED, checkpoint=checkpoint or context.runtime.start.checkpoint)
 
 
-def _built(runtime: Runtime, reporter: Reporter, probed: Probed | None) -> BuiltModel:
-    """The job's model, sharded, loaded and checked, with what was done reported."""
+def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -> PreparedModel:
+    """The model of a job that has its ranks to itself (`Prepare`), sharded, with what was done reported."""
     spec, cache = runtime.spec, Cache.from_environment(os.environ)
     built = construct(spec, runtime.mesh, runtime.device, reporter.warn, cache, probed)
+    report_built(spec, built, reporter)
+    model = built.peft_model
+    check_gathered_weights(model, runtime.compute_dtype)
+    model.train()
+    padded_because = settle_attention(model, runtime.device, runtime.compute_dtype)
+    gradients = Gradients(model, runtime.world, keep_unsharded=spec.distributed.keep_unsharded)
+    return PreparedModel(built, dict(adapters(model)), padded_because, gradients)
+
+
+def report_built(spec: JobSpec, built: BuiltModel, reporter: Reporter) -> None:
+    """Report what loading did, and what is to be known of the base."""
     for note in (balance_note(spec.model.path), built.products):
         if note is not None:
             reporter.message(note)
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
-    check_gathered_weights(built.peft_model, runtime.compute_dtype)
-    return built
 
 
-def _adopt_parent(runtime: Runtime, built: BuiltModel, reporter: Reporter) -> Manifest | None:
+def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:
     """Let the adapters begin with those of the tuned model that the job starts from; None if they need not.
 
     A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is lost of its beginning.
@@ -178,7 +229,9 @@ def _adopt_parent(runtime: Runtime, built: BuiltModel, reporter: Reporter) -> Ma
     run, spec, resumes = runtime.run, runtime.spec, runtime.start.checkpoint is not None
     kept = [key for key, used in ((REFERENCE, spec.dpo), (evaluated_steps(run).get(0, ""), spec.evaluation)) if used]
     needed = not resumes or not all(run.path(key).is_file() for key in kept)
-    adopted = adopt(built.peft_model, spec.parent) if spec.parent and from_first(needed) else None
+    adopted = adopt(prepared.parameters, spec.parent) if spec.parent and from_first(needed) else None
+    if adopted is not None and prepared.changed is not None:
+        prepared.changed()
     if adopted is not None and not resumes:
         reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer starts from zero.")
     return adopted

@@ -52,6 +52,8 @@ class _Now(Collector):
                 statistics.overdue_seconds,
             ),
             ("ft_slots", "Slots that jobs of this service can hold in all.", capacity_of(self._settings).slots),
+            ("ft_engines", "Engines that hold slots, each for several jobs.", statistics.engines),
+            ("ft_engine_jobs", "Jobs that engines train.", statistics.seats),
             ("ft_file_bytes", "Bytes of uploaded and result files.", statistics.file_bytes),
             ("ft_webhooks_waiting", "Webhook deliveries that still wait.", statistics.webhooks_waiting),
             ("ft_disk_total_bytes", "Size of the file system that holds FT_HOME.", disk.total),

@@ -253,12 +253,15 @@ def logs(job_id: str, caller: Caller, services: Svc, query: Annotated[LogQuery, 
         return event_stream.follow_logs(services, caller, job_id, rank=rank, lines=lines)
     job = services.store.jobs.get_job(caller.project_id, job_id)
     number = attempt or job.attempt
-    files = log_tail.log_files(Attempt(services.places.run(job.id), number).find_logs(), rank)
+    own = Attempt(services.places.run(job.id), number)
+    files = log_tail.log_files(own.find_logs(), rank)
     if not files:
         who = "Attempt" if rank is None else f"Rank {rank} of attempt"
         message = (
             f"{who} {number} of job {job.id} has printed nothing." if number else f"Job {job.id} has not been started yet."
         )
+        if number and (start := own.readable_start()) is not None and start.engine is not None:
+            message += " It was trained in an engine, whose output is that of all its jobs together: see the job's events."
         raise NotFoundError(message, param="attempt" if rank is None else "rank", code="no_logs")
     printed = {source: log_tail.tail(path, lines) for source, path in files.items()}
     shown = {source: text for source, text in printed.items() if text} or printed

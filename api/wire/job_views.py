@@ -14,7 +14,7 @@ from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, ServedQua
 from ft_service.rundir.events import Metrics
 from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict
 
-_JOB_FIELDS = ("id", "created_at", "finished_at", "trained_tokens", "attempt", "priority", "max_seconds")
+_JOB_FIELDS = ("id", "created_at", "finished_at", "trained_tokens", "attempt", "priority", "max_seconds", "engine_id")
 _REQUEST_FIELDS = ("training_file", "validation_file", "metadata", "suffix", "serve")
 _SECTIONS = ("lora", "precision", "training", "distributed", "checkpoint")
 
@@ -160,6 +160,10 @@ class JobView(View):
     evaluation: dict[str, Any] | None
     chosen: dict[str, str]
     """Option that was "auto" → the reason for its value."""
+    engine: Literal["auto", "off"]
+    """Whether it may be trained in an engine."""
+    engine_id: str | None
+    """The engine that trains it beside other jobs on its base; null: it does not run, or has ranks of its own."""
     sweep: MembershipView | None
     """Its sweep; null: it belongs to none."""
 
@@ -252,6 +256,7 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         chat_template=spec.chat_template or None,
         evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
+        engine=spec.engine,
         sweep=_membership(job),
     )
 

@@ -23,6 +23,7 @@ from ft_service.spec import JobSpec
 from workers.model.build import BuiltModel
 from workers.output.report import Reporter
 from workers.ranks.runtime import surroundings
+from workers.training.context import StopRequest
 
 OnStep = Callable[[int], None]
 """Called on rank 0 when a step's numbers are reported, with its number, from 1."""
@@ -69,7 +70,8 @@ def train_on(device: torch.device, run: RunDir, attempt: int = 1, on_step: OnSte
         torch.cuda.set_device(device)
     with StepReporter(run, attempt, active=dist.get_rank() == 0) as reporter:
         reporter.on_step = on_step
-        return workers.train.train(surroundings(run, attempt, device), reporter)
+        runtime = surroundings(run, attempt, device)
+        return workers.train.train(runtime, reporter, StopRequest(runtime), workers.train.prepare_alone)
 
 
 def train_on_rank(rank: int, world: int, root: str, attempt: int, device: str) -> Outcome:

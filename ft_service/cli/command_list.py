@@ -125,6 +125,9 @@ ENTRIES: Mapping[str, CommandEntry] = {
         _JOBS,
         "Try several values of options: jobs under one id, of which those without hope are stopped early.",
     ),
+    "engines": CommandEntry(
+        "jobs.engines_command", _JOBS, "List the engines that train several jobs on one base, and their jobs."
+    ),
     "plan": CommandEntry(
         "local.plan_command", _ALONE, "Show whether a SPEC fits, what it takes in memory and time, and what would help."
     ),

@@ -23,6 +23,7 @@ from ft_service.client.connection import Connection, error_of, not_ours, reachin
 from ft_service.client.responses import (
     LogLine,
     RemoteCheckpoint,
+    RemoteEngine,
     RemoteEvaluation,
     RemoteEvent,
     RemoteExport,
@@ -140,6 +141,10 @@ class Client:
     def jobs(self, limit: int = 20) -> list[RemoteJob]:
         """Return the newest `limit` jobs, newest first."""
         return list(islice(self._pages("/fine_tuning/jobs", RemoteJob, min(limit, PAGE)), limit))
+
+    def engines(self) -> list[RemoteEngine]:
+        """Return the engines that hold slots, oldest first."""
+        return [RemoteEngine.model_validate(item) for item in self._call("GET", "/engines")["data"]]
 
     def job(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("GET", _job(job_id)))

@@ -73,6 +73,8 @@ class RemoteJob(RemoteObject):
     evaluation: dict[str, Any] | None = None
     chosen: dict[str, str] = {}
     """Options that were "auto" → reason for their value."""
+    engine_id: str | None = None
+    """Engine that trains it beside other jobs; None: it does not run, or has ranks of its own."""
     sweep: dict[str, Any] | None = None
     """Sweep that it belongs to: id, values of its own, reason for which it was stopped."""
 
@@ -186,6 +188,24 @@ class RemoteSweep(RemoteObject):
     def counts_text(self) -> str:
         """Number of jobs by status: `2 succeeded, 1 running`."""
         return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
+
+
+class RemoteEngine(RemoteObject):
+    """Engine that trains several jobs on one base."""
+
+    created_at: int
+    base: str | None = None
+    """None: it has no job now."""
+    ranks: int
+    most_jobs: int
+    jobs: list[str] = []
+    """Ids of its jobs."""
+    ending: bool = False
+
+    @property
+    def jobs_text(self) -> str:
+        """Number of its jobs: `3 of 8`, or `3 of 8, ending`."""
+        return f"{len(self.jobs)} of {self.most_jobs}{', ending' if self.ending else ''}"
 
 
 class RemoteEvent(RemoteObject):

@@ -14,6 +14,7 @@ from ft_service.control import pruning
 from ft_service.control.job_placement import Interval
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
+from ft_service.engines.tending import remove_ended_engines
 from ft_service.host.loops import every
 from ft_service.logs import fields
 from ft_service.meters import Meters
@@ -47,6 +48,7 @@ def remove_expired(settings: Settings, store: Store) -> None:
     while file_ids := store.files.freeable_files():
         free(places, store, file_ids)
     _remove_parts(settings, store)
+    remove_ended_engines(store, places)
     store.webhooks.forget_deliveries(KEEP_SECONDS, GIVE_UP_SECONDS)
 
 

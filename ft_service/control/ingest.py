@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
-from ft_service.jobs.states import Ended, Job, Level, Observation, State
+from ft_service.jobs.states import ALONE, Ended, Job, Level, Observation, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.plan.fitting_settings import COMPILE, FITTED, FORMAT, is_open, value_of
 from ft_service.rundir.attempt import RESULT, unreadable_exit
@@ -55,11 +55,14 @@ def read_report(run: RunDir, job: Job, now: float) -> Intake:
     lines = [((segment.seq, line), event) for segment in segments for line, event in enumerate(segment.events)]
     reported = [event for _, event in lines]
     faults = [note_event(segment.fault, "warn") for segment in segments if segment.fault is not None]
+    found = [found for _, event in lines if (found := _checkpoint(job, event)) is not None]
     seen = _with_choices(_with_sweep_course(_with_progress(job, reported, now), reported), reported)
+    if found and job.fault_group == ALONE and job.engine_id is None:
+        seen = replace(seen, fault_group=None)  # it trains well without others beside it
     return Intake(
         job=replace(seen, ingested=segments[-1].seq) if segments else job,
         events=[*(_new_event(source, event) for source, event in lines), *faults],
-        checkpoints=[found for _, event in lines if (found := _checkpoint(job, event)) is not None],
+        checkpoints=found,
         more=len(segments) == SEGMENTS_PER_PASS,
     )
 

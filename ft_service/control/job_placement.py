@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ft_service.engines.engine_directory import PREFIX
+from ft_service.engines.tending import EngineTending
+from ft_service.ids import new_id
 from ft_service.jobs import decisions
 from ft_service.jobs.estimates import Paces
-from ft_service.jobs.queue import choose_preempted, choose_slots, next_start
+from ft_service.jobs.queue import choose_closing, choose_preempted, choose_slots, next_start
 from ft_service.jobs.queue_snapshot import ExpectedStart, Host, QueueSnapshot
 from ft_service.jobs.states import Job
 from ft_service.launcher.protocol import Launcher
 from ft_service.store.queue import HOST_SECONDS
-from ft_service.store.records import Claim, JobChange, NewEvent
+from ft_service.store.records import Claim, JobChange, NewEngine, NewEvent
 from ft_service.store.sql import Store
 
 log = logging.getLogger(__name__)
@@ -39,16 +42,21 @@ class Interval:
         self._next = time.monotonic() + (self._seconds if seconds is None else seconds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacementRules:
+    """As in ReconcilerOptions."""
+
+    lease_seconds: float
+    preempt_after: float | None
+
+
 class JobPlacement:
     """Claims waiting jobs for one place. For one thread."""
 
-    def __init__(
-        self, store: Store, launcher: Launcher, *, owner: str, lease_seconds: float, preempt_after: float | None
-    ) -> None:
-        """`preempt_after`: as in ReconcilerOptions."""
-        self._store, self._launcher = store, launcher
-        self._owner, self._lease_seconds = owner, lease_seconds
-        self._preempt_after = preempt_after
+    def __init__(self, store: Store, launcher: Launcher, engines: EngineTending, *, owner: str, rules: PlacementRules) -> None:
+        self._store, self._launcher, self._engines = store, launcher, engines
+        self._owner, self._lease_seconds = owner, rules.lease_seconds
+        self._preempt_after = rules.preempt_after
         self._too_large, self._preemption = Interval(TOO_LARGE_SECONDS), Interval(PREEMPT_SECONDS)
         self._announcement, self._measurement = Interval(HOST_SECONDS / 6), Interval(0.0)
         self._paces = Paces()
@@ -65,14 +73,19 @@ class JobPlacement:
             self._announcement.restart()
             self._store.queue.announce_host(place, total)
         may_preempt = self._preempt_after is not None and self._preemption.is_due
-        if not may_preempt and not self._store.leases.free_slots(place, total):
+        shares = self._engines.options.most_seats > 0
+        may_start = self._store.leases.free_slots(place, total) or (shares and self._store.engines.live_engines(host=place))
+        if not may_preempt and not may_start:
             return None
         if self._measurement.is_due:
             self._paces = Paces(self._store.queue.measured_jobs())
             self._measurement.restart(self._paces.good_seconds)
-        snapshot = self._store.queue.snapshot_for(place, Host(slots=total, counts=self._launcher.counts), self._paces)
+        host = Host(slots=total, counts=self._launcher.counts)
+        snapshot = self._store.queue.snapshot_for(place, host, self._paces, new_engines=shares)
         start = next_start(snapshot)
         if start is None:
+            for engine in choose_closing(snapshot):
+                self._engines.close(engine.id, if_idle=True)
             if may_preempt:
                 self._preempt(snapshot)
             return None
@@ -80,24 +93,47 @@ class JobPlacement:
         return (claimed, start) if claimed else None
 
     def place(self, job: Job, start: ExpectedStart | None, now: float) -> JobChange:
-        """The change that gives a claimed job the slots of its start; if they are taken meanwhile, it changes nothing."""
+        """The change that gives a claimed job the slots or the seat of its start; if they are taken meanwhile, it changes
+        nothing."""
         if job.slots > self._launcher.slots:
             waiting = decisions.too_large(job)
             return JobChange(job=waiting, events=[NewEvent(level="warn", message=f"The job waits. {waiting.pending}")])
+        if start is not None and (start.engine is not None or start.new_engine) and not _still_shares(job, start):
+            return JobChange(job=job)
+        if start is not None and start.engine is not None:
+            placed = _placed(job, start, now, start.engine)
+            message = f"Attempt {placed.attempt} has a seat in the engine {start.engine}, beside other jobs on its base."
+            return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_seat=True)
         slots = start and choose_slots(start.shape.ranks, self._store.leases.free_slots(start.host, self._launcher.slots))
         if start is None or slots is None:
             return JobChange(job=job)
-        ends_at = None if start.seconds is None else now + start.seconds
-        placed = replace(decisions.placed(job, start.host, start.shape), ends_at=ends_at)
+        placed = _placed(job, start, now, new_id(PREFIX) if start.new_engine else None)
         # The ranks themselves report that training starts.
-        message = f"Attempt {placed.attempt} is placed on {placed.slots} slot{'s' if placed.slots > 1 else ''}."
-        return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_slots=slots)
+        message = f"Attempt {placed.attempt} is placed on {placed.slots} slot{'s' if placed.slots > 1 else ''}"
+        message += f", in the new engine {placed.engine_id}." if start.new_engine else "."
+        new = NewEngine(self._engines.options.most_seats) if start.new_engine else None
+        return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_slots=slots, new_engine=new)
 
     def _preempt(self, snapshot: QueueSnapshot) -> None:
         """Ask jobs to stop that the head of the queue may preempt."""
         assert self._preempt_after is not None, "preemption is on"
         self._preemption.restart()
         head, running = choose_preempted(snapshot, after_seconds=self._preempt_after) or (None, [])
+        engines = {engine.id for engine in self._store.engines.live_engines(host=self._launcher.host)} if running else set()
         for job in running:
-            if head and self._store.jobs.preempt(head, job.id):
+            if job.id in engines:
+                self._engines.close(job.id, if_idle=False)
+            elif head and self._store.jobs.preempt(head, job.id):
                 log.info("job is preempted for %s", head.id, extra={"job_id": job.id})
+
+
+def _placed(job: Job, start: ExpectedStart, now: float, engine_id: str | None) -> Job:
+    ends_at = None if start.seconds is None else now + start.seconds
+    return replace(decisions.placed(job, start.host, start.shape, engine_id), ends_at=ends_at)
+
+
+def _still_shares(job: Job, start: ExpectedStart) -> bool:
+    """Whether a claimed job is still what the queue's snapshot said: its user may have changed its ranks since."""
+    sharing = start.job.sharing
+    same = sharing is not None and (sharing.key, sharing.fault_group) == (job.share_key, job.fault_group)
+    return same and job.slots == start.job.slots

@@ -9,6 +9,7 @@ from functools import partial
 from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check, Checked, Checks, check_data
 from ft_service.control.job_placement import Interval
+from ft_service.engines.sharing import share_key
 from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions
 from ft_service.jobs.states import Job, State
@@ -107,7 +108,8 @@ class JobValidation:
 
 
 def _with_plan(job: Job, checked: Checked) -> Job:
-    """The job with what its check has planned, and has chosen for "auto"."""
+    """The job with what its check has planned and has chosen for "auto", and with the key of the jobs that it may share an
+    engine with."""
     if (planned := checked.planned) is not None:
         names = ("stored_spec", "shapes", "work", "planned_seconds")
         job = replace(job, **{name: getattr(planned, name) for name in names})
@@ -115,4 +117,4 @@ def _with_plan(job: Job, checked: Checked) -> Job:
         job = replace(job, stored_spec=StoredSpec.of(settled.spec))
         if settled.work is not None:
             job = replace(job, work=settled.work.flops, planned_seconds=settled.work.seconds)
-    return job
+    return job if job.state is State.FAILED else replace(job, share_key=None if job.shapes else share_key(job.spec))

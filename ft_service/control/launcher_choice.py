@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from ft_service.engines.engine_launcher import EngineLauncher
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
 from ft_service.launcher.kubernetes.manifests import Site
@@ -16,6 +17,7 @@ from ft_service.launcher.slurm.slurm_commands import missing_commands
 from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
 from ft_service.launcher.slurm.slurm_profile import load_slurm_profile
 from ft_service.settings import Settings
+from ft_service.storage.locations import Places
 
 if TYPE_CHECKING:
     from ft_service.launcher.kubernetes.cluster import Cluster
@@ -30,7 +32,8 @@ SERVICE_STORAGE_SECRET = "ft-storage"
 def new_launcher(settings: Settings) -> Launcher:
     """Return the launcher that FT_LAUNCHER names. Raises SpecError if the cluster cannot be used as its profile says."""
     if settings.launcher == "local":
-        return LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
+        ranks = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
+        return EngineLauncher(ranks, Places.of(settings).engines_dir)
     return _slurm(settings) if settings.launcher == "slurm" else _kubernetes(settings)
 
 

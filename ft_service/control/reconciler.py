@@ -20,9 +20,10 @@ from typing import Protocol, assert_never
 from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check
 from ft_service.control.ingest import Intake, collect_result, note_event, read_report, result_seen
-from ft_service.control.job_placement import Interval, JobPlacement
+from ft_service.control.job_placement import Interval, JobPlacement, PlacementRules
 from ft_service.control.job_validation import JobValidation
 from ft_service.control.orphans import COUNT_SECONDS, find_orphans
+from ft_service.engines.tending import EngineOptions, EngineTending
 from ft_service.errors import FtError, UnavailableError
 from ft_service.host import disk
 from ft_service.jobs import decisions, reasons
@@ -84,6 +85,7 @@ class ReconcilerOptions:
     """Seconds that a job holds its slots before one of higher priority may take them; None: never."""
     check: Check | None = None
     """Check of a job's data files and adapter; None: `check_data`."""
+    engines: EngineOptions = field(default_factory=EngineOptions)
     admission: LateAdmission | None = None
     """Admission of jobs on bases that are described later; None: no job waits for its base, and the ranks choose what is
     "auto"."""
@@ -121,9 +123,9 @@ class Reconciler:
         self._meters.place_away.set_function(lambda: launcher.away_seconds)
         self._lease_seconds = lease_seconds = options.lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
-        self._placement = JobPlacement(
-            store, launcher, owner=self._owner, lease_seconds=lease_seconds, preempt_after=options.preempt_after
-        )
+        self._engines = EngineTending(store, launcher, places, options.engines)
+        rules = PlacementRules(lease_seconds=lease_seconds, preempt_after=options.preempt_after)
+        self._placement = JobPlacement(store, launcher, self._engines, owner=self._owner, rules=rules)
         self._validation = JobValidation(store, places, self.wake, options.check, options.admission)
         self._queue_first = False
         self._orphan_count = Interval(COUNT_SECONDS)
@@ -167,6 +169,7 @@ class Reconciler:
     def step(self) -> bool:
         """Give one job its turn. True if one was due. Raises UnavailableError if the database does not answer."""
         self._validation.attend()
+        self._engines.attend()
         self._count_orphans()
         claimed = self._claim()
         if claimed is None:
@@ -288,16 +291,19 @@ class Reconciler:
                 assert_never(action)
 
     def _place(self, turn: _Turn) -> None:
-        """Take the slots. The start itself is the next turn's, when they are certainly the job's."""
+        """Take the slots, or a seat. The start itself is the next turn's, when they are certainly the job's."""
         job, now = turn.job, turn.claim.now
         change = self._placement.place(job, turn.start, now)
-        if self._apply(turn, change) and change.take_slots:
+        if self._apply(turn, change) and (change.take_slots or change.take_seat):
             self._meters.attempts.inc()
             self._meters.queue_wait.observe(max(0.0, now - (job.queued_at or now)))
 
     def _launch(self, turn: _Turn) -> None:
         job, run, spec = turn.job, turn.run, turn.job.spec
-        slots = self._store.leases.held_slots(job.id)
+        if job.engine_id is None:
+            slots = self._store.leases.held_slots(job.id)
+        else:
+            slots = self._store.engines.engine_slots(job.engine_id)
         if self._slot_user is not None and not self._slot_user.release_slots(slots):
             if self._apply(turn, JobChange(job=job)):
                 self._store.leases.look_again(job.id)
@@ -305,6 +311,7 @@ class Reconciler:
             return
         if not run.write_if_absent("spec.json", spec) and run.readable("spec.json", JobSpec) is None:
             run.write("spec.json", spec)
+        engine = self._engines.prepare(job, spec)
         start = Start(
             job_id=job.id,
             attempt=job.attempt,
@@ -314,6 +321,7 @@ class Reconciler:
             slots=slots if self._launcher.slots_name_gpus else [],
             nodes=job.nodes,
             priority=job.priority,
+            engine=None if engine is None else str(engine),
         )
         turn.attempt.settle_start(start)
         try:
@@ -334,6 +342,8 @@ class Reconciler:
             if not isinstance(self._launcher.observe(turn.attempt), Ended):
                 self._apply(turn, JobChange(job=turn.job))
                 return
+        if turn.job.engine_id is not None and action.release:
+            self._engines.look_at(turn.job.engine_id)
         job, files = action.job, []
         if job.state is State.SUCCEEDED:
             job, files = collect_result(turn.run, job, self._places)
@@ -344,7 +354,7 @@ class Reconciler:
             reason = reasons.reason_of(seen.exit) if isinstance(seen, Ended) else None
             self._meters.attempts_ended.labels(reason.value if reason else "stopped").inc()
             self._launcher.clean(turn.attempt)
-            if job.state is State.SUCCEEDED and self._slot_user is not None:
+            if job.state is State.SUCCEEDED and self._slot_user is not None and turn.job.engine_id is None:
                 self._slot_user.preload(job)
 
     def _apply(self, turn: _Turn, change: JobChange) -> bool:

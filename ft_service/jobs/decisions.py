@@ -185,7 +185,7 @@ def _decide_cancelled(job: Job, seen: Observation) -> Action:
 
 
 def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
-    job = replace(job, pending=None)
+    job = replace(job, pending=None, fault_group=seen.fault_group or job.fault_group)
     reason = reason_of(seen.exit)
     if reason is Reason.SUCCEEDED:
         done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now, stopped=None)
@@ -201,6 +201,8 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
         return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
     if reason.retry is Retry.LATER:
         return _later(job, seen.checkpoint_step, reason, error, now)
+    if reason.retry is Retry.UNCOUNTED:
+        return _again(job, seen.checkpoint_step, reason, error, now)
     return _after_failure(job, seen.checkpoint_step, reason, error, now)
 
 
@@ -291,6 +293,13 @@ def _later(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | No
     return Become(replace(rest, pending=text), release=True, message=text, level="error")
 
 
+def _again(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
+    """The job after an attempt that ended through no known fault of its own."""
+    where, rest = _continued(job, checkpoint_step, reason, now + BACKOFF_SECONDS)
+    text = f"{failure_text(reason, error)} This counts as no failure of the job, which continues {where}."
+    return Become(rest, release=True, message=text, level="warn")
+
+
 def _continued(job: Job, checkpoint_step: int, reason: Reason, not_before: float) -> tuple[str, Job]:
     """Where the next attempt begins, in words, and the job until then."""
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
@@ -329,8 +338,9 @@ def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 
 
-def placed(job: Job, host: str, shape: JobSize | None = None) -> Job:
-    """The job with a new attempt that holds slots of a host. `shape`: the one it got, where it may have several."""
+def placed(job: Job, host: str, shape: JobSize | None = None, engine_id: str | None = None) -> Job:
+    """The job with a new attempt that holds slots of a host. `shape`: the one it got, where it may have several. `engine_id`:
+    the engine in which it has a seat, which holds the slots instead; None: none."""
     if job.shapes and shape is not None:
         job = replace(job, slots=shape.ranks, nodes=shape.nodes)
     return replace(
@@ -340,6 +350,7 @@ def placed(job: Job, host: str, shape: JobSize | None = None) -> Job:
         attempt=job.attempt + 1,
         ingested=-1,
         host=host,
+        engine_id=engine_id,
         halt=None,
         signalled=job.generation,
         pending=None,

@@ -84,7 +84,7 @@ def _reasons(snapshot: QueueSnapshot, order: Sequence[QueuedJob]) -> list[str]:
             reasons.append("No process moves jobs now: `ft serve` or `ft reconcile` does.")
         elif not state.hosts_for(job):
             reasons.append(_no_host(job, snapshot))
-        elif state.over_limit(job):
+        elif state.over_limit(job) and state.open_engine(job) is None:
             limit = snapshot.shares[job.project].max_slots
             reasons.append(
                 f"Its project runs {_count(state.ranks[job.project], 'rank')} and may run {limit} at once; this job needs "

@@ -9,6 +9,10 @@ ends.
 The first job in this order that is not passed over is the head. While too few slots are free for it, later jobs start before it
 only if that does not delay its expected start: they are expected to end earlier, or leave enough slots for it.
 
+A job that may share a live engine (ft_service/engines/) takes a seat there, without slots. Behind a head that waits for slots
+it does so only if it is expected to end before the engine's other jobs: an engine that takes ever more jobs would never free
+its slots. Where no seat is free, it starts on slots like any other job, and starts an engine there if it has company.
+
 A job with several shapes is counted as its smallest while it waits. When its turn comes it starts in the largest shape for
 which slots are free at that moment.
 """
@@ -20,9 +24,18 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ft_service.jobs.queue_snapshot import ExpectedStart, JobSize, QueuedJob, QueueSnapshot, RunningJob, accrued, is_ahead
+from ft_service.jobs.queue_snapshot import (
+    ExpectedStart,
+    JobSize,
+    LiveEngine,
+    QueuedJob,
+    QueueSnapshot,
+    RunningJob,
+    accrued,
+    is_ahead,
+)
 
 LOOK_AHEAD = 64
 """How many jobs behind the head are considered for the slots that the head cannot use yet."""
@@ -78,6 +91,20 @@ def choose_preempted(snapshot: QueueSnapshot, *, after_seconds: float) -> tuple[
     return (head, chosen) if chosen else None
 
 
+def choose_closing(snapshot: QueueSnapshot) -> list[LiveEngine]:
+    """The engines without jobs that must end at once, since the first job that could use their slots waits for slots."""
+    state = QueueState(snapshot)
+    idle = [engine for engine in snapshot.engines if not engine.seats and not engine.closing]
+    for job in state.in_order() if idle else ():
+        hosts, over = state.hosts_for(job), state.over_limit(job)
+        useful = [engine for engine in idle if engine.host in hosts and (not over or engine.sharing.project == job.project)]
+        if useful and state.open_engine(job) is None:
+            return useful
+        if hosts and not over:
+            break
+    return []
+
+
 def _choose_on_host(
     state: QueueState, snapshot: QueueSnapshot, head: QueuedJob, host: str, after_seconds: float
 ) -> list[RunningJob] | None:
@@ -130,6 +157,8 @@ class QueueState:
         heapq.heapify(self._later)
         for job in sorted((job for job in snapshot.waiting if not is_ahead(job.not_before, self.now)), key=_rank, reverse=True):
             self._queues[job.project].append(job)
+        self._new_engines = snapshot.new_engines
+        self._engines = list(snapshot.engines)
         for running in snapshot.running:
             self._take(running.project, running.host, running.slots, running.ends_at)
 
@@ -179,7 +208,7 @@ class QueueState:
         passed_over: set[str] = set()
         for job in self.in_order(passed_over):
             if self.hosts_for(job):
-                if not self.over_limit(job):
+                if not self.over_limit(job) or self.open_engine(job) is not None:
                     yield job
                 else:
                     passed_over.add(job.project)
@@ -190,16 +219,38 @@ class QueueState:
 
     def next_start(self) -> ExpectedStart | None:
         """The job that may start now, with host and shape."""
-        if not any(free > 0 for free in self.free.values()):
+        if not any(free > 0 for free in self.free.values()) and not any(map(_is_open, self._engines)):
             return None
         reserved: _Reservation | None = None
         for number, job in enumerate(self._candidates()):
             if number > LOOK_AHEAD:
                 return None
-            if start := self._start_of(job, reserved):
+            if start := self._seat_of(job, reserved) or self._start_of(job, reserved):
                 return start
+            if self._waits_for_seat(job):
+                continue
             reserved = reserved or min((self._reserve(job, host) for host in self.hosts_for(job)), key=lambda kept: kept.at)
         return None
+
+    def open_engine(self, job: QueuedJob) -> LiveEngine | None:
+        """The engine in which a job may take a seat now, the fullest of several; None: there is none."""
+        found = [engine for engine in self._engines if _is_open(engine) and _may_share(job, engine)]
+        return max(found, key=lambda engine: (engine.seats, engine.id), default=None)
+
+    def _waits_for_seat(self, job: QueuedJob) -> bool:
+        """Whether a job gets a seat as soon as an engine has one free, so that no slots need to be kept for it."""
+        return any(_may_share(job, engine) and not engine.closing and not _is_open(engine) for engine in self._engines)
+
+    def _seat_of(self, job: QueuedJob, reserved: _Reservation | None) -> ExpectedStart | None:
+        """The start of a job in an engine now. `reserved`: slots that the engine must not keep any longer."""
+        engine = self.open_engine(job)
+        if engine is None:
+            return None
+        if reserved is not None and engine.host == reserved.host:
+            known = job.seconds is not None and engine.ends_at is not None
+            if not known or self.now + (job.seconds or 0.0) > (engine.ends_at or 0.0):
+                return None
+        return ExpectedStart(job, engine.host, job.smallest, engine=engine.id)
 
     def _start_of(self, job: QueuedJob, reserved: _Reservation | None) -> ExpectedStart | None:
         """The start of a job now, in the largest shape for which enough slots are free. `reserved`: slots not to use."""
@@ -212,7 +263,9 @@ class QueueState:
             if reserved is not None:
                 free = [host for host in free if self._does_not_delay(job, shape, host, reserved)]
             if free:  # the fullest, so that free slots stay together
-                return ExpectedStart(job, min(free, key=lambda host: (self.free[host], host)), shape)
+                host = min(free, key=lambda host: (self.free[host], host))
+                shares = self._new_engines and job.sharing is not None and job.company
+                return ExpectedStart(job, host, shape, new_engine=shares)
         return None
 
     def _reserve(self, job: QueuedJob, host: str) -> _Reservation:
@@ -241,6 +294,11 @@ class QueueState:
         """Start a job."""
         job = start.job
         self._queues[job.project].remove(job)
+        if start.engine is not None:
+            self._engines = [
+                replace(engine, seats=engine.seats + 1) if engine.id == start.engine else engine for engine in self._engines
+            ]
+            return
         ends_at = None if start.seconds is None else self.now + start.seconds
         self._take(job.project, start.host, start.shape.ranks, ends_at)
 
@@ -264,6 +322,14 @@ class QueueState:
     def later(self) -> list[QueuedJob]:
         """Jobs that are not due yet, in the order in which they become due."""
         return [job for _, _, job in sorted(self._later, key=lambda entry: entry[:2])]
+
+
+def _is_open(engine: LiveEngine) -> bool:
+    return not engine.closing and engine.seats < engine.most_seats
+
+
+def _may_share(job: QueuedJob, engine: LiveEngine) -> bool:
+    return job.sharing == engine.sharing and job.slots == engine.slots and job.host in (None, engine.host)
 
 
 def _rank(job: QueuedJob) -> tuple[int, int]:

@@ -36,6 +36,32 @@ class Host:
     """False: another scheduler assigns the slots. A job with several shapes then gets its smallest."""
 
 
+class Sharing(NamedTuple):
+    """What the jobs of an engine have in common."""
+
+    project: str
+    key: str
+    """Their `share_key` (ft_service/engines/sharing.py)."""
+    fault_group: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveEngine:
+    """An engine that has not ended. Its slots are held by the entry of the same id in `QueueSnapshot.running`."""
+
+    id: str
+    host: str
+    slots: int
+    sharing: Sharing
+    seats: int
+    """Number of jobs that it trains."""
+    most_seats: int
+    closing: bool = False
+    """Whether it was asked to end; then it takes no more jobs."""
+    ends_at: float | None = None
+    """Expected end of the last of its jobs; None: unknown."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueuedJob:
     """A queued job. Times are seconds since the epoch in database time."""
@@ -58,6 +84,12 @@ class QueuedJob:
     """The only host that may start it; None: any."""
     note: str | None = None
     """Reason for the user why the job waits although its turn has come."""
+    sharing: Sharing | None = None
+    """What a job must have in common with it to share an engine; None: it runs alone."""
+    sweep: str | None = None
+    """The sweep that it belongs to."""
+    company: bool = False
+    """Whether another job waits or runs that could share an engine with it."""
 
     @property
     def smallest(self) -> JobSize:
@@ -70,7 +102,7 @@ class QueuedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningJob:
-    """A job that holds slots."""
+    """A job, or an engine, that holds slots."""
 
     id: str
     project: str
@@ -105,6 +137,10 @@ class QueueSnapshot:
     waiting: Sequence[QueuedJob]
     running: Sequence[RunningJob]
     shares: Mapping[str, Share] = field(default_factory=dict)
+    engines: Sequence[LiveEngine] = ()
+    """Engines that waiting jobs may join."""
+    new_engines: bool = False
+    """Whether a job that has company may start an engine."""
 
     def share_of(self, project: str) -> float:
         """Return a project's part of the use of all projects, from 0 to 1; 0 if nothing was used."""
@@ -119,6 +155,10 @@ class ExpectedStart:
     job: QueuedJob
     host: str
     shape: JobSize
+    engine: str | None = None
+    """The engine in which it takes a seat, without slots of its own; None: it takes slots."""
+    new_engine: bool = False
+    """Whether its slots are those of a new engine, in which it takes the first seat."""
 
     @property
     def seconds(self) -> float | None:

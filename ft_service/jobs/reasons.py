@@ -77,6 +77,13 @@ class Reason(StrEnum):
     )
     LAUNCH_FAILED = "launch_failed", Retry.COUNTED, "launch_failed", "The training processes could not be started."
     DISK_FULL = "disk_full", Retry.LATER, "disk_full", "Training found no room on the disk."
+    ENGINE_LOST = (
+        "engine_lost",
+        Retry.UNCOUNTED,
+        "worker_lost",
+        "The engine that trained the job beside others was killed or failed.",
+    )
+    """No failure of this job: which of its jobs ended the engine is not known."""
     UNREADABLE = (
         "unreadable",
         Retry.COUNTED,

@@ -26,6 +26,9 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
+ALONE = "alone"
+"""Fault group (Job.fault_group) of a job that runs without an engine."""
+
 TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 
 
@@ -126,6 +129,13 @@ class Job:
     """Its progress for the comparison in its sweep (ft_service/sweeps/halving.py); None: no step reported."""
     stopped: str | None = None
     """Text for the user why its sweep stops it; None: it does not."""
+    share_key: str | None = None
+    """Jobs of a project with equal keys may share an engine; None: it runs alone (ft_service/engines/sharing.py)."""
+    engine_id: str | None = None
+    """The engine in which its attempt has a seat; None: it has none. The store clears it when the job leaves the seat."""
+    fault_group: str | None = None
+    """Jobs that may have ended an engine share one only with jobs of the same group, and not at all if it is ALONE; None: it is
+    in no group, and shares with others that are in none."""
     version: int = 1
     """Raised by every write; a write names the version that was read and changes nothing if another came first."""
 
@@ -193,6 +203,8 @@ class Ended:
     """Step of the newest complete checkpoint of the job; -1: none."""
     delay_seconds: float = 0.0
     """Seconds to wait before the next attempt, after one that was stopped because it got no place."""
+    fault_group: str | None = None
+    """Fault group of the job from now on, since its engine was lost; None: unchanged."""
 
 
 @dataclass(frozen=True)

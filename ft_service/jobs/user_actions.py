@@ -41,7 +41,7 @@ def request(job: Job, verb: Verb, now: float, slots: int | None = None, *, succe
         return job
     job = replace(job, desired=desired, generation=job.generation + 1, pending=None)
     if slots is not None:
-        job = replace(job, slots=slots, shapes=())
+        job = replace(job, slots=slots, shapes=(), share_key=None)  # its ranks choose again what was "auto"
     if desired is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
         return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)

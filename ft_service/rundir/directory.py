@@ -7,7 +7,8 @@ checkpoints.py.)
     reference.bin  reference.json         by rank 0: log-probabilities of answer pairs before the first step (see
                                           workers/training/reference_logprobs.py)
     evaluations/step-<s>-a<n>.json        Evaluation, by rank 0: answers to a few prompts at a step (see evaluations.py)
-    attempts/<n>/start.json               Start, by the launcher, before anything runs
+    attempts/<n>/start.json               Start, by the launcher, before anything runs; it may name an engine, which then does
+                                          what ranks and supervisor do (an engine's own directory: see engine.py)
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
     attempts/<n>/supervisor.lock          held by the supervisor while it is alive
     attempts/<n>/launched.json            Launched, by the launcher of a cluster, once the attempt's Job was created

@@ -31,6 +31,8 @@ class Start(_RunDocument):
     """Number of hosts or pods, each with the same number of ranks."""
     priority: int = 0
     """Priority of the job, for clusters with a queue of their own."""
+    engine: str | None = None
+    """Absolute path of the directory of the engine that trains the attempt (engine.py); None: it has ranks of its own."""
 
 
 class Desired(StrEnum):
@@ -111,6 +113,8 @@ class ExitReason(StrEnum):
     """One of its hosts no longer answers."""
     DISK_FULL = "disk_full"
     """The disk was full."""
+    ENGINE_LOST = "engine_lost"
+    """The engine that trained it beside other attempts was killed or failed."""
     UNREADABLE = "unreadable"
     """One of its documents cannot be read. No process writes this reason: readers report it."""
 

@@ -372,6 +372,10 @@ class JobOptions(Strict):
     """Seconds that the job may hold its slots, over all its attempts and their start-up. Then it stops at a checkpoint and
     fails with reason `time_limit`; a job with that checkpoint as its model continues there. None: no limit. With `ft run` the
     limit of each call, which stops at a checkpoint."""
+    engine: Literal["auto", "off"] = "auto"
+    """auto: the job may be trained in an engine, where jobs of its project on the same base, with the same precision and ranks,
+    share the base's weights, if the operator allows that (FT_ENGINE_JOBS). Its results are those of training alone. off: the
+    job has ranks of its own. `ft run` always trains alone."""
 
     @model_validator(mode="after")
     def _consistent_distributed(self) -> JobOptions:

@@ -102,6 +102,8 @@ class JobSpec(Resolved):
     """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
     """Options that were "auto" and were chosen, mostly by ft_service/plan/auto_options.py: dotted name → reason."""
+    engine: Literal["auto", "off"] = "auto"
+    """Whether the job may be trained in an engine, beside other jobs on the same base (rundir/engine.py)."""
     rungs: tuple[float, ...] = ()
     """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that the sweep can compare it
     (ft_service/sweeps/halving.py)."""
@@ -200,6 +202,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         parent=parent,
         chosen=chosen,
         tensorboard=request.integrated("tensorboard"),
+        engine=request.engine,
     )
 
 

@@ -80,6 +80,8 @@ class Places:
         self.tokens_dir = token_folder.folder_of(environment or {}, home)
         """Folder for the tokens of data files, on this host or the volume; None: they are not kept."""
         self._runs_dir = home / "runs"
+        self.engines_dir = home / "engines"
+        """Folder of the engines' directories, on this host."""
         self._cache_dir = cache_folder.folder_of(environment or {}, home) or home / "cache"
         self._objects = objects
         self._lock = threading.Lock()

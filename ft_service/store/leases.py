@@ -10,13 +10,14 @@ from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindpara
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, accrued, remembered
+from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS
 from ft_service.jobs.states import Job, State
 from ft_service.store.database import StorePart, database_time, is_over, upsert
+from ft_service.store.engines import NoSeatError, insert_engine, leave_seat, take_seat
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
 from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, projects, slots
-from ft_service.store.tenants.usage import add_use, exact
+from ft_service.store.tenants.usage import add_to_share, add_use, exact
 from ft_service.store.webhooks import announce
 
 
@@ -114,8 +115,8 @@ class LeaseStore(StorePart):
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(looked_at=0.0))
 
     def apply(self, claim: Claim, change: JobChange) -> bool:
-        """Store a change and end the lease. False, with nothing stored: the lease was lost, the job changed, a slot was taken,
-        or the project would run too many ranks.
+        """Store a change and end the lease. False, with nothing stored: the lease was lost, the job changed, a slot or the last
+        seat was taken, or the project would run too many ranks.
 
         The lease ends either way, so that the job can be claimed again at once. Events with a `source` belong to the attempt of
         `claim.job`. Columns of `change.job` that never change, such as id and request, are not written.
@@ -126,7 +127,7 @@ class LeaseStore(StorePart):
                 if _write_job(connection, claim, change.job, change.rest_seconds):
                     _write_rest(connection, claim, change)
                     return True
-        except _NoSlot:
+        except (_NoSlot, NoSeatError):
             pass
         with self._database.writing() as connection:
             mine = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token)
@@ -140,9 +141,10 @@ class LeaseStore(StorePart):
         return [slot for slot in range(total) if slot not in held]
 
     def held_slots(self, job_id: str) -> list[int]:
-        """Slot numbers that a job holds, ascending."""
+        """Slot numbers that a job holds itself, ascending."""
+        mine = (slots.c.job_id == job_id, slots.c.engine_id.is_(None))
         with self._database.reading() as connection:
-            return list(connection.scalars(select(slots.c.slot).where(slots.c.job_id == job_id).order_by(slots.c.slot)))
+            return list(connection.scalars(select(slots.c.slot).where(*mine).order_by(slots.c.slot)))
 
 
 def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: float) -> bool:
@@ -157,7 +159,9 @@ def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: flo
 
 def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None:
     job = change.job
-    if change.release_slots:
+    if change.release_slots and claim.job.engine_id is not None:
+        leave_seat(connection, claim.job)
+    elif change.release_slots:
         _release_slots(connection, job)
     if change.events:
         rows = [event_row(event, claim.job, claim.now) for event in change.events]
@@ -174,13 +178,19 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
         add_use(connection, job.project_id, job.key_id, claim.now, tokens=more)
     if job.state is not claim.job.state:
         announce(connection, job)
+    if change.new_engine is not None:
+        insert_engine(connection, job, change.new_engine)
     if change.take_slots:
-        _take_slots(connection, job, change.take_slots)
+        _take_slots(connection, job, change.take_slots, job.engine_id if change.new_engine is not None else None)
+    if change.take_seat:
+        take_seat(connection, job)
 
 
-def _take_slots(connection: Connection, job: Job, taken: Sequence[int]) -> None:
+def _take_slots(connection: Connection, job: Job, taken: Sequence[int], engine_id: str | None) -> None:
+    """Take slots for a job, or for the engine that it starts."""
     now = connection.scalars(_NOW).one()
     mine = {"host": job.host, "project_id": job.project_id, "job_id": job.id, "attempt": job.attempt, "taken_at": now}
+    mine |= {"engine_id": engine_id}
     try:
         connection.execute(insert(slots), [{"slot": slot, **mine} for slot in taken])
     except IntegrityError as error:
@@ -198,17 +208,14 @@ def _take_slots(connection: Connection, job: Job, taken: Sequence[int]) -> None:
 
 def _release_slots(connection: Connection, job: Job) -> None:
     """Free a job's slots, and add their use to the job and its project."""
-    held = select(func.count(), func.min(slots.c.taken_at), database_time()).where(slots.c.job_id == job.id)
+    mine = (slots.c.job_id == job.id, slots.c.engine_id.is_(None))
+    held = select(func.count(), func.min(slots.c.taken_at), database_time()).where(*mine)
     number, taken_at, now = connection.execute(held).one()
     if not number:
         return
     seconds = exact(max(0.0, now - taken_at))
     add_use(connection, job.project_id, job.key_id, now, slot_seconds=number * seconds)
-    connection.execute(delete(slots).where(slots.c.job_id == job.id))
+    connection.execute(delete(slots).where(*mine))
     used = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + number * seconds}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None))
-    project = projects.c.id == job.project_id
-    query = select(projects.c.used, projects.c.used_at).where(project).with_for_update(key_share=True)
-    before = connection.execute(query).one()
-    total = remembered(before.used, now - before.used_at) + accrued(number, seconds)
-    connection.execute(update(projects).where(project).values(used=total, used_at=now))
+    add_to_share(connection, job.project_id, number, seconds, now)

@@ -7,16 +7,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
-from sqlalchemy import Connection, RowMapping, Select, bindparam, func, literal_column, select
+from sqlalchemy import Connection, RowMapping, Select, bindparam, func, literal_column, or_, select
 
 from ft_service.jobs.estimates import ENOUGH, Effort, MeasuredJob, Paces
-from ft_service.jobs.queue_snapshot import Host, QueuedJob, QueueSnapshot, RunningJob, Share, accrued, remembered
-from ft_service.jobs.states import Phase
+from ft_service.jobs.queue_snapshot import (
+    Host,
+    LiveEngine,
+    QueuedJob,
+    QueueSnapshot,
+    RunningJob,
+    Share,
+    Sharing,
+    accrued,
+    remembered,
+)
+from ft_service.jobs.states import ALONE, Phase, State
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.leases import DUE
 from ft_service.store.rows import shapes_of
-from ft_service.store.tables import MEASURED, QUEUED, hosts, jobs, projects, slots
+from ft_service.store.tables import LIVE, MEASURED, NEEDS_ATTENTION, QUEUED, engines, hosts, jobs, projects, slots
 
 OF_EACH_PROJECT = 16
 """Waiting jobs of a project that a reconciler's turn reads: one to start, and others for slots that it cannot use."""
@@ -27,7 +38,11 @@ _MEASURED_JOBS = 200
 
 _EFFORT = [jobs.c[name] for name in ("base", "slots", "work", "planned_seconds", "left_seconds")]
 _WAITING = [
-    jobs.c[name] for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
+    *(
+        jobs.c[name]
+        for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
+    ),
+    *(jobs.c[name] for name in ("share_key", "fault_group", "sweep_id")),
 ]
 
 
@@ -58,6 +73,7 @@ _RUNNING = (
         jobs.c.phase,
     )
     .join(jobs, jobs.c.id == slots.c.job_id)
+    .where(slots.c.engine_id.is_(None))
     .group_by(slots.c.host, jobs.c.id, jobs.c.project_id, jobs.c.priority, jobs.c.ends_at, jobs.c.phase)
 )
 _MEASURED = (
@@ -73,8 +89,26 @@ _UNDER_WAY = (
         (jobs.c.slot_seconds + jobs.c.slots * (jobs.c.ends_at - jobs.c.taken_at)).label("slot_seconds"),
     )
     .where(jobs.c.phase == literal_column(f"'{Phase.TRAINING.value}'"), jobs.c.left_seconds.is_not(None))
-    .where(jobs.c.ends_at.is_not(None), jobs.c.taken_at.is_not(None))
+    .where(jobs.c.ends_at.is_not(None), jobs.c.taken_at.is_not(None), jobs.c.engine_id.is_(None))
     .limit(_MEASURED_JOBS)
+)
+_ENGINES = select(
+    engines,
+    *(
+        select(value).where(jobs.c.engine_id == engines.c.id).scalar_subquery().label(name)
+        for name, value in {
+            "seats": func.count(),
+            "unknown": func.count() - func.count(jobs.c.ends_at),
+            "ends_at": func.max(jobs.c.ends_at),
+            "priority": func.coalesce(func.max(jobs.c.priority), 0),
+        }.items()
+    ),
+).where(LIVE)
+_COMPANIONS = select(jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group, func.count().label("number")).where(
+    or_(QUEUED, NEEDS_ATTENTION), jobs.c.share_key.is_not(None)
+)
+_VALIDATING = select(jobs.c.sweep_id).where(
+    NEEDS_ATTENTION, jobs.c.state == State.VALIDATING.value, jobs.c.sweep_id.is_not(None)
 )
 _SHARES = select(projects.c.id, projects.c.used, projects.c.used_at, projects.c.max_slots)
 
@@ -89,26 +123,37 @@ class QueueStore(StorePart):
             statement = upsert(connection, hosts).values(row)
             connection.execute(statement.on_conflict_do_update(index_elements=["host"], set_=row))
 
-    def snapshot_for(self, name: str, host: Host, paces: Paces) -> QueueSnapshot:
-        """Return the first due jobs of each project that may start on a host and are not claimed."""
+    def snapshot_for(self, name: str, host: Host, paces: Paces, *, new_engines: bool = False) -> QueueSnapshot:
+        """Return the first due jobs of each project that may start on a host and are not claimed. `new_engines`: whether jobs
+        may start engines there, and join them."""
         values = {"for_host": name, "host_slots": host.slots}
         waiting: list[QueuedJob] = []
         with self._database.reading() as connection:
-            now, running, shares = _read_running(connection)
+            now, running, shares, live = _read_running(connection)
             for project in connection.scalars(_PROJECTS).all():
                 rows = connection.execute(_FIRST_OF_PROJECT, {**values, "of_project": project}).mappings()
                 waiting += [_waiting(row, paces) for row in rows]
-        return QueueSnapshot(now=now, hosts={name: host}, waiting=waiting, running=running, shares=shares)
+            if new_engines and any(job.sharing is not None for job in waiting):
+                waiting = _with_company(connection, waiting)
+        return QueueSnapshot(
+            now=now,
+            hosts={name: host},
+            waiting=waiting,
+            running=running,
+            shares=shares,
+            engines=[engine for engine in live if engine.host == name] if new_engines else [],
+            new_engines=new_engines,
+        )
 
     def snapshot(self, paces: Paces) -> QueueSnapshot:
         """Return all waiting jobs and all hosts that were announced recently."""
         query = select(*_WAITING, *_EFFORT).where(QUEUED).order_by(jobs.c.position)
         with self._database.reading() as connection:
-            now, running, shares = _read_running(connection)
+            now, running, shares, live = _read_running(connection)
             lately = hosts.c.seen_at.between(now - HOST_SECONDS, now + HOST_SECONDS)
             known = {row.host: Host(slots=row.slots) for row in connection.execute(select(hosts).where(lately))}
             waiting = [_waiting(row, paces) for row in connection.execute(query).mappings()]
-        return QueueSnapshot(now=now, hosts=known, waiting=waiting, running=running, shares=shares)
+        return QueueSnapshot(now=now, hosts=known, waiting=waiting, running=running, shares=shares, engines=live)
 
     def measured_jobs(self) -> list[MeasuredJob]:
         """Return the newest succeeded jobs with their planned and real durations; if there are few, also running jobs with
@@ -120,21 +165,65 @@ class QueueStore(StorePart):
         return [MeasuredJob(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
 
 
-def _read_running(connection: Connection) -> tuple[float, list[RunningJob], dict[str, Share]]:
-    """Return database time, the running jobs, and every project's share."""
+_Running = tuple[float, list[RunningJob], dict[str, Share], list[LiveEngine]]
+
+
+def _read_running(connection: Connection) -> _Running:
+    """Return database time, the running jobs and engines as holders of slots, every project's share, and the engines."""
     now = connection.scalars(select(database_time())).one()
     rows = connection.execute(_RUNNING).mappings().all()
-    return now, [_running_job(row) for row in rows], _shares(connection, rows, now)
-
-
-def _shares(connection: Connection, holders: Sequence[RowMapping], now: float) -> dict[str, Share]:
+    live = connection.execute(_ENGINES).mappings().all()
     used_now: dict[str, float] = defaultdict(float)
-    for row in holders:
+    for row in rows:
         used_now[row["project_id"]] += accrued(row["held"], now - row["since"])
-    return {
+    for row in live:
+        used_now[row["project_id"]] += accrued(row["ranks"], now - row["created_at"])
+    shares = {
         row.id: Share(used=remembered(row.used, now - row.used_at) + used_now[row.id], max_slots=row.max_slots)
         for row in connection.execute(_SHARES)
     }
+    running = [*(_running_job(row) for row in rows), *(_running_engine(row, now) for row in live)]
+    return now, running, shares, [_live_engine(row, now) for row in live]
+
+
+def _with_company(connection: Connection, waiting: Sequence[QueuedJob]) -> list[QueuedJob]:
+    """The jobs with `company`: another waiting or running job that shares, or a job of the same sweep that is still
+    validated."""
+    grouped = _COMPANIONS.group_by(jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group)
+    number = {Sharing(*row[:3]): row.number for row in connection.execute(grouped)}
+    sweeps = set(connection.scalars(_VALIDATING))
+    return [
+        replace(job, company=job.sharing is not None and (number.get(job.sharing, 0) > 1 or job.sweep in sweeps))
+        for job in waiting
+    ]
+
+
+def _running_engine(row: RowMapping, now: float) -> RunningJob:
+    engine = _live_engine(row, now)
+    return RunningJob(
+        id=engine.id,
+        project=row["project_id"],
+        host=engine.host,
+        slots=engine.slots,
+        priority=row["priority"],
+        ends_at=engine.ends_at,
+        taken_at=row["created_at"],
+        preemptible=not engine.closing,
+        stopping=engine.closing,
+    )
+
+
+def _live_engine(row: RowMapping, now: float) -> LiveEngine:
+    return LiveEngine(
+        id=row["id"],
+        host=row["host"],
+        slots=row["ranks"],
+        sharing=Sharing(row["project_id"], row["share_key"], row["fault_group"]),
+        seats=row["seats"],
+        most_seats=row["most_seats"],
+        closing=row["closing_at"] is not None,
+        ends_at=None if row["unknown"] else row["ends_at"] or now,
+    )
 
 
 def _running_job(row: RowMapping) -> RunningJob:
@@ -164,7 +253,15 @@ def _waiting(row: RowMapping, paces: Paces) -> QueuedJob:
         not_before=row["not_before"],
         host=row["host"],
         note=row["pending"],
+        sharing=_sharing(row),
+        sweep=row["sweep_id"],
     )
+
+
+def _sharing(row: RowMapping) -> Sharing | None:
+    if row["share_key"] is None or row["fault_group"] == ALONE:
+        return None
+    return Sharing(row["project_id"], row["share_key"], row["fault_group"])
 
 
 def _effort(row: RowMapping) -> Effort:

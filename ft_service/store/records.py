@@ -198,6 +198,14 @@ class Claim:
     """Database time of the claim."""
 
 
+@dataclass(frozen=True)
+class NewEngine:
+    """An engine that a job starts, whose id is `Job.engine_id`: it holds the slots that the job takes."""
+
+    most_seats: int
+    """Most jobs that it trains at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
     """The change that a reconciler's turn stores, in one transaction."""
@@ -208,7 +216,12 @@ class JobChange:
     files: Sequence[File] = ()
     take_slots: Sequence[int] = ()
     """Slot numbers of `job.host` to allocate to `job.attempt`; if one is taken, nothing is stored."""
+    new_engine: NewEngine | None = None
+    """The engine that takes these slots in place of the job; None: none."""
+    take_seat: bool = False
+    """Whether the job takes a seat in the engine `job.engine_id`; if none is free there, nothing is stored."""
     release_slots: bool = False
+    """Whether the job's slots, or its seat, become free."""
     rest_seconds: float = 0.0
     """How long the job need not be looked at, unless it changes or `look_again` is called."""
 
@@ -319,6 +332,10 @@ class ServiceStatistics:
     """Time since the last look at the job that was looked at longest ago, of those that need attention; 0: there is none."""
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""
+    engines: int
+    """Engines that hold slots."""
+    seats: int
+    """Jobs that they train."""
     file_bytes: int
     """Bytes of all files that are not freed."""
     webhooks_waiting: int

@@ -14,6 +14,7 @@ from sqlalchemy import func, select, text
 
 from ft_service.errors import UnavailableError
 from ft_service.store.database import Database, database_time
+from ft_service.store.engines import EngineStore
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
@@ -22,7 +23,18 @@ from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
 from ft_service.store.records import ServiceStatistics
 from ft_service.store.sweeps import SweepStore
-from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, UNSENT, files, jobs, slots, webhook_deliveries
+from ft_service.store.tables import (
+    LIVE,
+    NEEDS_ATTENTION,
+    QUEUED,
+    SEATED,
+    UNSENT,
+    engines,
+    files,
+    jobs,
+    slots,
+    webhook_deliveries,
+)
 from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.projects import ProjectStore
@@ -61,6 +73,7 @@ class Store(Database):
         self.jobs = JobStore(self)
         self.sweeps = SweepStore(self)
         self.leases = LeaseStore(self)
+        self.engines = EngineStore(self)
         self.queue = QueueStore(self)
 
     def close(self) -> None:
@@ -73,6 +86,7 @@ class Store(Database):
         by_host = select(slots.c.host, func.count()).group_by(slots.c.host)
         waiting = select(database_time() - func.min(jobs.c.queued_at)).where(QUEUED)
         overdue = select(database_time() - func.min(jobs.c.looked_at)).where(NEEDS_ATTENTION, jobs.c.looked_at > 0)
+        live, seats = select(func.count()).select_from(engines).where(LIVE), select(func.count()).where(SEATED)
         kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.freed_at.is_(None))
         unsent = select(func.count()).select_from(webhook_deliveries).where(UNSENT)
         with self.reading() as connection:
@@ -81,6 +95,8 @@ class Store(Database):
                 oldest_queued_seconds=max(0.0, connection.scalars(waiting).one() or 0.0),
                 overdue_seconds=max(0.0, connection.scalars(overdue).one() or 0.0),
                 slots_in_use={row[0]: row[1] for row in connection.execute(by_host)},
+                engines=connection.scalars(live).one(),
+                seats=connection.scalars(seats.select_from(jobs)).one(),
                 file_bytes=int(connection.scalars(kept).one()),
                 webhooks_waiting=connection.scalars(unsent).one(),
             )

@@ -162,6 +162,11 @@ jobs = Table(
     Column("sweep_values", StorableJson),
     Column("sweep_course", StorableJson),
     Column("stopped", StorableText),
+    # Which jobs may share an engine; NULL: it runs alone.
+    Column("share_key", StorableText),
+    # The engine in which its attempt has a seat; NULL: none.
+    Column("engine_id", StorableText),
+    Column("fault_group", StorableText),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),
@@ -193,6 +198,9 @@ Index(
 # By which waiting jobs are estimated.
 Index("ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, postgresql_where=MEASURED)
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
+
+SEATED = jobs.c.engine_id.is_not(None)
+Index("ix_jobs_engine", jobs.c.engine_id, sqlite_where=SEATED, postgresql_where=SEATED)
 
 # The pairs of a create body's metadata, to find jobs by; a job without metadata has the one pair ("", ""), which no user can
 # write.
@@ -297,9 +305,35 @@ slots = Table(
     _job(),
     Column("attempt", Integer, nullable=False),
     Column("taken_at", Double, nullable=False),
+    # The engine that holds it, which the job started; NULL: the job itself.
+    Column("engine_id", StorableText),
 )
 Index(None, slots.c.job_id)
 Index(None, slots.c.project_id)
+
+# Sets of ranks that train several jobs on one base. A job in one names it in jobs.engine_id.
+engines = Table(
+    "engines",
+    metadata,
+    Column("id", StorableText, primary_key=True),
+    _project(),
+    Column("host", StorableText, nullable=False),
+    # What its jobs have in common, as in jobs.
+    Column("share_key", StorableText, nullable=False),
+    Column("fault_group", StorableText),
+    Column("ranks", Integer, nullable=False),
+    Column("most_seats", Integer, nullable=False),
+    Column("created_at", Double, nullable=False),
+    # Slot-seconds by job, for those that still sit there, up to divided_at: since then nobody took or left a seat.
+    Column("use", StorableJson),
+    Column("divided_at", Double, nullable=False),
+    # When it was asked to end.
+    Column("closing_at", Double),
+    # When its slots became free.
+    Column("ended_at", Double),
+)
+LIVE = engines.c.ended_at.is_(None)
+Index("ix_engines_live", engines.c.host, sqlite_where=LIVE, postgresql_where=LIVE)
 
 uploads = Table(
     "uploads",

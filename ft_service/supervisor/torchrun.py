@@ -22,6 +22,7 @@ from ft_service.host.lifetime import RANKS_LOCK, RANKS_LOCK_PATH, SUPERVISOR_PID
 from ft_service.rundir.attempt import Attempt, AttemptNode
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
+from ft_service.rundir.engine import ENGINE
 
 LOG = "torchrun.log"
 INIT_METHOD = "FT_INIT_METHOD"
@@ -78,7 +79,8 @@ class Node:
 
 
 def command(start: Start, run: RunDir, node: Node) -> list[str]:
-    """Return torchrun's command with our workers; the caller appends RUN_DIR and ATTEMPT."""
+    """Return torchrun's command with our workers, those of an engine in an engine's directory; the caller appends RUN_DIR and
+    ATTEMPT."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(start.nodes), "--nproc-per-node", str(start.world_size // start.nodes), "--max-restarts", "0"),
@@ -86,7 +88,7 @@ def command(start: Start, run: RunDir, node: Node) -> list[str]:
         *_meeting(start, run, node),
         *("--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"),  # not SIGTERM: see `Supervisor._spawn`
         *("--log-dir", str(node.files(run, start).logs), "--redirects", "3"),
-        *("-m", "workers.train"),
+        *("-m", "workers.engine" if run.has(ENGINE) else "workers.train"),
     ]
 
 

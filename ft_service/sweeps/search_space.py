@@ -90,7 +90,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("model", "chat_template", "training.max_length", "training.train_on", "method.type"), _OTHER_LOSS),
     **{f"method.dpo.hyperparameters.{name}": _OTHER_LOSS for name in ("beta", "loss_type", "rpo_alpha")},
     **dict.fromkeys(
-        ("training.per_device_train_batch_size", "training.tokens_per_micro_batch", "training.packing"), _NO_RESULT
+        ("training.per_device_train_batch_size", "training.tokens_per_micro_batch", "training.packing", "engine"), _NO_RESULT
     ),
 }
 """Options that cannot be swept → the reason."""

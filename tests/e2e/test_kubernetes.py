@@ -117,6 +117,7 @@ def run_to_its_end(reconciler: Reconciler, store: Store) -> Job:
     return job
 
 
+@pytest.mark.slow
 def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     cluster: HarnessCluster, store: Store, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

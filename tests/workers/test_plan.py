@@ -26,6 +26,7 @@ from workers.job.origins import stored_modules
 from workers.job.training_state import JobState
 from workers.model.build import build
 from workers.quant.rowwise import RowQuantized
+from workers.ranks.sharding import Gradients
 from workers.training.step import forward_backward
 
 LENGTH = 24
@@ -39,7 +40,13 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
     batches = batches_of(data, rank, world, spec)
     kept = spec.distributed.keep_unsharded
     with counted_collectives() as collectives:
-        forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world, keep_unsharded=kept)
+        forward_backward(
+            built.peft_model,
+            batches,
+            sum(t.target_count for t in data),
+            world,
+            gradients=Gradients(built.peft_model, world, keep_unsharded=kept),
+        )
     frozen = {n: p for n, p in built.peft_model.named_parameters() if not p.requires_grad}
     states = [job.optimizer.steps, *job.optimizer.exp_avg.values(), *job.optimizer.exp_avg_sq.values()]
     return {

@@ -30,7 +30,7 @@ from ft_service.spec import AdapterRef, JobSpec, LoraOptions
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.base.load import load
+from workers.base.load import adapters, load
 from workers.job.parent_adapter import adopt
 from workers.model.build import build
 from workers.tasks.consolidate import consolidate
@@ -371,7 +371,7 @@ def test_a_parent_that_does_not_fit_is_refused(
     ref = run_spec(run).parent
     assert ref is not None
     with pytest.raises(SpecError, match=says):
-        adopt(built.peft_model, ref)
+        adopt(dict(adapters(built.peft_model)), ref)
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(1, "1 rank (cpu)"), (3, "3 ranks (cpu)")])

@@ -88,23 +88,50 @@ class LaneModel:
             for lane, thread in threads:
                 if lane in made:
                     continue
-                with self._entered(lane, lane.left):
-                    reached: Any = thread.switch(*given[lane])
+                reached: Any = self.resume(lane, thread, *given[lane])
                 if thread.dead:
                     made[lane] = reached
                 else:
                     call, arguments = reached
                     waiting.setdefault(call, []).append((lane, arguments))
             for call, calls in waiting.items():
-                self._calls = [(lane, dict(lane.left)) for lane, _ in calls]
-                outputs = call([arguments for _, arguments in calls])
+                outputs = self.compute(call, calls)
                 given.update({lane: (output,) for (lane, _), output in zip(calls, outputs, strict=True)})
         return [made[lane] for lane in lanes]
+
+    def resume(self, lane: Lane, thread: greenlet, *given: Any) -> Any:
+        """Let a lane's thread go on until it ends, or waits for a call: then (call, arguments), which `compute` takes. `given`:
+        the result of the call that it has waited for."""
+        with self._entered(lane, lane.left):
+            return thread.switch(*given)
+
+    def end(self, lane: Lane, thread: greenlet, error: BaseException) -> None:
+        """Raise an error in a lane's thread, where it waits."""
+        with self._entered(lane, lane.left):
+            thread.throw(error)
+
+    def compute(self, call: Forward, calls: Sequence[tuple[Lane, Any]]) -> Sequence[Any]:
+        """Make one call for all lanes that wait for it. Returns their results."""
+        self._calls = [(lane, dict(lane.left)) for lane, _ in calls]
+        return call([arguments for _, arguments in calls])
 
     def backward(self, losses: Sequence[Tensor]) -> None:
         """The backward of all lanes of a `run`. A loss that is not a number changes the gradients of its own lane alone."""
         torch.stack([loss.reshape(()) for loss in losses]).sum().backward()
         DenseWeights.end()
+
+    def wait_for_backward(self, loss: Tensor) -> None:
+        """The backward of a loss: in a lane's thread together with those of the other lanes."""
+        parent = getcurrent().parent
+        if parent is None:
+            self.backward([loss])
+        else:
+            parent.switch((self.backward_of_lanes, loss))
+
+    def backward_of_lanes(self, losses: Sequence[Tensor]) -> Sequence[None]:
+        """The call that `wait_for_backward` waits for."""
+        self.backward(losses)
+        return [None] * len(losses)
 
     @contextmanager
     def alone(self, lane: Lane) -> Iterator[None]:
@@ -138,7 +165,7 @@ class LaneModel:
             return parent.switch((call, (args, kwargs)))
         assert self._lane is not None, "a base of an engine computes for a lane"
         self._calls = [(self._lane, self._take())]
-        with self._entered(None, dict(self._outside)):
+        with self._entered(None, {**self._outside, "grad": torch.is_grad_enabled()}):
             (output,) = call([(args, kwargs)])
         return output
 
@@ -169,11 +196,13 @@ class LaneModel:
         return self._lane.linears.get(module, own)(x)
 
     def _take(self) -> _Left:
-        """What is in the process's objects now: segments, the head's forward, the cap of its logits."""
-        taken = {"segments": dict(vars(CURRENT)), "head": vars(self._head).get("forward")}
+        """What is in the process's objects now: whether gradients are recorded, segments, the head's forward, the cap of its
+        logits."""
+        taken = {"segments": dict(vars(CURRENT)), "head": vars(self._head).get("forward"), "grad": torch.is_grad_enabled()}
         return {**taken, "cap": getattr(self._config, CAP)} if self._capped else taken
 
     def _put(self, left: _Left) -> None:
+        torch.set_grad_enabled(left["grad"])
         vars(CURRENT).update(left["segments"])
         if left["head"] is None:
             vars(self._head).pop("forward", None)

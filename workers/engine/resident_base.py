@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec
+from workers.base.frozen_weights import Loaded
 from workers.base.load import load
 from workers.engine.lanes import LaneModel
-from workers.model.build import build_base
+from workers.model.build import BuiltBase, build_base
 from workers.model.probes import Probed
 from workers.ranks.grouping import grouped
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.ranks.sharding import shard
+from workers.training.guards import check_gathered_weights
+from workers.training.packing import settle_attention
+
+
+@dataclass(frozen=True)
+class ResidentBase:
+    """A base that jobs share, sharded and loaded."""
+
+    model: LaneModel
+    built: BuiltBase
+    loaded: Loaded
+    padded_because: str | None
+    """Why samples are padded (`settle_attention`); None: they may be packed."""
 
 
 def load_resident_base(
     spec: JobSpec, mesh: DeviceMesh, device: torch.device, cache: Cache | None = None, probed: Probed | None = None
-) -> LaneModel:
+) -> ResidentBase:
     """The base that a spec names, in its precision. Of the spec's other options those of `distributed` count. `cache`,
-    `probed`:
-    as in `construct`. Called by all ranks together. Raises SpecError for an option that an engine cannot follow.
+    `probed`: as in `construct`. Called by all ranks together. Raises SpecError for an option that an engine cannot follow, and
+    TrainingError as `check_gathered_weights`.
     """
     options = spec.distributed
     taken = {"wrap": options.wrap != "layers", "compile": options.compile is True, "keep_unsharded": options.keep_unsharded}
-    for name, refused in {**taken, "prefetch": options.prefetch is not None}.items():
+    for name, refused in {**taken, "prefetch": options.prefetch is not None, "offload": options.offload}.items():
         if refused:
             value = getattr(options, name)
             raise SpecError(f"distributed.{name} = {value!r}: jobs on one base cannot have it.", param=f"distributed.{name}")
@@ -34,15 +50,10 @@ def load_resident_base(
     built = build_base(spec, device, probed)
     outer = [module for group in grouped(built.model, built.layers, options) for module in group.modules]
     shard(built.model, built.layers, mesh, options, compute_dtype)
-    load(
-        built.model,
-        spec.model.path,
-        seed=spec.seed,
-        compute_dtype=compute_dtype,
-        device=device,
-        offload=options.offload,
-        cache=cache,
-    )
+    loaded = load(built.model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=device, cache=cache)
+    check_gathered_weights(built.model, compute_dtype)
     built.model.train()
+    padded_because = settle_attention(built.model, device, compute_dtype)
     checkpointed = options.checkpointing != "none"
-    return LaneModel(built.model, built.layers, [m for m in outer if m not in built.layers], checkpointed=checkpointed)
+    outer = [module for module in outer if module not in built.layers]
+    return ResidentBase(LaneModel(built.model, built.layers, outer, checkpointed=checkpointed), built, loaded, padded_because)

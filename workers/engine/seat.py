@@ -19,28 +19,32 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ft_service.errors import SpecError
 from workers.base.load import adapters, own_rows
-from workers.engine.lanes import Forward, Lane
-from workers.layers.linear import LoraLinear, use_keys
-from workers.ranks.sharding import average_unsharded_gradients
+from workers.engine.lanes import LaneModel
+from workers.layers.linear import LoraLinear
+from workers.patches.shared_base import replace_base
+from workers.ranks.sharding import Gradients, average_unsharded_gradients
 
 # Renamed in torch 2.13.
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Seat:
+class Seat(Gradients):
     """The adapters of one job: masters, what the lanes compute with, and gradients. Its methods are called by all ranks
     together."""
 
     def __init__(
-        self, job: PeftModel, base: nn.Module, mesh: DeviceMesh, first: Mapping[str, Tensor], dtype: torch.dtype
+        self, job: PeftModel, base: LaneModel, mesh: DeviceMesh, first: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
-        """`job`: the job's model on meta, whose adapted layers will compute on the weights of `base`. `first`: whole masters,
-        fp32,
-        by plain names. `dtype`: of the computation, in which adapters are gathered.
+        """`job`: the job's model on meta, which will compute with the weights of `base`. `first`: whole masters, fp32, by plain
+        names. `dtype`: of the computation, in which adapters are gathered.
+
+        Raises SpecError for adapters on anything but linear layers.
         """
-        self._mesh, self._dtype, self.model = mesh, dtype, job
+        super().__init__(job, mesh.size())
+        self._mesh, self._dtype, self._base, self.model = mesh, dtype, base, job
         self._shards = mesh.size(mesh.ndim - 1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._whole: dict[str, nn.Parameter] = {}
@@ -55,13 +59,11 @@ class Seat:
             self.masters[name], self._whole[name] = master, whole
             module, own = owners[id(parameter)]
             setattr(module, own, whole)
-        self._linears = _adapted(job, base)
+        _share_weights(job, base.base)
+        self.linears = _adapted(job, base.base)
+        """Linear layer of the base → the job's adapted layer in its place."""
+        replace_base(job, base.base)
         self.gather()
-
-    def lane(self, keys: Tensor | None) -> Lane:
-        """A lane for the forward of one micro-batch. `keys`: of its tokens for dropout, as in a `Batch`."""
-        use_keys(self.model, keys)
-        return Lane(self._linears)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -83,9 +85,19 @@ class Seat:
         for (name, whole), part in zip(self._whole.items(), parts, strict=True):
             whole.copy_(part.reshape(self._shards * heights[name], *whole.shape[1:])[: whole.shape[0]])
 
+    def begin(self, last: bool) -> None:
+        """Nothing: gradients are reduced apart from the base's groups."""
+
+    def backward(self, loss: Tensor) -> None:
+        self._base.wait_for_backward(loss)
+        self.add_gradients()
+
+    def reduce(self) -> None:
+        self.reduce_gradients(self._mesh.size())
+
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add what a backward has left to the sums of this step. After each backward but where nothing is sharded."""
+        """Add what a backward has left to the sums of this step; where nothing is sharded autograd has done it."""
         if self._shards == 1:
             return
         for name, whole in self._whole.items():
@@ -134,14 +146,28 @@ class Seat:
         return DTensor.from_local(local, self._mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _adapted(job: PeftModel, base: nn.Module) -> dict[nn.Module, Forward]:
+def _share_weights(job: PeftModel, base: nn.Module) -> None:
+    """Let the job's modules hold the frozen parameters of the base, under the names that they have there."""
+    for name, module in list(job.get_base_model().named_modules()):
+        frozen = [key for key, own in module.named_parameters(recurse=False) if not own.requires_grad]
+        for key in frozen:
+            shared = base.get_submodule(name.replace(".base_layer", ""))
+            module._parameters[key] = shared._parameters[key]
+
+
+def _adapted(job: PeftModel, base: nn.Module) -> dict[nn.Module, partial[Any]]:
     """Linear layer of the base → the job's adapted layer, which computes on that layer's weight."""
-    found: dict[nn.Module, Forward] = {}
-    for name, layer in job.get_base_model().named_modules():
+    found: dict[nn.Module, partial[Any]] = {}
+    for name, layer in list(job.get_base_model().named_modules()):
         if isinstance(layer, LoraLinear):
             module: Any = base.get_submodule(name)
             layer._modules["base_layer"] = module
             found[module] = partial(nn.Module.__call__, layer)
+    held = sum(parameter.requires_grad for layer in found.values() for parameter in layer.args[0].parameters())
+    if held != sum(1 for _ in adapters(job)):
+        raise SpecError(
+            "lora: the job adapts more than linear layers, which needs ranks of its own (engine: off).", param="lora"
+        )
     return found
 
 

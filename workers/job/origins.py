@@ -82,6 +82,7 @@ def record(
         parent = parent_of(spec.parent.name, adopted) if spec.parent and adopted else None
         origins = Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser, parent=parent)
         run.write_if_absent(ORIGINS, origins)
+    dist.barrier()  # the other ranks read it
     return changed_arithmetic(before, modules)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import MANIFEST, Manifest
 from ft_service.spec import AdapterRef
-from workers.base.load import adapters, rows_of
+from workers.base.load import rows_of
 from workers.job.reread_adapter import WEIGHTS
 
 
-def adopt(model: nn.Module, parent: AdapterRef) -> Manifest:
-    """Fill the adapters of a loaded model, sharded or not, with the parent's values, and return the parent's manifest.
+def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifest:
+    """Fill a job's adapters, sharded or not, with the parent's values, and return the parent's manifest.
+
+    `parameters`: by their plain names.
 
     Every rank reads its own rows. Raises SpecError if the parent is absent, differs from its manifest, or has another shape
     than the job's adapter.
@@ -33,7 +36,7 @@ def adopt(model: nn.Module, parent: AdapterRef) -> Manifest:
     if FileDigest.of(folder / WEIGHTS) != manifest.files.get(WEIGHTS):
         message = f"The adapter of {parent.name} is damaged: {folder / WEIGHTS} is not what its manifest says."
         raise SpecError(message, param="model", code="adapter_damaged")
-    wanted = {name.replace(".default.", "."): parameter for name, parameter in adapters(model)}
+    wanted = {name.replace(".default.", "."): parameter for name, parameter in parameters.items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
         names = AdapterNames.of_file(file.metadata())
         wanted = {names.in_file(name): parameter for name, parameter in wanted.items()}

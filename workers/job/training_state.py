@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -58,7 +58,11 @@ class JobState:
     Learning rate, sample order and all random numbers are functions of the step, so the step is nearly the whole position.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainingOptions) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], options: TrainingOptions, changed: Callable[[], None] | None = None
+    ) -> None:
+        """`changed`: called after each change of the parameters; None: nothing follows from them."""
+        self._changed = changed or _nothing
         self.parameters = dict(parameters)
         self.optimizer = AdamW(self.parameters, options.weight_decay, options.loraplus_lr_ratio or 1.0)
         self.step = 0
@@ -81,6 +85,7 @@ class JobState:
         self.trained_tokens = trained_tokens
         self.validations = validations
         self.optimizer.steps.fill_(float(step))
+        self._changed()
 
     def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
         """Clip, step, and clear the gradients. Returns their global 2-norm before clipping: fp32 [], on the parameters' device.
@@ -92,7 +97,12 @@ class JobState:
         self.step += 1
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._changed()
         return norm
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> float:

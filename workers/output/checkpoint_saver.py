@@ -111,7 +111,8 @@ class Saver:
         runtime = self._runtime
         config = self._config
         export: Callable[[Path], None] | None = partial(self._export, snapshot, metrics, config) if config else None
-        name = checkpoint.write(snapshot, runtime.run, runtime.start.attempt, runtime.save_group, self._before_complete, export)
+        attempt, group = runtime.start.attempt, runtime.groups.save
+        name = checkpoint.write(snapshot, runtime.run, attempt, group, self._before_complete, export)
         seconds = time.perf_counter() - started
         times = {"checkpoint_stall_seconds": seconds if stall is None else stall, "checkpoint_seconds": seconds}
         self._reporter.checkpoint(name, metrics.model_copy(update=times))

@@ -68,6 +68,22 @@ class ExportError(OutsideError):
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Process groups of all ranks for one attempt: gloo, on the CPU."""
+
+    stop: dist.ProcessGroup | None
+    """The agreement to stop must not mix with the collectives of training. None with one rank."""
+    save: dist.ProcessGroup
+    """Checkpoints are written while training's own collectives run."""
+
+    @classmethod
+    def made(cls, spec: JobSpec, world: int) -> Groups:
+        """New groups. Called by all ranks together."""
+        timeout = _timeout(spec)
+        return cls(_gloo_group(timeout) if world > 1 else None, _gloo_group(timeout))
+
+
+@dataclass(frozen=True)
 class Runtime:
     """What every part of the worker is given."""
 
@@ -79,10 +95,7 @@ class Runtime:
     device: torch.device
     mesh: DeviceMesh
     """The last dimension: the ranks that share one copy of the model; a first one, if there are several copies: the copies."""
-    stop_group: dist.ProcessGroup | None
-    """Gloo, on the CPU: the agreement to stop must not mix with the collectives of training. None with one rank."""
-    save_group: dist.ProcessGroup
-    """Gloo, on the CPU: checkpoints are written while training's own collectives run."""
+    groups: Groups
     fence: Fence
     """Looked at before anything is published or removed."""
 
@@ -98,15 +111,14 @@ class Runtime:
         return COMPUTE_DTYPE[self.spec.precision.compute]
 
 
-def enter(run: RunDir, attempt: int, fence: Fence) -> Runtime:
-    """The runtime of this rank, after joining the process group that torchrun set up, on this rank's device."""
+def enter(spec: JobSpec) -> torch.device:
+    """Join the process group that torchrun set up. Returns this rank's device."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _pick_device(int(os.environ["LOCAL_RANK"]))
     if device.type == "cpu":
         keep_freed_memory()
     quiet_libraries()
     _reproducible(device)
-    spec = _spec(run)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=os.environ.get(INIT_METHOD),
@@ -115,21 +127,21 @@ def enter(run: RunDir, attempt: int, fence: Fence) -> Runtime:
         timeout=_timeout(spec),
         device_id=device if device.type == "cuda" else None,
     )
-    return surroundings(run, attempt, device, fence)
+    return device
 
 
-def surroundings(run: RunDir, attempt: int, device: torch.device, fence: Fence | None = None) -> Runtime:
+def surroundings(
+    run: RunDir, attempt: int, device: torch.device, fence: Fence | None = None, spec: JobSpec | None = None
+) -> Runtime:
     """The runtime of this rank in the default process group. Called by all ranks together.
 
-    `fence`: one that is already watched; None: make one.
+    `fence`: one that is already watched; None: make one. `spec`: None: that of the run directory.
     """
-    spec, start = _spec(run), Attempt(run, attempt).read_start()
+    spec, start = spec or read_spec(run), Attempt(run, attempt).read_start()
     assert start is not None, f"attempt {attempt} has no start.json"
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh, timeout = _mesh(device, world, spec), _timeout(spec)
-    stop_group = _gloo_group(timeout) if world > 1 else None
-    save_group = _gloo_group(timeout)
-    return Runtime(run, spec, start, rank, world, device, mesh, stop_group, save_group, fence or Fence(run, attempt))
+    mesh, groups = _mesh(device, world, spec), Groups.made(spec, world)
+    return Runtime(run, spec, start, rank, world, device, mesh, groups, fence or Fence(run, attempt))
 
 
 def with_spec(runtime: Runtime, spec: JobSpec) -> Runtime:
@@ -146,7 +158,8 @@ def _mesh(device: torch.device, world: int, spec: JobSpec) -> DeviceMesh:
     return mesh
 
 
-def _spec(run: RunDir) -> JobSpec:
+def read_spec(run: RunDir) -> JobSpec:
+    """The spec of a run directory's job."""
     spec = run.read("spec.json", JobSpec)
     assert spec is not None, f"{run.root} holds no spec.json"
     return spec
@@ -198,7 +211,9 @@ def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:
     if cause is not None and disk.is_no_room(cause):
         return disk.DISK_FULL, disk.no_room(run.root, cause)
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-        limit = f"{_spec(run).distributed.collective_timeout_seconds} seconds (distributed.collective_timeout_seconds)"
+        spec = run.readable("spec.json", JobSpec)
+        seconds = f"{spec.distributed.collective_timeout_seconds} seconds " if spec else ""
+        limit = f"{seconds}(distributed.collective_timeout_seconds)"
         return COLLECTIVE_TIMEOUT, f"A rank is stuck, or cannot be reached: the others waited {limit} for it. {error}"
     words = f"{type(error).__name__}: {error}"
     missing = missing_package.failed_import(words) if isinstance(error, ImportError) else None

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -127,6 +127,26 @@ def set_last_micro_batch(model: nn.Module, last: bool, keep_unsharded: bool) -> 
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or not keep_unsharded)
+
+
+class Gradients:
+    """The gradients of one job: its micro-batches' backwards, and what the ranks do with them at the end of a step."""
+
+    def __init__(self, model: nn.Module, world: int, *, keep_unsharded: bool = False) -> None:
+        """`keep_unsharded`: weights gathered for one micro-batch stay for the next."""
+        self._model, self._world, self._keep_unsharded = model, world, keep_unsharded
+
+    def begin(self, last: bool) -> None:
+        """Call before the forward of a micro-batch. `last`: of its step."""
+        set_last_micro_batch(self._model, last, self._keep_unsharded)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch."""
+        loss.backward()
+
+    def reduce(self) -> None:
+        """Average over all ranks what the backwards of a step have left. Called by all ranks together."""
+        average_unsharded_gradients(self._model, self._world)
 
 
 def average_unsharded_gradients(model: nn.Module, world: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -16,13 +15,14 @@ from ft_service.rundir.documents import Desired
 from workers.data.micro_batches import MicroBatchLimits
 from workers.output.report import Reporter
 from workers.ranks.runtime import Runtime
+from workers.ranks.sharding import Gradients
 
 POLL_SECONDS = 0.2
 """Seconds between two reads of the run directory by rank 0."""
 
 
 class StopRequest:
-    """A request to stop: by the user (`control.json`), by the supervisor (`stop.json`), or by SIGTERM to any rank."""
+    """A request to stop: by the user (`control.json`), by the supervisor (`stop.json`), or by a signal to any rank."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -30,17 +30,21 @@ class StopRequest:
         self._read_at = float("-inf")
         self._requested = False
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
-        signal.signal(signal.SIGTERM, self._on_signal)
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this rank was asked, or the run directory asks, which rank 0 reads."""
+        return self._signalled or (self._runtime.rank == 0 and self._requested_by_file())
 
     def agreed(self) -> bool:
         """Return whether to stop now: the same on all ranks, which call this together after every step.
 
         Where steps are read late, this returns what was agreed on after the previous step: the hosts agree while the GPUs work.
         """
-        requested = self._signalled or (self._runtime.rank == 0 and self._requested_by_file())
-        if self._runtime.stop_group is None:
+        requested = self.is_requested
+        if self._runtime.groups.stop is None:
             return requested
-        previous, self._pending = self._pending, self._reduce(requested, self._runtime.stop_group)
+        previous, self._pending = self._pending, self._reduce(requested, self._runtime.groups.stop)
         reduced = previous if self._runtime.reads_late else self._pending
         if reduced is None:
             return False
@@ -55,7 +59,8 @@ class StopRequest:
         assert work is not None
         return flag, work
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def request(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """Request it on this rank; a signal handler too."""
         self._signalled = True
 
     def _requested_by_file(self) -> bool:
@@ -77,3 +82,4 @@ class TrainingContext:
     limits: MicroBatchLimits
     reporter: Reporter
     stop: StopRequest
+    gradients: Gradients

@@ -191,8 +191,8 @@ class Trainer:
             mine,
             self.train.divisor(batch),
             self.runtime.world,
-            keep_unsharded=distributed.keep_unsharded,
             loss_of=self.train.loss_of(batch),
+            gradients=self.context.gradients,
         )
         norm = self.job.update(rate, options.max_grad_norm)
         self.job.trained_tokens += tokens

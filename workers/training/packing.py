@@ -24,6 +24,11 @@ def settle_limits(model: nn.Module, spec: JobSpec, device: torch.device, warn: C
     `warn`: called with a sentence if samples cannot be packed although the spec asks for it.
     """
     reason = settle_attention(model, device, COMPUTE_DTYPE[spec.precision.compute])
+    return limits_of(model, spec, reason, warn)
+
+
+def limits_of(model: nn.Module, spec: JobSpec, reason: str | None, warn: Callable[[str], None]) -> MicroBatchLimits:
+    """What a micro-batch may hold. `reason`: why samples are padded, as `settle_attention` returns it; `warn`: as there."""
     options = spec.training
     if options.packing and reason is not None:
         warn(f"training.packing: samples are padded, in micro-batches of like length, since {reason}.")

@@ -23,6 +23,7 @@ from workers.base.frozen_weights import Level
 from workers.base.load import adapters, rows_of
 from workers.base.rank_objects import from_all
 from workers.data.micro_batches import MicroBatchLimits
+from workers.job.training_state import JobState
 from workers.layers.linear import LoraLinear
 from workers.model.build import BuiltModel
 from workers.ranks.runtime import Runtime
@@ -46,10 +47,13 @@ class Comparison:
 
     context: TrainingContext
     built: BuiltModel
+    job: JobState
     valid: Objective
     evaluator: Evaluator | None
     construct: Callable[[JobSpec], BuiltModel]
     """A model of another spec, sharded over all ranks and loaded, with new adapters."""
+    shares_base: bool = False
+    """Whether other jobs train on the same base, which is then not merged into."""
 
     def measured(self, step: int) -> ServedQuality | None:
         """Measure and report the losses, with a warning if one is beyond the bound. Called by all ranks together. Returns None
@@ -74,6 +78,11 @@ class Comparison:
             limits = settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
             losses[ADAPTER_ON_BF16] = self._loss(model, items, limits)
             self._ask(model, ADAPTER_ON_BF16, answers, step)
+        elif self.shares_base:
+            if lacking_memory(model, self.context.runtime) is not None:
+                return None
+            model = self._on_bf16()
+            settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
         limits = self.context.limits
         if merge_in_place(model):
             losses[MERGED] = self._loss(model, items, limits)
@@ -105,10 +114,9 @@ class Comparison:
             }
         )
         built = self.construct(spec.model_copy(update={"precision": plain, "training": training, "distributed": sharded}))
-        theirs = dict(adapters(self.built.peft_model))
         with torch.no_grad():
             for name, parameter in adapters(built.peft_model):
-                whole = _whole(theirs[name])
+                whole = _whole(self.job.parameters[name])
                 start, end = rows_of(parameter)
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.copy_(whole[start:end])

@@ -22,7 +22,7 @@ from workers.layers.noise import use_noise
 from workers.layers.segments import CURRENT
 from workers.model.head import Losses, log_probabilities_in_head, logits_in_head, loss_in_head, works_in_chunks
 from workers.model.multimodal import causal_model
-from workers.ranks.sharding import average_unsharded_gradients, reshard, set_last_micro_batch
+from workers.ranks.sharding import Gradients, reshard
 
 B = TypeVar("B")
 """A micro-batch: of samples (`Batch`), or of pairs of answers."""
@@ -86,24 +86,25 @@ def forward_backward(
     global_targets: int,
     world: int,
     *,
-    keep_unsharded: bool = False,
     loss_of: LossOf[B] = cross_entropies,
+    gradients: Gradients | None = None,
 ) -> Tensor:
     """Add a global batch's gradients to the adapters. Returns the sums of all ranks, as `loss_of` makes them: fp64, on the
     device, for which nothing has waited.
 
     `batches`: this rank's, at least one, each put together while the one before is computed. `global_targets`: what the loss is
-    the mean of, over all ranks' micro-batches: targets, or pairs. `keep_unsharded`: weights gathered for one micro-batch stay
-    for the next.
+    the mean of, over all ranks' micro-batches: targets, or pairs. `gradients`: those of the model; None: of one that has its
+    ranks to itself.
     """
+    gradients = gradients or Gradients(model, world)
     sums: Tensor | None = None
     for batch, last in _with_last(batches):
-        set_last_micro_batch(model, last, keep_unsharded)
+        gradients.begin(last)
         loss, losses = loss_of(model, batch, world / global_targets)
-        loss.backward()
+        gradients.backward(loss)
         sums = losses if sums is None else sums + losses
     assert sums is not None, "every rank has a micro-batch, if an empty one"
-    average_unsharded_gradients(model, world)
+    gradients.reduce()
     return _over_ranks(sums, world)
 
 

@@ -66,6 +66,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("error", job.error_text),
             ("stopped", job.stopped_text),
             ("sweep", f"{job.sweep['id']}: {values_text(job.sweep['values'])}" if job.sweep else None),
+            ("engine", job.engine_id),
             ("pending reason", job.pending_reason if job.status != "queued" else None),
             ("model", job.model),
             ("tuned model", job.fine_tuned_model),
@@ -150,9 +151,11 @@ def _short_file(file_id: str) -> str:
 
 
 def _note(job: RemoteJob) -> str | None:
-    """Return why a job failed, waits or was stopped."""
+    """Return why a job failed, waits or was stopped, or the engine that trains it."""
     if why := job.error_text or job.pending_reason or job.stopped_text:
         return " ".join(why.split())
+    if job.engine_id is not None:
+        return f"in {job.engine_id}"
     text = job.waiting_text
     return text.removeprefix("queued: ") if text and text != "queued" else None
 

@@ -106,8 +106,12 @@ def _follow_on(display: Display, client: Client, job_id: str, seen_messages: Col
                 display.message(event.level, event.message, event.created_at)
             else:
                 display.metrics(metrics, event.created_at)
-        display.status(job.waiting_text or job.phase or job.status)
+        display.status(job.waiting_text or _phase(job) or job.status)
     return client.job(job_id)
+
+
+def _phase(job: RemoteJob) -> str | None:
+    return f"{job.phase} in {job.engine_id}" if job.phase and job.engine_id else job.phase
 
 
 def _outcome(job: RemoteJob, *, quiet: bool) -> int:

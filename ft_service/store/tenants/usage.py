@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, update
 
+from ft_service.jobs.queue_snapshot import accrued, remembered
 from ft_service.store.database import StorePart, upsert
 from ft_service.store.records import Usage
 from ft_service.store.tables import projects, usage
@@ -26,6 +27,15 @@ def add_use(connection: Connection, project_id: str, key_id: str | None, now: fl
     more = {name: usage.c[name] + amount for name, amount in amounts.items()}
     statement = upsert(connection, usage).values(**row, **dict.fromkeys(_AMOUNTS, 0) | amounts)
     connection.execute(statement.on_conflict_do_update(index_elements=["project_id", "key_id", "day"], set_=more))
+
+
+def add_to_share(connection: Connection, project_id: str, slots: int, seconds: float, now: float) -> None:
+    """Add slots that were held for the last `seconds` to what a project has used, by which the queue orders projects."""
+    project = projects.c.id == project_id
+    query = select(projects.c.used, projects.c.used_at).where(project).with_for_update(key_share=True)
+    before = connection.execute(query).one()
+    total = remembered(before.used, now - before.used_at) + accrued(slots, seconds)
+    connection.execute(update(projects).where(project).values(used=total, used_at=now))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ COMMANDS = {
     "data",
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
-        *("eval", "sweep"),
+        *("eval", "sweep", "engines"),
         "audit",
         "pull",
         "projects",

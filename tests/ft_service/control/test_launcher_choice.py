@@ -9,6 +9,7 @@ import yaml
 from ft_service.control import launcher_choice
 from ft_service.control.capacity import capacity_of, refuse_too_many
 from ft_service.control.launcher_choice import new_launcher
+from ft_service.engines.engine_launcher import EngineLauncher
 from ft_service.errors import SpecError
 from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
 from ft_service.settings import Settings
@@ -59,3 +60,11 @@ def test_slurm_has_the_queue_and_its_nodes_have_a_size(tmp_path: Path) -> None:
         refuse_too_many(spec_of("j", distributed=DistributedOptions(nproc_per_node=5)), capacity)
     assert "Slurm orders the jobs" in capacity.ignores_priority
     assert capacity_of(slurm_settings(tmp_path, {"gres": None, "hardware": "cpu"})).gpus == 0
+
+
+def test_engines_are_of_this_host_only_and_for_several_jobs(tmp_path) -> None:
+    assert isinstance(new_launcher(Settings(home=tmp_path)), EngineLauncher)
+    with pytest.raises(ValueError, match="an engine of one job shares nothing"):
+        Settings(home=tmp_path, engine_jobs=1)
+    with pytest.raises(ValueError, match="FT_ENGINE_JOBS = 4 needs FT_LAUNCHER = local"):
+        Settings(home=tmp_path, engine_jobs=4, launcher="slurm")

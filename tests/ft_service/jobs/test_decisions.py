@@ -529,3 +529,17 @@ def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
     assert action.message.startswith("Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there.")
     assert "The job continues from step 4 in 120 seconds" in action.message
     assert decide(action.job, Absent(), NOW) == Wait()
+
+
+def test_a_lost_engine_is_no_failure_and_its_jobs_know_their_half() -> None:
+    job = running_job(engine_id="engine-1", failures=1)
+    lost = Ended(exit_of(ExitReason.ENGINE_LOST, ""), checkpoint_step=-1, fault_group="engine-1/0")
+    action = decide(job, lost, NOW)
+    assert isinstance(action, Become)
+    assert action.release
+    assert (action.job.state, action.job.failures, action.job.fault_group) == (State.QUEUED, 1, "engine-1/0")
+    assert action.job.not_before == NOW + BACKOFF_SECONDS
+    assert "counts as no failure" in (action.message or "")
+    again = decide(placed(replace(action.job, not_before=0.0), "here"), Ended(exit_of(ExitReason.WORKER_ERROR, "")), NOW)
+    assert isinstance(again, Become)
+    assert (again.job.failures, again.job.fault_group) == (2, "engine-1/0"), "of its own ranks, and it stays in its group"

@@ -7,13 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_service.jobs.forecast import forecast
-from ft_service.jobs.queue import QueueState, choose_preempted, choose_slots, next_start
+from ft_service.jobs.queue import QueueState, choose_closing, choose_preempted, choose_slots, next_start
 from ft_service.jobs.queue_snapshot import (
     Host,
     JobSize,
+    LiveEngine,
+    QueuedJob,
     QueueSnapshot,
     RunningJob,
     Share,
+    Sharing,
 )
 from tests.support.queue_snapshots import NOW, job, running_job, snapshot, snapshots
 
@@ -202,3 +205,102 @@ def test_neighbours_first_then_the_lowest(needed, free, chosen):
 def test_too_few_is_none():
     assert choose_slots(3, [0, 1]) is None
     assert choose_slots(1, []) is None
+
+
+def sharer(name: str, number: int = 0, **values: object) -> QueuedJob:
+    return job(name, number, **{"sharing": Sharing("a", "key"), "slots": 2, **values})
+
+
+def engine(name: str = "e", seats: int = 1, **values: object) -> LiveEngine:
+    defaults = {"id": name, "host": "h", "slots": 2, "sharing": Sharing("a", "key"), "seats": seats, "most_seats": 2}
+    return LiveEngine(**(defaults | {"ends_at": NOW + 100.0} | values))  # type: ignore[arg-type]
+
+
+def with_engines(
+    *waiting: QueuedJob, total: int = 2, engines: tuple[LiveEngine, ...] = (engine(),), **shares: Share
+) -> QueueSnapshot:
+    held = tuple(running_job(one.id, one.slots, project="a") for one in engines)
+    return replace(snapshot(*waiting, total=total, running=held, **shares), engines=engines, new_engines=True)
+
+
+def test_a_seat_needs_no_slots_and_is_of_no_account_for_the_projects_limit() -> None:
+    start = next_start(with_engines(sharer("w"), a=Share(max_slots=2)))
+    assert start is not None
+    assert (start.job.id, start.engine, start.new_engine) == ("w", "e", False)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "live"),
+    [
+        (sharer("w", sharing=None), engine()),
+        (sharer("w", sharing=Sharing("a", "another")), engine()),
+        (sharer("w", sharing=Sharing("b", "key"), project="b"), engine()),
+        (sharer("w", sharing=Sharing("a", "key", "e/0")), engine()),
+        (sharer("w"), engine(sharing=Sharing("a", "key", "e/0"))),
+        (sharer("w", slots=1), engine()),
+        (sharer("w", host="elsewhere"), engine()),
+        (sharer("w"), engine(seats=2)),
+        (sharer("w"), engine(closing=True)),
+    ],
+)
+def test_who_gets_no_seat(waiting: QueuedJob, live: LiveEngine) -> None:
+    assert next_start(with_engines(waiting, engines=(live,))) is None
+
+
+def test_the_fullest_engine_is_joined() -> None:
+    engines = (engine("one", 1, most_seats=8), engine("two", 3, most_seats=8), engine("full", 8, most_seats=8))
+    start = next_start(with_engines(sharer("w"), total=6, engines=engines))
+    assert start is not None
+    assert start.engine == "two"
+
+
+def test_a_job_with_company_starts_an_engine_and_one_without_runs_alone() -> None:
+    for company in (True, False):
+        start = next_start(with_engines(sharer("w", company=company), engines=()))
+        assert start is not None
+        assert (start.engine, start.new_engine) == (None, company)
+    start = next_start(replace(with_engines(sharer("w", company=True), engines=()), new_engines=False))
+    assert start is not None
+    assert not start.new_engine
+
+
+@pytest.mark.parametrize(("seconds", "joins"), [(99.0, True), (101.0, False), (None, False)])
+def test_behind_a_head_that_waits_for_slots_only_those_join_that_do_not_keep_it_waiting(
+    seconds: float | None, joins: bool
+) -> None:
+    """Else the jobs of a long sweep would keep their engine's slots from all others."""
+    head = job("head", 0, project="b", slots=2, priority=1)
+    start = next_start(with_engines(head, sharer("w", 1, seconds=seconds)))
+    assert (start is not None) == joins
+
+
+def test_a_job_that_waits_for_a_seat_keeps_no_slots_free() -> None:
+    waiting = sharer("w", slots=2, priority=1)
+    start = next_start(
+        with_engines(waiting, job("small", 1, project="b", slots=1, seconds=None), total=3, engines=(engine(seats=2),))
+    )
+    assert start is not None
+    assert start.job.id == "small"
+
+
+def test_engines_without_jobs_end_when_somebody_needs_their_slots() -> None:
+    other = job("head", project="b", slots=2)
+    idle = engine(seats=0)
+    assert choose_closing(with_engines(other, engines=(idle,))) == [idle]
+    assert choose_closing(with_engines(other, engines=(engine(seats=1),))) == []
+    assert choose_closing(with_engines(other, engines=(engine(seats=0, closing=True),))) == []
+    assert choose_closing(with_engines(sharer("w"), engines=(idle,))) == [], "it joins"
+    assert choose_closing(with_engines(engines=(idle,))) == []
+
+
+def test_an_idle_engine_that_uses_up_its_projects_limit_ends_for_the_projects_own_jobs() -> None:
+    own = job("own", project="a", slots=2)
+    snapshot = with_engines(own, total=4, engines=(engine(seats=0),), a=Share(max_slots=2))
+    assert next_start(snapshot) is None
+    assert [one.id for one in choose_closing(snapshot)] == ["e"]
+
+
+def test_in_a_forecast_seats_are_taken_one_after_the_other() -> None:
+    found = forecast(with_engines(sharer("one", 0), sharer("two", 1)))
+    assert found["one"].starts_at == NOW
+    assert found["two"].starts_at == NOW + 100.0

@@ -58,6 +58,9 @@ def test_every_field_comes_back(store):
         sweep_values={"lora.r": 8},
         sweep_course={"rungs": {}},
         stopped="why",
+        share_key="key",
+        engine_id="engine-1",
+        fault_group="engine-0/1",
         version=12,
     )
     before = store.now()

@@ -52,7 +52,7 @@ def test_every_row_but_a_hosts_names_its_project():
 
 def test_check_tells_a_database_without_the_schema(database_url):
     store = open_store(database_url)
-    with pytest.raises(UnavailableError, match=r"schema none.*needs 0001.*ft migrate"):
+    with pytest.raises(UnavailableError, match=r"schema none.*needs 0002.*ft migrate"):
         store.check()
     with pytest.raises(UnavailableError):
         store.jobs.list_jobs("proj_default")
@@ -163,8 +163,8 @@ def test_a_revision_is_written_for_what_the_tables_have_and_the_newest_revision_
     monkeypatch.setattr(revise, "metadata", tables)
     monkeypatch.setattr("sys.argv", ["revise", "notes", "Notes on keys."])
     revise.main()
-    written = (tmp_path / "0002_notes.py").read_text()
-    assert 'down_revision = "0001"' in written
+    written = (tmp_path / "0003_notes.py").read_text()
+    assert 'down_revision = "0002"' in written
     (change,) = written.split("def upgrade() -> None:\n")[1].strip().splitlines()
     assert change == 'op.add_column("keys", sa.Column("note", sa.Text(), nullable=True))'
 

@@ -48,6 +48,7 @@ def supervise(run: RunDir, node: int, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, *(["--conclude"] if node == 0 else [])], stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
 def test_the_error_of_one_node_is_told_though_the_other_had_to_be_killed(folder: Path) -> None:
     run = RunDir(folder / "run")

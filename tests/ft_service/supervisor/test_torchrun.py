@@ -9,6 +9,7 @@ from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, Start
+from ft_service.rundir.engine import ENGINE
 from ft_service.supervisor import torchrun
 from ft_service.supervisor.torchrun import Node
 from tests.support.attempts import new_run, process_of, supervisor_of, wait_for
@@ -53,6 +54,12 @@ def test_gpu_memory_is_taken_in_segments_that_grow_unless_the_caller_says_otherw
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     found = torchrun.environment({own: "max_split_size_mb:64"}, start_of(), RunDir(tmp_path), Node())
     assert {name: found[name] for name in torchrun.ALLOCATOR if name in found} == {own: "max_split_size_mb:64"}
+
+
+def test_an_engines_directory_is_run_by_the_engines_ranks(tmp_path: Path) -> None:
+    assert torchrun.command(start_of(), RunDir(tmp_path), Node())[-2:] == ["-m", "workers.train"]
+    RunDir(tmp_path).put(ENGINE, b"{}")
+    assert torchrun.command(start_of(), RunDir(tmp_path), Node())[-2:] == ["-m", "workers.engine"]
 
 
 def test_several_nodes_meet_at_the_first_and_are_not_bound_to_the_loopback_interface(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class StubServer:
     """Oldest first."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Newest first."""
+    engines: list[dict[str, Any]] = field(default_factory=list)
+    """Oldest first."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """The newest step first."""
     adapter: bytes = b""
@@ -115,6 +117,8 @@ class StubServer:
                 if name == "tiny"
                 else error(404, f"model = {name!r}: there is no such base model.", code="model_not_found")
             )
+        if path == "/engines":
+            return httpx2.Response(200, json={"object": "list", "data": self.engines})
         if path == "/models":
             return httpx2.Response(200, json={"object": "list", "data": self.bases})
         return self._job(request, *path.removeprefix("/fine_tuning/jobs/").partition("/")[::2])

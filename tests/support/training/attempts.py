@@ -17,7 +17,8 @@ from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from workers.output.report import Reporter
 from workers.ranks.runtime import surroundings
-from workers.train import train
+from workers.train import prepare_alone, train
+from workers.training.context import StopRequest
 
 
 def supervise(run: RunDir, attempt: int, checkpoint: str | None, world: int = 1) -> int:
@@ -31,9 +32,9 @@ def supervise(run: RunDir, attempt: int, checkpoint: str | None, world: int = 1)
 
 def attempt_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
     """What a worker's process does, on a rank of `run_on_ranks`."""
-    run = RunDir(root)
-    with Reporter(run, attempt, active=rank == 0) as reporter:
-        return train(surroundings(run, attempt, torch.device("cpu")), reporter)
+    runtime = surroundings(RunDir(root), attempt, torch.device("cpu"))
+    with Reporter(runtime.run, attempt, active=rank == 0) as reporter:
+        return train(runtime, reporter, StopRequest(runtime), prepare_alone)
 
 
 def run_attempt(run: RunDir, attempt: int, world: int, checkpoint: str | None = None) -> Outcome:

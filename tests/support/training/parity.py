@@ -22,7 +22,7 @@ from workers.base.load import adapters, plain_name
 from workers.data.batches import Batch, collate, make_batch
 from workers.data.micro_batches import MicroBatchLimits, share_out
 from workers.model.build import BuiltModel
-from workers.ranks.sharding import make_mesh
+from workers.ranks.sharding import Gradients, make_mesh
 from workers.train import construct
 from workers.training.step import Sums, forward_backward
 
@@ -81,7 +81,9 @@ def one_step(rank: int, world: int, spec: JobSpec, built: BuiltModel, trained: d
     with counted_collectives() as collectives:
         targets = sum(t.target_count for t in data)
         kept = spec.distributed.keep_unsharded
-        sums = forward_backward(built.peft_model, batches, targets, world, keep_unsharded=kept)
+        sums = forward_backward(
+            built.peft_model, batches, targets, world, gradients=Gradients(built.peft_model, world, keep_unsharded=kept)
+        )
     done = Step(Sums.read(sums, targets).mean_loss, {name: full(p.grad) for name, p in trained.items()}, collectives)
     descend(trained)
     return done

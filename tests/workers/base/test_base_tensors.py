@@ -24,7 +24,8 @@ from workers.base.base_tensors import Safetensors
 from workers.base.quantized_base import base_digest
 from workers.output.report import Reporter
 from workers.ranks.runtime import report_failure, surroundings
-from workers.train import train
+from workers.train import prepare_alone, train
+from workers.training.context import StopRequest
 from workers.training.guards import check_ids
 
 Change = Callable[[Path], object]
@@ -50,7 +51,8 @@ def attempt_on_rank(rank: int, world: int, root: str) -> None:
     run = RunDir(root)
     try:
         with Reporter(run, 1, active=True) as reporter:
-            train(surroundings(run, 1, torch.device("cpu")), reporter)
+            runtime = surroundings(run, 1, torch.device("cpu"))
+            train(runtime, reporter, StopRequest(runtime), prepare_alone)
     except Exception as error:
         report_failure(run, 1, error)
 

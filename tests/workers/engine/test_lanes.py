@@ -21,7 +21,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.models import adapter_value, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, MIXED, batches_of, constructed, counted_collectives, full, samples
 from workers.base.load import adapters
-from workers.data.batches import Batch
+from workers.engine.lanes import Lane
 from workers.engine.resident_base import load_resident_base
 from workers.engine.seat import Seat
 from workers.model.build import build
@@ -87,11 +87,11 @@ class Together:
     def __init__(self, specs: Sequence[JobSpec], rank: int, world: int, poisoned: int | None = None) -> None:
         mesh = make_mesh("cpu", world, 1)
         self.rank, self.world = rank, world
-        self.base = load_resident_base(specs[0], mesh, CPU)
+        self.base = load_resident_base(specs[0], mesh, CPU).model
         dtype = COMPUTE_DTYPE[specs[0].precision.compute]
         self.specs = specs
         jobs = [whole_adapters(spec, float("nan") if number == poisoned else None) for number, spec in enumerate(specs)]
-        self.seats = [Seat(job, self.base.base, mesh, first, dtype) for job, first in jobs]
+        self.seats = [Seat(job, self.base, mesh, first, dtype) for job, first in jobs]
         self.rounds: list[tuple[int, int, int]] = []
         """Lanes, gathers, and weights that were dequantised."""
 
@@ -103,8 +103,8 @@ class Together:
             forwards = []
             for number in now:
                 batches, divisor, loss_of = work[number]
-                forwards.append(partial(loss_of, self.base.base, batches[i], self.world / divisor))
-            lanes = [self.seats[number].lane(keys_of(work[number][0][i])) for number in now]
+                forwards.append(partial(loss_of, self.seats[number].model, batches[i], self.world / divisor))
+            lanes = [Lane(self.seats[number].linears) for number in now]
             with counted_collectives() as collectives, counted_dequantising() as dequantised:
                 losses = self.base.run(lanes, forwards)
                 self.base.backward([loss for loss, _ in losses])
@@ -118,10 +118,6 @@ class Together:
             self.seats[number].reduce_gradients(self.world)
         gradients = [{name: full(p.grad) for name, p in seat.masters.items() if p.grad is not None} for seat in self.seats]
         return [(sums[number].tolist(), gradients[number]) for number in sorted(order)]
-
-
-def keys_of(batch: Any) -> Tensor | None:
-    return batch.keys if isinstance(batch, Batch) else batch.batch.keys
 
 
 @contextmanager
@@ -216,11 +212,11 @@ def validated(rank: int, world: int, specs: list[JobSpec]) -> tuple[list[float],
     alone = evaluate(built.peft_model, batches, world).tolist()
     together = Together(specs, rank, world)
     seat = together.seats[3]
-    with together.base.alone(seat.lane(None)):
-        found = evaluate(together.base.base, batches, world).tolist()
+    with together.base.alone(Lane(seat.linears)):
+        found = evaluate(seat.model, batches, world).tolist()
     together.seats[0].model.eval()
-    with together.base.alone(together.seats[0].lane(None)):
-        other = evaluate(together.base.base, batches, world).tolist()
+    with together.base.alone(Lane(together.seats[0].linears)):
+        other = evaluate(together.seats[0].model, batches, world).tolist()
     return alone, found, other
 
 

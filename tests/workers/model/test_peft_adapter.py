@@ -62,7 +62,7 @@ def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(tmp_pat
     manifest = SimpleNamespace(files={WEIGHTS: FileDigest.of(folder / WEIGHTS)})
     monkeypatch.setattr(RunDir, "read", lambda *_: manifest)
     going_on = built()
-    adopt(going_on, parent)
+    adopt(dict(adapters(going_on)), parent)
     assert torch.equal(logits_of(going_on.eval()), ours)
     assert torch.equal(logits_of(with_adapter(spec, folder, CPU).eval()), ours)
 

@@ -73,7 +73,7 @@ def test_an_import_that_fails_later_is_permanent_too(tmp_path: Path) -> None:
 def limits(rank: int, world: int, root: str) -> list[float]:
     """Of every group that a worker makes, in seconds."""
     made = surroundings(RunDir(root), 1, torch.device("cpu"))
-    groups = [*made.mesh.get_all_groups(), made.stop_group, made.save_group]
+    groups = [*made.mesh.get_all_groups(), made.groups.stop, made.groups.save]
     assert all(isinstance(group, dist.ProcessGroup) for group in groups)
     backends = [group._get_backend(torch.device("cpu")) for group in groups if isinstance(group, dist.ProcessGroup)]
     return [backend.options._timeout.total_seconds() for backend in backends]

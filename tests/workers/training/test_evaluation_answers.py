@@ -21,6 +21,7 @@ from ft_service.spec import EvaluationOptions
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
 from workers.data.micro_batches import MicroBatchLimits
+from workers.ranks.sharding import Gradients
 from workers.training import evaluation_answers
 from workers.training.context import TrainingContext
 from workers.training.evaluation_answers import Evaluator, GreedyDecoding, greedy
@@ -71,7 +72,7 @@ def evaluator(run: RunDir, attempt: int, told: Told, references: tuple[str | Non
     questions = [Question(np.array([97], dtype=np.int32), "a", reference) for reference in references]
     options = EvaluationOptions(metrics=["exact_match", "json_valid"])
     model, reporter, stop = (cast(Any, own) for own in (torch.nn.Identity(), told, SimpleNamespace(agreed=lambda: False)))
-    context = TrainingContext(runtime, model, MicroBatchLimits(1, packed=False), reporter, stop)
+    context = TrainingContext(runtime, model, MicroBatchLimits(1, packed=False), reporter, stop, Gradients(model, 1))
     return Evaluator(context, questions, Letters(), options)
 
 

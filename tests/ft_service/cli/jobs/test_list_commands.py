@@ -48,6 +48,13 @@ def test_get_says_what_was_chosen_and_why(ft: Ft, server: StubServer) -> None:
     assert shown["training.tokens_per_micro_batch"].strip() == "8192 (the longest sample)"
 
 
+def test_the_engine_of_a_job_is_named(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running", phase="training", engine_id="engine-1")
+    assert ft("jobs").out.splitlines()[1].endswith("in engine-1")
+    shown = dict(line.split("  ", 1) for line in ft("get", "ftjob-1").out.splitlines())
+    assert shown["engine"].strip() == "engine-1"
+
+
 def test_an_unknown_job_is_one_line(ft: Ft, server: StubServer) -> None:
     ended = ft("get", "ftjob-9")
     assert (ended.code, ended.err) == (1, "ft: There are no jobs yet. Create one: ft submit SPEC\n")

@@ -1,0 +1,27 @@
+"""`ft engines`: what trains several jobs at once."""
+
+from __future__ import annotations
+
+import typer
+
+from ft_service.cli.output import Json, connect, local_time, print_json, print_table, print_text
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(engines)
+
+
+def engines(as_json: Json = False) -> None:
+    """List the engines that train several jobs on one base, and their jobs."""
+    with connect() as client:
+        live = client.engines()
+    if as_json:
+        print_json([engine.model_dump() for engine in live])
+    elif live:
+        rows = [
+            (engine.id, engine.base or "", str(engine.ranks), engine.jobs_text, local_time(engine.created_at))
+            for engine in live
+        ]
+        print_table(("ID", "BASE", "RANKS", "JOBS", "SINCE"), rows, notes=("TRAINS", [", ".join(e.jobs) or None for e in live]))
+    else:
+        print_text("No engines. Jobs on one base share one where the operator allows it (FT_ENGINE_JOBS).")

@@ -1,0 +1,114 @@
+"""An engine's directory (rundir/engine.py), and the exit records of jobs whose engine has ended without writing them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from ft_service.engines.sharing import fault_groups
+from ft_service.jobs.reasons import Reason, Retry
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Exit, ExitReason, Start
+from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, seat_key
+from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
+
+PREFIX = "engine-"
+"""Beginning of every engine's id."""
+LOSSES = "losses.json"
+_CLEAN = (ExitReason.STOPPED, ExitReason.CANCELLED, ExitReason.SUCCEEDED)
+_NOT_TAKEN = "The engine ended before it took the job."
+_VANISHED = "The engine's processes vanished; the host may have restarted."
+_LEFT = "The engine ended without saying how the job ended."
+
+
+class Losses(BaseModel):
+    """`losses.json`: the seats that an engine lost. Decided once, since it says which jobs share an engine again."""
+
+    model_config = ConfigDict(frozen=True)
+
+    groups: dict[str, str]
+    """Key of a seat's order → fault group of the job from then on."""
+
+
+class EngineDirectory:
+    """The directory of one engine, with its only attempt."""
+
+    def __init__(self, engines_dir: Path, engine_id: str) -> None:
+        """`engines_dir`: folder of all engines' directories."""
+        self.engine_id = engine_id
+        self.run = RunDir(engines_dir / engine_id)
+        self.attempt = Attempt(self.run, 1, job_id=engine_id)
+
+    def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int) -> None:
+        """Write what the engine needs to start, unless that is there."""
+        self.run.write_if_absent(ENGINE, spec)
+        own = Start(job_id=spec.engine_id, attempt=1, world_size=ranks, generation=1, checkpoint=None, slots=list(slots))
+        self.attempt.write_start(own)
+
+    def has_order(self, seat: Attempt) -> bool:
+        return self.run.has(_key(seat))
+
+    def order(self, seat: Attempt) -> None:
+        """Order the engine to train an attempt of a job."""
+        order = SeatOrder(job_id=seat.job_id, attempt=seat.number, run_dir=str(seat.run.root))
+        self.run.write_if_absent(_key(seat), order)
+
+    def fault_group(self, seat: Attempt) -> str | None:
+        """Fault group of a job whose seat was lost with the engine; None: its seat was not."""
+        losses = self.run.readable(LOSSES, Losses)
+        return None if losses is None else losses.groups.get(_key(seat))
+
+    def settle(self, ended: Exit | None, asked: Attempt) -> None:
+        """Write the exit record of every seat that has none, `asked` among them, after the engine has ended. `ended`: the
+        engine's own record; None: it left none.
+
+        An order that a stopped engine has not taken is a stop. Else the seat was lost with the engine: ENGINE_LOST if others
+        were too, and the engine's own reason if it was the only one, or if the host lacked something.
+        """
+        ordered = [self._seat(key) for key in self.run.list(SEATS)]
+        seats = {_key(seat): seat for seat in (*ordered, asked) if seat is not None and not seat.has_exit()}
+        for key, seat in list(seats.items()):
+            if (result := seat.read_result()) is not None:
+                seat.write_exit(succeeded_exit(result))
+                del seats[key]
+        own, clean = _own_exit(ended), ended is not None and ended.reason in _CLEAN
+        if Reason(own.reason.value).retry is Retry.LATER:
+            for seat in seats.values():
+                seat.write_exit(own)
+            return
+        groups = self._lost([seat for seat in seats.values() if not clean or seat.has_segment(0)])
+        shared = exit_of(ExitReason.ENGINE_LOST, own.message, own.error) if len(groups) > 1 else own
+        for key, seat in seats.items():
+            seat.write_exit(shared if key in groups else exit_of(ExitReason.STOPPED, _NOT_TAKEN))
+
+    def _lost(self, seats: Sequence[Attempt]) -> dict[str, str]:
+        """Fault groups of the lost seats, as they were first decided."""
+        groups = fault_groups(self.engine_id, [seat.job_id for seat in seats])
+        self.run.write_if_absent(LOSSES, Losses(groups={_key(seat): groups[seat.job_id] for seat in seats}))
+        losses = self.run.readable(LOSSES, Losses)
+        return {} if losses is None else losses.groups
+
+    def _seat(self, key: str) -> Attempt | None:
+        """The attempt of an order; None: it is gone, or names another engine."""
+        order = self.run.readable(key, SeatOrder)
+        if order is None:
+            return None
+        seat = Attempt(RunDir(order.run_dir), order.attempt, job_id=order.job_id)
+        start = seat.readable_start()
+        return seat if start is not None and start.engine == str(self.run.root) else None
+
+
+def _key(seat: Attempt) -> str:
+    return seat_key(seat.job_id, seat.number)
+
+
+def _own_exit(ended: Exit | None) -> Exit:
+    """Exit record of a seat that was lost with its engine, and alone there."""
+    if ended is None:
+        return exit_of(ExitReason.WORKER_KILLED, _VANISHED)
+    if ended.reason in _CLEAN:
+        return exit_of(ExitReason.WORKER_ERROR, _LEFT)
+    return exit_of(ExitReason.WORKER_ERROR, ended.message, ended.error) if ended.reason is ExitReason.UNREADABLE else ended

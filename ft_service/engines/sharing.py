@@ -1,0 +1,57 @@
+"""Which jobs may share an engine, and which of them share one again after it was lost. Pure.
+
+A lost engine says nothing about which of its jobs ended it. Its jobs return in two halves, each a *fault group* that shares
+engines only within itself, so that the guilty one soon runs alone and fails with its own reason: of N jobs one that ends every
+engine ends at most log2(N) of them, and then its own attempts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from ft_service.jobs.states import ALONE
+from ft_service.plan.fitting_settings import COMPILE, FITTED, RATE, is_open
+from ft_service.spec import JobSpec
+from ft_service.spec.mesh import mesh_shape
+
+_SHAPE = {"nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node", "replicate"}
+
+
+def share_key(spec: JobSpec) -> str | None:
+    """Return the key of what all jobs of an engine have in common, with the same project: base, precision, ranks and how these
+    hold the base. None: the job runs alone.
+
+    Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
+    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
+    groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
+    ranks still choose what is "auto".
+    """
+    options = spec.distributed
+    if spec.engine == "off" or spec.training.neftune_noise_alpha is not None or spec.lora.target_parameters:
+        return None
+    if options.nnodes > 1 or (options.max_nnodes or 1) > 1 or options.max_nproc_per_node not in (None, options.nproc_per_node):
+        return None
+    if options.wrap != "layers" or options.keep_unsharded or options.prefetch is not None or options.offload:
+        return None
+    if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:
+        return None
+    common = {
+        "model": spec.model.model_dump(mode="json"),
+        "precision": spec.precision.model_dump(mode="json"),
+        "distributed": options.model_dump(mode="json", exclude=_SHAPE),
+        "ranks": spec.world_size,
+        "copies": mesh_shape(options.replicate, spec.world_size)[0],
+    }
+    return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+
+
+def fault_groups(engine_id: str, job_ids: Sequence[str]) -> dict[str, str]:
+    """Return the fault group of each job of a lost engine: one of two halves, or ALONE where a half is a single job."""
+    ordered = sorted(job_ids)
+    middle = (len(ordered) + 1) // 2
+    groups: dict[str, str] = {}
+    for number, half in enumerate((ordered[:middle], ordered[middle:])):
+        groups |= dict.fromkeys(half, ALONE if len(half) == 1 else f"{engine_id}/{number}")
+    return groups

@@ -1,0 +1,129 @@
+"""Looks after the engines of one host besides their jobs: their directories, their end, and the slots that they hold."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_service.engines.engine_directory import PREFIX, EngineDirectory
+from ft_service.errors import UnavailableError
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Absent, Ended, Job, Running
+from ft_service.launcher.protocol import Launcher
+from ft_service.logs import fields
+from ft_service.rundir.documents import Control, Desired
+from ft_service.rundir.engine import EngineSpec
+from ft_service.spec import JobSpec
+from ft_service.storage.locations import Places
+from ft_service.store.engines import EngineRecord
+from ft_service.store.sql import Store
+
+log = logging.getLogger(__name__)
+
+TEND_SECONDS = 0.5
+"""Interval at which engines are looked at."""
+IDLE_SECONDS = 60.0
+"""How long an engine stays without a job."""
+KEEP_SECONDS = 7 * 86_400.0
+"""How long the directory of an ended engine is kept, for its logs."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What engines a host may have."""
+
+    most_seats: int = 0
+    """Most jobs that an engine trains at once; 0: no engine is started, and no job joins one."""
+    idle_seconds: float = IDLE_SECONDS
+    """How long an engine stays without a job."""
+
+
+class EngineTending:
+    """Tends the engines of one host. For the reconciler's thread."""
+
+    def __init__(self, store: Store, launcher: Launcher, places: Places, options: EngineOptions) -> None:
+        self._store, self._launcher, self._places = store, launcher, places
+        self.options = options
+        self._next = 0.0
+
+    def attend(self) -> None:
+        """Look at every engine now and then. Raises UnavailableError if the database does not answer."""
+        if time.monotonic() < self._next:
+            return
+        for engine in self._store.engines.live_engines(host=self._launcher.host):
+            try:
+                self._tend(engine)
+            except UnavailableError:
+                raise
+            except Exception:  # one engine must not keep the jobs of others waiting
+                log.exception("an engine cannot be looked after", extra=fields(engine=engine.id))
+        self._next = time.monotonic() + TEND_SECONDS
+
+    def look_at(self, engine_id: str) -> None:
+        """Look at one engine now, since one of its jobs has ended: it may have ended too."""
+        for engine in self._store.engines.live_engines(host=self._launcher.host):
+            if engine.id == engine_id:
+                self._tend(engine)
+
+    def close(self, engine_id: str, *, if_idle: bool) -> bool:
+        """Ask an engine to end; its jobs stop at a checkpoint and are queued again. False: it was asked before, or, with
+        `if_idle`, it has a job."""
+        closes = self._store.engines.close_engine(engine_id, if_idle=if_idle)
+        if closes:
+            log.info("an engine is asked to end", extra=fields(engine=engine_id))
+            self._ask_to_end(self._directory(engine_id))
+        return closes
+
+    def prepare(self, job: Job, spec: JobSpec) -> Path | None:
+        """Write the documents of the engine in which a job has a seat, unless it has ended, and return the engine's directory.
+        None: the job has no seat."""
+        if job.engine_id is None:
+            return None
+        slots = self._store.engines.engine_slots(job.engine_id)
+        engine = self._directory(job.engine_id)
+        if slots:
+            held = EngineSpec(
+                engine_id=job.engine_id,
+                project_id=job.project_id,
+                spec=spec,
+                most_seats=self._store.engines.most_seats(job.engine_id),
+                idle_seconds=self.options.idle_seconds,
+            )
+            engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots)
+        return engine.run.root
+
+    def _tend(self, engine: EngineRecord) -> None:
+        directory = self._directory(engine.id)
+        seen = self._launcher.observe(directory.attempt)
+        if isinstance(seen, Ended):
+            if self._store.engines.end_engine(engine.id):
+                why = seen.exit.message if seen.exit else "its processes vanished"
+                log.info("an engine has ended: %s", why, extra=fields(engine=engine.id))
+            self._launcher.clean(directory.attempt)
+        elif isinstance(seen, Absent) and not engine.seats:
+            self._launcher.kill(directory.attempt, Reason.USER_CANCELLED)  # so that it cannot start any more
+        elif isinstance(seen, Running) and engine.closing_at is not None:
+            self._ask_to_end(directory)
+        elif isinstance(seen, Running) and not engine.seats and self._overstays(engine):
+            self.close(engine.id, if_idle=True)
+
+    def _overstays(self, engine: EngineRecord) -> bool:
+        """Whether an engine without jobs should have ended by itself long ago."""
+        return self._store.now() - engine.divided_at > 2 * self.options.idle_seconds + IDLE_SECONDS
+
+    def _ask_to_end(self, engine: EngineDirectory) -> None:
+        if engine.attempt.has_start() and not engine.run.has(engine.attempt.keys.control):
+            self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
+
+    def _directory(self, engine_id: str) -> EngineDirectory:
+        return EngineDirectory(self._places.engines_dir, engine_id)
+
+
+def remove_ended_engines(store: Store, places: Places) -> None:
+    """Remove the directories of engines that ended more than KEEP_SECONDS ago. Raises UnavailableError and OSError."""
+    folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
+    for engine_id in store.engines.ended_engines(list(folders), KEEP_SECONDS) if folders else ():
+        shutil.rmtree(folders[engine_id])

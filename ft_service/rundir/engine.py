@@ -1,0 +1,52 @@
+"""Documents of an engine: a set of ranks (one torchrun) that holds one frozen base and trains several jobs on it at once.
+
+An engine's directory is a run directory with exactly one attempt, number 1, in the ordinary layout (attempt.py), and with
+
+    engine.json                   EngineSpec, by the service, before anything runs
+    seats/<job>-<attempt>.json    SeatOrder, by the service; nobody removes it
+
+A job that an engine trains has a *seat* there. Its attempt stays in the job's own run directory, without a supervisor: the
+engine's ranks write its events, checkpoints, outcome.json and, as the last thing of the seat, exit.json.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ft_service.spec import JobSpec
+
+ENGINE = "engine.json"
+SEATS = "seats"
+"""Folder of the orders."""
+
+
+class EngineSpec(BaseModel):
+    """`engine.json`: what an engine holds, and for whom."""
+
+    model_config = ConfigDict(frozen=True)
+
+    engine_id: str
+    project_id: str
+    spec: JobSpec
+    """Spec of the first job; its base, precision and distributed options are those of every seat."""
+    most_seats: Annotated[int, Field(ge=1)]
+    idle_seconds: Annotated[float, Field(gt=0)]
+    """How long the engine stays without a seat, in seconds."""
+
+
+class SeatOrder(BaseModel):
+    """`seats/<job>-<attempt>.json`: order to train an attempt of a job."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job_id: str
+    attempt: Annotated[int, Field(ge=1)]
+    run_dir: str
+    """Absolute path of the job's run directory."""
+
+
+def seat_key(job_id: str, attempt: int) -> str:
+    """Return the key of a seat's order."""
+    return f"{SEATS}/{job_id}-{attempt}.json"

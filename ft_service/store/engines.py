@@ -1,0 +1,187 @@
+"""Engines, the seats of jobs in them, and what they use.
+
+An engine holds its slots (`slots.engine_id`) until its processes are gone. Its slot-seconds are divided among its seats:
+whenever a job takes or leaves one, the time since the last such moment is divided equally among the jobs that sat there then.
+Usage gets a job's part when it leaves, and time without a job, under no key, when the engine ends. The limit max_slots counts
+the slots of an engine once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from ft_service.jobs.states import Job
+from ft_service.store.database import StorePart, database_time
+from ft_service.store.records import NewEngine
+from ft_service.store.tables import LIVE, SEATED, engines, jobs, slots
+from ft_service.store.tenants.usage import add_to_share, add_use, exact
+
+_NOW = select(database_time())
+_NOBODY = ""
+"""In an engine's use: the time without a job."""
+
+
+class NoSeatError(Exception):
+    """Raised to roll back a change whose job can take no seat in its engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRecord:
+    """An engine with its jobs. Times are seconds since the epoch on the database's clock."""
+
+    id: str
+    project_id: str
+    host: str
+    share_key: str
+    fault_group: str | None
+    ranks: int
+    most_seats: int
+    created_at: float
+    divided_at: float
+    """When a job last took or left a seat."""
+    closing_at: float | None
+    """When it was asked to end; None: it was not."""
+    ended_at: float | None
+    seats: tuple[str, ...] = ()
+    """Ids of the jobs that it trains."""
+    base: str | None = None
+    """Name of their base; None: there are none."""
+
+
+class EngineStore(StorePart):
+    """Engines of all projects."""
+
+    def live_engines(self, *, host: str | None = None, project_id: str | None = None) -> list[EngineRecord]:
+        """Engines that hold slots, the oldest first. `host`, `project_id`: only theirs; None: all."""
+        query = select(engines).where(LIVE).order_by(engines.c.created_at, engines.c.id)
+        if host is not None:
+            query = query.where(engines.c.host == host)
+        if project_id is not None:
+            query = query.where(engines.c.project_id == project_id)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).mappings().all()
+            seated = select(jobs.c.engine_id, jobs.c.id, jobs.c.base).where(SEATED).order_by(jobs.c.position)
+            seats: dict[str, list[tuple[str, str]]] = defaultdict(list)
+            for job in connection.execute(seated) if rows else ():
+                seats[job.engine_id].append((job.id, job.base))
+        return [_record(dict(row), seats[row["id"]]) for row in rows]
+
+    def engine_slots(self, engine_id: str) -> list[int]:
+        """Slot numbers that an engine holds, ascending; empty once it has ended."""
+        query = select(slots.c.slot).where(slots.c.engine_id == engine_id).order_by(slots.c.slot)
+        with self._database.reading() as connection:
+            return list(connection.scalars(query))
+
+    def most_seats(self, engine_id: str) -> int:
+        """How many jobs an engine may train at once."""
+        with self._database.reading() as connection:
+            return connection.scalars(select(engines.c.most_seats).where(engines.c.id == engine_id)).one()
+
+    def close_engine(self, engine_id: str, *, if_idle: bool) -> bool:
+        """Let no more jobs join an engine, which is asked to end. False: that was done before, or, with `if_idle`, it trains a
+        job."""
+        with self._database.writing() as connection:
+            _lock(connection, engine_id)
+            if if_idle and _seated(connection, engine_id):
+                return False
+            closes = update(engines).where(engines.c.id == engine_id, LIVE, engines.c.closing_at.is_(None))
+            return connection.execute(closes.values(closing_at=database_time())).rowcount == 1
+
+    def end_engine(self, engine_id: str) -> bool:
+        """Free the slots of an engine whose processes are gone. False: that was done before."""
+        with self._database.writing() as connection:
+            now = connection.scalars(_NOW).one()
+            unused = _divide(connection, engine_id, now).get(_NOBODY, 0.0)
+            ends = update(engines).where(engines.c.id == engine_id, LIVE).values(ended_at=now)
+            if connection.execute(ends).rowcount != 1:
+                return False
+            held = select(slots.c.project_id, func.count(), func.min(slots.c.taken_at)).where(slots.c.engine_id == engine_id)
+            for project_id, number, taken_at in connection.execute(held.group_by(slots.c.project_id)).all():
+                add_to_share(connection, project_id, number, exact(max(0.0, now - taken_at)), now)
+                add_use(connection, project_id, None, now, slot_seconds=unused)
+            connection.execute(delete(slots).where(slots.c.engine_id == engine_id))
+        self._database.changed.set()
+        return True
+
+    def ended_engines(self, ids: Sequence[str], seconds: float) -> set[str]:
+        """Of these ids those of engines that ended more than so many seconds ago."""
+        long_ago = engines.c.ended_at < database_time() - seconds
+        with self._database.reading() as connection:
+            return set(connection.scalars(select(engines.c.id).where(engines.c.id.in_(ids), long_ago)))
+
+
+def _record(row: dict[str, Any], seats: Sequence[tuple[str, str]]) -> EngineRecord:
+    """`seats`: (id, base) of its jobs."""
+    del row["use"]
+    return EngineRecord(**row, seats=tuple(job_id for job_id, _ in seats), base=seats[0][1] if seats else None)
+
+
+def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:
+    """Store a new engine, in which the job takes the first seat."""
+    row = {"id": job.engine_id, "project_id": job.project_id, "host": job.host, "fault_group": job.fault_group}
+    now = connection.scalars(_NOW).one()
+    times = {"created_at": now, "divided_at": now}
+    values = {"share_key": job.share_key, "ranks": job.slots, "most_seats": new.most_seats}
+    connection.execute(insert(engines).values(**row, **values, **times))
+
+
+def take_seat(connection: Connection, job: Job) -> None:
+    """Note that a job, whose row names the engine already, takes a seat. Raises NoSeatError if none is free, or it ends."""
+    assert job.engine_id is not None
+    now = connection.scalars(_NOW).one()
+    _lock(connection, job.engine_id)
+    free = select(engines.c.most_seats).where(engines.c.id == job.engine_id, LIVE, engines.c.closing_at.is_(None))
+    most = connection.scalars(free).one_or_none()
+    if most is None or len(_seated(connection, job.engine_id)) > most:
+        raise NoSeatError
+    _divide(connection, job.engine_id, now, joining=job.id)
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
+
+
+def leave_seat(connection: Connection, job: Job) -> None:
+    """Free a job's seat, and add its share of the engine's use to the job and its project."""
+    assert job.engine_id is not None
+    now = connection.scalars(_NOW).one()
+    shares = _divide(connection, job.engine_id, now)
+    used = shares.pop(job.id, 0.0)
+    connection.execute(update(engines).where(engines.c.id == job.engine_id).values(use=shares))
+    add_use(connection, job.project_id, job.key_id, now, slot_seconds=used)
+    mine = jobs.c.id == job.id
+    taken_at = connection.scalars(select(jobs.c.taken_at).where(mine)).one()
+    seconds = 0.0 if taken_at is None else exact(max(0.0, now - taken_at))
+    more = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + used}
+    connection.execute(update(jobs).where(mine).values(engine_id=None, taken_at=None, ends_at=None, **more))
+
+
+def _divide(connection: Connection, engine_id: str, now: float, joining: str | None = None) -> dict[str, float]:
+    """Divide an engine's slot-seconds since the last change among its jobs, and return what each has used by now.
+
+    `joining`: job that did not sit there before. The jobs' own rows are left alone: whoever writes several of them at once,
+    such as the end of a sweep, takes their locks in another order.
+    """
+    _lock(connection, engine_id)
+    engine = connection.execute(select(engines).where(engines.c.id == engine_id)).one()
+    use: dict[str, float] = dict(engine.use or {})
+    if engine.ended_at is not None:
+        return use
+    sat = [job_id for job_id in _seated(connection, engine_id) if job_id != joining] or [_NOBODY]
+    for job_id in sat:
+        use[job_id] = use.get(job_id, 0.0) + exact(engine.ranks * max(0.0, now - engine.divided_at) / len(sat))
+    connection.execute(update(engines).where(engines.c.id == engine_id).values(use=use, divided_at=now))
+    return use
+
+
+def _seated(connection: Connection, engine_id: str) -> list[str]:
+    """Ids of an engine's jobs."""
+    query = select(jobs.c.id).where(jobs.c.engine_id == engine_id).order_by(jobs.c.id)
+    return list(connection.scalars(query))
+
+
+def _lock(connection: Connection, engine_id: str) -> None:
+    """Make transactions that change an engine's seats follow each other. SQLite's do anyway."""
+    connection.execute(select(engines.c.id).where(engines.c.id == engine_id).with_for_update())

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.engines.engine_directory import EngineDirectory
+from ft_service.engines.engine_launcher import EngineLauncher
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import ALONE, Absent, Ended, Observation, Running, Unknown
+from ft_service.launcher.protocol import LaunchError
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Result, Start
+from ft_service.rundir.engine import SeatOrder, seat_key
+from ft_service.rundir.events import Event, write_segment
+from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.fake_launcher import FakeLauncher
+
+ENGINE = "engine-1"
+
+
+@pytest.fixture
+def inner() -> FakeLauncher:
+    return FakeLauncher()
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, inner: FakeLauncher) -> EngineLauncher:
+    return EngineLauncher(inner, tmp_path / "engines")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> EngineDirectory:
+    return EngineDirectory(tmp_path / "engines", ENGINE)
+
+
+def seat(tmp_path: Path, number: int, engine: str | None = ENGINE) -> Attempt:
+    """The first attempt of a job, which has a seat in the engine."""
+    attempt = Attempt(RunDir(tmp_path / f"runs/ftjob-{number}"), 1, job_id=f"ftjob-{number}")
+    path = None if engine is None else str(tmp_path / "engines" / engine)
+    attempt.write_start(Start(job_id=attempt.job_id, attempt=1, world_size=2, generation=1, checkpoint=None, engine=path))
+    return attempt
+
+
+def report(attempt: Attempt) -> None:
+    write_segment(attempt.run, attempt.number, 0, [Event(time=1.0, kind="message", message="begun")])
+
+
+def start_all(launcher: EngineLauncher, *seats: Attempt) -> tuple[Attempt, ...]:
+    for one in seats:
+        launcher.start(one)
+    return seats
+
+
+def ended(seen: Observation) -> tuple[ExitReason | None, str | None]:
+    assert isinstance(seen, Ended)
+    return seen.exit and seen.exit.reason, seen.fault_group
+
+
+def test_a_seat_is_an_order_to_an_engine_that_is_started_once(tmp_path, launcher, inner, engine) -> None:
+    one, two = seat(tmp_path, 1), seat(tmp_path, 2)
+    assert launcher.observe(one) == Absent()
+    start_all(launcher, one, two, one)
+    assert inner.started == [(ENGINE, 1)]
+    order = engine.run.read(seat_key("ftjob-1", 1), SeatOrder)
+    assert order == SeatOrder(job_id="ftjob-1", attempt=1, run_dir=str(tmp_path / "runs/ftjob-1"))
+    seen = launcher.observe(one)
+    assert isinstance(seen, Running)
+    assert not seen.reported
+    report(one)
+    seen = launcher.observe(one)
+    assert isinstance(seen, Running)
+    assert seen.reported, "its own events, not the engine's"
+    seen = launcher.observe(two)
+    assert isinstance(seen, Running)
+    assert not seen.reported
+
+
+@pytest.mark.parametrize("strange_place", ["/somewhere/engine-1", "HOME/engines/..", "HOME/engines/engine-1/below", ""])
+def test_an_attempt_without_an_engine_is_the_inner_launchers(tmp_path, launcher, inner, strange_place: str) -> None:
+    own, strange = seat(tmp_path, 1, None), seat(tmp_path, 2)
+    place = strange_place.replace("HOME", str(tmp_path))
+    start = strange.read_start()
+    assert start is not None
+    strange.run.write(strange.keys.start, start.model_copy(update={"engine": place}))
+    for attempt in (own, strange):
+        launcher.start(attempt)
+        launcher.signal(attempt, Control(generation=2, desired=Desired.PAUSE))
+        launcher.kill(attempt, Reason.STALLED)
+        launcher.clean(attempt)
+    assert inner.started == inner.cleaned == [("ftjob-1", 1), ("ftjob-2", 1)]
+    assert len(inner.signals) == len(inner.kills) == 2
+
+
+def test_what_is_uncertain_of_the_engine_is_uncertain_of_its_seats(tmp_path, launcher, inner) -> None:
+    (one,) = start_all(launcher, seat(tmp_path, 1))
+    inner.set(ENGINE, 1, Unknown("a rank is still alive"))
+    assert launcher.observe(one) == Unknown("a rank is still alive")
+    inner.set(ENGINE, 1, Absent())
+    assert launcher.observe(one) == Absent(), "its start is repeated"
+
+
+def test_a_seats_own_end_is_its_end_while_the_engine_goes_on(tmp_path, launcher, engine) -> None:
+    one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
+    one.write_exit(exit_of(ExitReason.PERMANENT_ERROR, "no"))
+    assert ended(launcher.observe(one)) == (ExitReason.PERMANENT_ERROR, None)
+    assert isinstance(launcher.observe(two), Running)
+    launcher.start(one)
+    assert isinstance(launcher.observe(one), Ended)
+
+
+def test_a_kill_seals_one_seat(tmp_path, launcher, inner) -> None:
+    one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
+    two.run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None))
+    for attempt in (one, two):
+        launcher.kill(attempt, Reason.STALLED)
+    assert ended(launcher.observe(one))[0] is ExitReason.STALLED
+    assert ended(launcher.observe(two))[0] is ExitReason.SUCCEEDED
+    assert inner.kills == []
+
+
+KILLED = exit_of(ExitReason.WORKER_KILLED, "Rank 0 was killed.")
+
+
+@pytest.mark.parametrize(("own", "text"), [(KILLED, "Rank 0 was killed."), (None, "vanished")])
+def test_a_lost_engine_is_nobodys_failure_and_its_seats_return_in_halves(
+    tmp_path, launcher, inner, own: Exit | None, text: str
+) -> None:
+    seats = start_all(launcher, *(seat(tmp_path, number) for number in range(1, 6)))
+    seats[4].write_exit(exit_of(ExitReason.SUCCEEDED, "before"))
+    inner.end(ENGINE, 1, own)
+    found = [ended(launcher.observe(one)) for one in seats]
+    groups = [f"{ENGINE}/0", f"{ENGINE}/0", f"{ENGINE}/1", f"{ENGINE}/1"]
+    assert found == [*((ExitReason.ENGINE_LOST, group) for group in groups), (ExitReason.SUCCEEDED, None)]
+    exit = seats[0].read_exit()
+    assert exit is not None
+    assert text in exit.message
+    assert [ended(launcher.observe(one)) for one in reversed(seats)] == found[::-1], "however often it is asked"
+
+
+def test_halves_are_decided_once(tmp_path, launcher, inner) -> None:
+    one, two, three = start_all(launcher, *(seat(tmp_path, number) for number in (1, 2, 3)))
+    inner.end(ENGINE, 1, KILLED)
+    assert ended(launcher.observe(three)) == (ExitReason.ENGINE_LOST, ALONE)
+    late = seat(tmp_path, 4)
+    launcher.start(late)
+    assert ended(launcher.observe(late)) == (ExitReason.STOPPED, None), "it never sat there"
+    assert ended(launcher.observe(one)) == ended(launcher.observe(two)) == (ExitReason.ENGINE_LOST, f"{ENGINE}/0")
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (KILLED, ExitReason.WORKER_KILLED),
+        (None, ExitReason.WORKER_KILLED),
+        (exit_of(ExitReason.PERMANENT_ERROR, "unreadable base"), ExitReason.PERMANENT_ERROR),
+        (exit_of(ExitReason.UNREADABLE, "outcome.json"), ExitReason.WORKER_ERROR),
+    ],
+)
+def test_who_sat_alone_fails_with_the_engines_reason(tmp_path, launcher, inner, own: Exit | None, reason: ExitReason) -> None:
+    (one,) = start_all(launcher, seat(tmp_path, 1))
+    inner.end(ENGINE, 1, own)
+    assert ended(launcher.observe(one)) == (reason, ALONE)
+
+
+def test_a_full_disk_is_nobodys_fault(tmp_path, launcher, inner) -> None:
+    seats = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
+    inner.end(ENGINE, 1, exit_of(ExitReason.DISK_FULL, "full"))
+    assert [ended(launcher.observe(one)) for one in seats] == [(ExitReason.DISK_FULL, None)] * 2
+
+
+def test_an_order_that_a_stopped_engine_did_not_take_is_a_stop(tmp_path, launcher, inner) -> None:
+    taken, untaken = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
+    report(taken)
+    inner.end(ENGINE, 1, exit_of(ExitReason.STOPPED, "idle"))
+    assert ended(launcher.observe(untaken)) == (ExitReason.STOPPED, None)
+    assert ended(launcher.observe(taken)) == (ExitReason.WORKER_ERROR, ALONE), "the engine should have said how it ended"
+
+
+def test_other_orders_in_an_engines_folder_change_nothing(tmp_path, launcher, inner, engine) -> None:
+    (one,) = start_all(launcher, seat(tmp_path, 1))
+    victim = seat(tmp_path, 2, "engine-2")
+    engine.order(victim)
+    engine.run.put("seats/ftjob-3-1.json", b"{")
+    engine.order(Attempt(RunDir(tmp_path / "runs/ftjob-4"), 1, job_id="ftjob-4"))  # whose files are removed
+    inner.end(ENGINE, 1, KILLED)
+    assert ended(launcher.observe(one)) == (ExitReason.WORKER_KILLED, ALONE)
+    assert not victim.has_exit()
+    assert not (tmp_path / "runs/ftjob-4").exists()
+
+
+def test_an_engine_that_cannot_be_started_is_told(tmp_path, launcher, inner) -> None:
+    one = seat(tmp_path, 1)
+    inner.refusal = "no room"
+    with pytest.raises(LaunchError, match="no room"):
+        launcher.start(one)
+    assert ended(launcher.observe(one))[0] is ExitReason.WORKER_KILLED

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_service.engines.sharing import fault_groups, share_key
+from ft_service.jobs.states import ALONE
+from ft_service.spec import BaseModelRef, JobSpec, LoraOptions, PrecisionOptions
+from ft_service.spec.options import DistributedOptions, Prefetch, TrainingOptions, WrapBySize
+from tests.support.engines import SETTLED, sharing_spec
+
+BASE: dict[str, Any] = SETTLED["distributed"].model_dump()
+
+
+def with_distributed(**options: Any) -> JobSpec:
+    return sharing_spec(distributed=DistributedOptions(**BASE | options))
+
+
+def with_training(**options: Any) -> JobSpec:
+    return sharing_spec(training=TrainingOptions(tokens_per_micro_batch=256, **options))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        sharing_spec("ftjob-2", seed=9),
+        sharing_spec(lora=LoraOptions(r=4, target_modules=["q_proj"], lora_dropout=0.1)),
+        with_training(learning_rate=1e-3, packing=False, group_by_length=True, max_length=64),
+        with_distributed(max_nproc_per_node=2),
+        sharing_spec(chosen={"distributed.replicate": "one rank"}),
+    ],
+)
+def test_what_is_a_seats_own_is_not_in_the_key(other: JobSpec) -> None:
+    assert share_key(other) == share_key(sharing_spec()) is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        sharing_spec(model=BaseModelRef(name="tiny", path="/models/other")),
+        sharing_spec(precision=PrecisionOptions(default="nf4")),
+        sharing_spec(precision=PrecisionOptions(compute="fp32")),
+        sharing_spec(precision=PrecisionOptions(overrides={"lm_head": "bf16"})),
+        with_distributed(nproc_per_node=4),
+        with_distributed(activation_checkpointing="full"),
+        with_distributed(reshard_after_forward=False),
+        with_distributed(ignored=["norm"]),
+    ],
+)
+def test_what_the_ranks_hold_is_in_the_key(other: JobSpec) -> None:
+    assert share_key(other) is not None
+    assert share_key(other) != share_key(sharing_spec())
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        sharing_spec(engine="off"),
+        with_training(neftune_noise_alpha=5.0),
+        sharing_spec(training=TrainingOptions()),
+        with_training(learning_rate="auto"),
+        sharing_spec(precision=PrecisionOptions(default="auto")),
+        sharing_spec(lora=LoraOptions(target_parameters=["mlp.experts.down_proj"])),
+        with_distributed(compile=True),
+        with_distributed(compile="auto"),
+        with_distributed(activation_checkpointing="auto"),
+        with_distributed(wrap="none"),
+        with_distributed(wrap=WrapBySize(min_params=10)),
+        with_distributed(keep_unsharded=True),
+        with_distributed(prefetch=Prefetch()),
+        with_distributed(offload=True),
+        with_distributed(replicate="auto"),
+        with_distributed(nnodes=2),
+        with_distributed(max_nnodes=2),
+        with_distributed(max_nproc_per_node=4),
+    ],
+)
+def test_who_runs_alone(alone: JobSpec) -> None:
+    assert share_key(alone) is None
+
+
+def test_one_rank_holds_one_copy_however_that_is_said() -> None:
+    keys = {share_key(with_distributed(nproc_per_node=1, replicate=copies)) for copies in (1, -1)}
+    assert len(keys) == 1
+    assert None not in keys
+
+
+@settings(deadline=None, database=None)
+@given(st.data())
+def test_the_guilty_job_is_alone_soon_whoever_sits_beside_it(data: st.DataObject) -> None:
+    """Of a group some jobs have a seat when the guilty one ends the engine; the others may join the next one."""
+    jobs = [f"ftjob-{number}" for number in range(data.draw(st.integers(1, 64)))]
+    guilty = data.draw(st.sampled_from(jobs))
+    groups: dict[str, str | None] = dict.fromkeys(jobs)
+    deaths = 0
+    while groups[guilty] != ALONE:
+        group = [job for job in jobs if groups[job] == groups[guilty]]
+        seated = sorted({guilty, *data.draw(st.sets(st.sampled_from(group)))})
+        deaths += 1
+        lost = fault_groups(f"engine-{deaths}", seated)
+        assert set(lost) == set(seated)
+        assert all(list(lost.values()).count(name) <= math.ceil(len(seated) / 2) for name in lost.values() if name != ALONE)
+        groups |= lost
+    assert deaths <= max(1, math.ceil(math.log2(len(jobs))))
+
+
+def test_eight_jobs_lose_three_engines_to_one_of_them() -> None:
+    jobs = [f"ftjob-{number}" for number in range(8)]
+    for guilty in jobs:
+        group, deaths = jobs, 0
+        while len(group) > 1:
+            deaths += 1
+            groups = fault_groups(f"engine-{deaths}", group)
+            group = [job for job in group if job == guilty or (groups[job] == groups[guilty] != ALONE)]
+        assert deaths == 3

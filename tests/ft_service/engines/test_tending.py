@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from ft_service.engines import tending
+from ft_service.engines.engine_directory import EngineDirectory
+from ft_service.engines.tending import EngineOptions, EngineTending, remove_ended_engines
+from ft_service.jobs.decisions import placed
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Running, State
+from ft_service.rundir.documents import Control, Desired, ExitReason
+from ft_service.rundir.engine import ENGINE, EngineSpec
+from ft_service.storage.locations import Places
+from ft_service.store.records import JobChange, NewEngine
+from ft_service.store.sql import Store
+from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.creating import create_job
+from tests.support.engines import sharing_spec
+from tests.support.fake_launcher import FakeLauncher
+from tests.support.reconciling import new_store
+from tests.support.records import new_job
+
+NAME = "engine-1"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = new_store(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def launcher() -> FakeLauncher:
+    return FakeLauncher()
+
+
+@pytest.fixture
+def tends(tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch) -> EngineTending:
+    monkeypatch.setattr(tending, "TEND_SECONDS", 0.0)
+    return EngineTending(store, launcher, Places(tmp_path), EngineOptions(most_seats=8, idle_seconds=5.0))
+
+
+@pytest.fixture
+def engine(tmp_path: Path, store: Store, tends: EngineTending) -> EngineDirectory:
+    """An engine with one job, which is not started yet."""
+    job = create_job(store, new_job(id="ftjob-1", project_id="proj", state=State.QUEUED, slots=2, share_key="key"))
+    claim = store.leases.claim_queued(job.id, host="fake", owner="t", lease_seconds=60, host_slots=2)
+    assert claim is not None
+    job = placed(claim.job, "fake", engine_id=NAME)
+    assert store.leases.apply(claim, JobChange(job=job, take_slots=[0, 1], new_engine=NewEngine(8)))
+    assert tends.prepare(job, sharing_spec()) == tmp_path / "engines" / NAME
+    return EngineDirectory(tmp_path / "engines", NAME)
+
+
+def leave(store: Store) -> None:
+    with store.writing() as connection:
+        connection.execute(text("UPDATE jobs SET engine_id = NULL"))
+
+
+def starts(engine: EngineDirectory, launcher: FakeLauncher) -> None:
+    launcher.start(engine.attempt)
+    launcher.set(NAME, 1, Running())
+
+
+def is_live(store: Store) -> bool:
+    return bool(store.engines.live_engines())
+
+
+def test_the_documents_of_an_engine(engine: EngineDirectory) -> None:
+    spec = engine.run.read(ENGINE, EngineSpec)
+    assert spec == EngineSpec(engine_id=NAME, project_id="proj", spec=sharing_spec(), most_seats=8, idle_seconds=5.0)
+    start = engine.attempt.read_start()
+    assert start is not None
+    assert (start.job_id, start.world_size, start.slots, start.engine) == (NAME, 2, [0, 1], None)
+
+
+def test_the_slots_are_free_once_the_engine_is_gone(store, tends, launcher, engine) -> None:
+    starts(engine, launcher)
+    tends.attend()
+    assert is_live(store)
+    launcher.end(NAME, 1, exit_of(ExitReason.STOPPED, "idle"))
+    tends.attend()
+    assert not is_live(store)
+    assert store.leases.free_slots("fake", 2) == [0, 1]
+    assert launcher.cleaned == [(NAME, 1)]
+
+
+def test_an_engine_whose_job_left_before_it_was_started_never_starts(store, tends, launcher, engine) -> None:
+    tends.attend()
+    assert launcher.kills == []
+    leave(store)
+    tends.attend()
+    assert launcher.kills == [(NAME, 1, Reason.USER_CANCELLED)]
+    tends.attend()
+    assert not is_live(store)
+
+
+def test_an_engine_is_asked_to_end_even_if_the_service_is_killed_before_it_says_so(store, tends, launcher, engine) -> None:
+    starts(engine, launcher)
+    assert store.engines.close_engine(NAME, if_idle=False)
+    tends.attend()
+    assert launcher.signals == [(NAME, 1, Control(generation=2, desired=Desired.PAUSE))]
+    assert not tends.close(NAME, if_idle=False)
+
+
+def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, launcher, engine) -> None:
+    starts(engine, launcher)
+    leave(store)
+    tends.attend()
+    assert launcher.signals == []
+    with store.writing() as connection:
+        connection.execute(text("UPDATE engines SET divided_at = divided_at - 71"))
+    tends.attend()
+    assert [signal[0] for signal in launcher.signals] == [NAME]
+
+
+def test_an_engine_that_cannot_be_observed_keeps_no_other_waiting(store, tends, launcher, engine, monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "observe", lambda attempt: 1 / 0)
+    tends.attend()
+    assert is_live(store)
+
+
+def test_folders_of_ended_engines_are_removed_later(tmp_path, store, tends, launcher, engine, monkeypatch) -> None:
+    starts(engine, launcher)
+    launcher.end(NAME, 1, None)
+    tends.attend()
+    remove_ended_engines(store, Places(tmp_path))
+    assert engine.run.has(ENGINE)
+    (tmp_path / "engines/engine-strange").mkdir()
+    with store.writing() as connection:
+        connection.execute(text("UPDATE engines SET ended_at = ended_at - 700000"))
+    remove_ended_engines(store, Places(tmp_path))
+    assert [folder.name for folder in (tmp_path / "engines").iterdir()] == ["engine-strange"]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import text
+
+from ft_service.jobs.decisions import placed
+from ft_service.jobs.estimates import Paces
+from ft_service.jobs.queue_snapshot import Host, Sharing
+from ft_service.jobs.states import ALONE, Job, State
+from ft_service.store.records import JobChange, NewEngine
+from ft_service.store.tenants.usage import UsageQuery
+from tests.support.creating import create_job
+from tests.support.records import PROJECT, new_job
+
+H1 = Host(slots=8)
+
+
+def sql(store, statement: str, **values) -> None:
+    with store.writing() as connection:
+        connection.execute(text(statement), values)
+
+
+def queued(store, **values) -> Job:
+    return create_job(store, new_job(**{"state": State.QUEUED, "slots": 2, "share_key": "key", **values}))
+
+
+def claim(store, job: Job):
+    claimed = store.leases.claim_queued(job.id, host="h1", owner="t", lease_seconds=60, host_slots=8)
+    assert claimed is not None
+    return claimed
+
+
+def found(store, job: Job, engine_id: str = "engine-1", most_seats: int = 2, slots: tuple[int, ...] = (0, 1)) -> Job:
+    """The job in the first seat of a new engine."""
+    claimed = claim(store, job)
+    change = JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_slots=slots, new_engine=NewEngine(most_seats))
+    assert store.leases.apply(claimed, change)
+    return store.jobs.get_job(PROJECT, job.id)
+
+
+def join(store, job: Job, engine_id: str = "engine-1") -> bool:
+    claimed = claim(store, job)
+    return store.leases.apply(claimed, JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_seat=True))
+
+
+def leave(store, job: Job) -> Job:
+    sql(store, "UPDATE jobs SET looked_at = 0 WHERE id = :id", id=job.id)
+    while True:
+        claimed = store.leases.claim(host="h1", owner="t", lease_seconds=60, idle_seconds=0.0)
+        assert claimed is not None
+        if claimed.job.id == job.id:
+            break
+    change = JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True)
+    assert store.leases.apply(claimed, change)
+    sql(store, "UPDATE jobs SET lease_expires_at = 0, lease_token = NULL")
+    return store.jobs.get_job(PROJECT, job.id)
+
+
+def pass_by(store, seconds: float) -> None:
+    """Have so many seconds pass for what runs."""
+    sql(store, "UPDATE engines SET divided_at = divided_at - :s, created_at = created_at - :s", s=seconds)
+    sql(store, "UPDATE slots SET taken_at = taken_at - :s", s=seconds)
+    sql(store, "UPDATE jobs SET taken_at = taken_at - :s WHERE taken_at IS NOT NULL", s=seconds)
+
+
+def snapshot(store, **options):
+    return store.queue.snapshot_for("h1", H1, Paces(), **{"new_engines": True, **options})
+
+
+def test_an_engine_holds_slots_until_it_has_ended_and_its_jobs_none(store):
+    first = found(store, queued(store))
+    assert (first.engine_id, first.state) == ("engine-1", State.RUNNING)
+    assert first.taken_at is not None
+    second = queued(store)
+    assert join(store, second)
+    (engine,) = store.engines.live_engines(host="h1")
+    assert (engine.id, engine.ranks, engine.seats, engine.base) == ("engine-1", 2, (first.id, second.id), "some-base")
+    assert store.engines.engine_slots("engine-1") == [0, 1]
+    assert [store.leases.held_slots(job.id) for job in (first, second)] == [[], []]
+    assert leave(store, first).engine_id is None
+    assert store.leases.free_slots("h1", 4) == [2, 3], "though the job that took them has left"
+    assert store.engines.end_engine("engine-1")
+    assert not store.engines.end_engine("engine-1")
+    assert store.leases.free_slots("h1", 4) == [0, 1, 2, 3]
+    assert store.engines.live_engines() == []
+    assert leave(store, second).state is State.PAUSED
+
+
+def test_there_are_no_more_seats_than_there_may_be(store):
+    found(store, queued(store))
+    assert join(store, queued(store))
+    third = queued(store)
+    assert not join(store, third)
+    after = store.jobs.get_job(PROJECT, third.id)
+    assert (after.state, after.engine_id, after.taken_at) == (State.QUEUED, None, None)
+
+
+@pytest.mark.parametrize("end", ["closing", "ended"])
+def test_nobody_joins_an_engine_that_ends(store, end):
+    found(store, queued(store))
+    if end == "closing":
+        assert store.engines.close_engine("engine-1", if_idle=False)
+        assert not store.engines.close_engine("engine-1", if_idle=False)
+    else:
+        assert store.engines.end_engine("engine-1")
+    assert not join(store, queued(store))
+
+
+def test_an_engine_with_a_job_is_not_idle(store):
+    job = found(store, queued(store))
+    assert not store.engines.close_engine("engine-1", if_idle=True)
+    leave(store, job)
+    assert store.engines.close_engine("engine-1", if_idle=True)
+
+
+def test_an_engines_slots_count_once_for_its_projects_limit(store):
+    sql(store, "UPDATE projects SET max_slots = 3")
+    found(store, queued(store), most_seats=8)
+    for _ in range(3):
+        assert join(store, queued(store))
+    other = queued(store)
+    claimed = claim(store, other)
+    assert not store.leases.apply(claimed, JobChange(job=placed(claimed.job, "h1"), take_slots=[2, 3]))
+
+
+def test_slot_seconds_are_divided_among_those_who_sit_there(store):
+    """100 s alone, 100 s as two, 100 s alone again, 100 s empty: on two slots."""
+    first = found(store, queued(store, key_id="key-a"))
+    pass_by(store, 100)
+    second = queued(store, key_id="key-b")
+    assert join(store, second)
+    pass_by(store, 100)
+    first = leave(store, first)
+    pass_by(store, 100)
+    second = leave(store, second)
+    pass_by(store, 100)
+    store.engines.end_engine("engine-1")
+    assert first.slot_seconds == pytest.approx(300, abs=10)
+    assert second.slot_seconds == pytest.approx(300, abs=10)
+    assert (first.held_seconds, second.held_seconds) == (pytest.approx(200, abs=5), pytest.approx(200, abs=5))
+    days = store.usage.usage(UsageQuery(first_day=0, last_day=10**6, group_by=["key_id"]))
+    used = {one.key_id: one.slot_seconds for one in days}
+    assert used == {key: pytest.approx(amount, abs=10) for key, amount in (("key-a", 300), ("key-b", 300), ("", 200))}
+    assert snapshot(store).shares[PROJECT].used == pytest.approx(800, abs=20)
+
+
+def test_the_queue_sees_an_engine_as_one_holder_of_slots_and_as_seats(store):
+    first = found(store, queued(store, priority=1))
+    assert join(store, queued(store, priority=3))
+    waiting = queued(store)
+    seen = snapshot(store)
+    (running,) = seen.running
+    assert (running.id, running.slots, running.priority, running.preemptible) == ("engine-1", 2, 3, True)
+    (engine,) = seen.engines
+    assert (engine.seats, engine.most_seats, engine.closing) == (2, 2, False)
+    assert engine.sharing == Sharing(PROJECT, "key")
+    (job,) = seen.waiting
+    assert (job.id, job.sharing, job.company) == (waiting.id, Sharing(PROJECT, "key"), True)
+    assert 0 <= seen.shares[PROJECT].used < 60
+    assert snapshot(store, new_engines=False).engines == []
+    assert store.queue.snapshot(Paces()).engines[0].id == "engine-1"
+    leave(store, first)
+    store.engines.close_engine("engine-1", if_idle=False)
+    (running,) = snapshot(store).running
+    assert running.stopping
+
+
+def test_who_has_company(store):
+    alone, grouped = queued(store), queued(store, fault_group="engine-9/1")
+    queued(store, share_key=None)
+    assert [job.company for job in snapshot(store).waiting] == [False, False, False]
+    also_grouped, last = queued(store, fault_group="engine-9/1"), queued(store, fault_group=ALONE)
+    company = {job.id: (job.company, job.sharing) for job in snapshot(store).waiting}
+    assert company[alone.id][0] is False
+    assert company[grouped.id][0] is company[also_grouped.id][0] is True
+    assert company[last.id] == (False, None)
+
+
+def test_a_job_has_company_while_others_of_its_sweep_are_validated(store):
+    job = queued(store, sweep_id="sweep-1")
+    create_job(store, new_job(sweep_id="sweep-1"))
+    (waiting,) = snapshot(store).waiting
+    assert (waiting.id, waiting.company) == (job.id, True)
+
+
+def test_statistics_count_engines_and_seats(store):
+    found(store, queued(store))
+    join(store, queued(store))
+    found(store, queued(store), "engine-2", slots=(2, 3))
+    seen = store.statistics()
+    assert (seen.engines, seen.seats, seen.slots_in_use) == (2, 3, {"h1": 4})
+
+
+def test_ended_engines_are_told_from_others(store):
+    found(store, queued(store))
+    found(store, queued(store), "engine-2", slots=(2, 3))
+    store.engines.end_engine("engine-1")
+    assert store.engines.ended_engines(["engine-1", "engine-2", "engine-3"], -1.0) == {"engine-1"}
+    assert store.engines.ended_engines(["engine-1"], 1000.0) == set()

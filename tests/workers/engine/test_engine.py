@@ -1,0 +1,280 @@
+"""Engines on real gloo ranks: every job of one leaves, bit for bit, what it leaves when it has its ranks to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Start
+from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
+from ft_service.rundir.events import read_segments
+from ft_service.spec import JobSpec
+from tests.support.ranks import run_on_ranks
+from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.models import save_chat_base, save_chats, save_pairs, spec_for
+from workers.base.frozen_weights import initial_adapter
+from workers.engine import seat_thread
+from workers.engine.engine import Engine
+from workers.engine.resident_base import load_resident_base
+from workers.ranks.runtime import surroundings
+from workers.training.context import StopRequest
+
+CPU = torch.device("cpu")
+STEPS = 6
+NAN_SEED = 1_000
+DPO: dict[str, Any] = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
+    """Jobs with mixed ranks, targets, batches, lengths, rates and objectives; one validates, one answers prompts."""
+    folder = tmp_path_factory.mktemp("jobs")
+    base, chats = save_chat_base(folder / "base"), save_chats(folder / "chats.jsonl", 11)
+    pairs, valid = save_pairs(folder / "pairs.jsonl", 9), save_chats(folder / "valid.jsonl", 5)
+    shared: dict[str, Any] = {"precision": {"default": "nf4", "compute": "fp32"}, "checkpoint": {"save_steps": 3}}
+
+    def job(number: int, *, data: Any = chats, valid: Any = None, training: dict[str, Any], **options: Any) -> JobSpec:
+        training = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 5e-3, **training}
+        spec = spec_for(base, data, valid=valid, ranks=2, training=training, **shared, **options)
+        return spec.model_copy(update={"job_id": f"ftjob-{number}", "seed": number})
+
+    return [
+        job(0, valid=valid, training={"batch_size": 5}, lora={"r": 4, "lora_dropout": 0.1}),
+        job(
+            1, training={"batch_size": 3, "lr_scheduler_type": "cosine"}, lora={"r": 8, "target_modules": ["q_proj", "v_proj"]}
+        ),
+        job(2, data=pairs, training={"batch_size": 4}, lora={"r": 16, "use_rslora": True}, method=DPO),
+        job(
+            3,
+            training={"batch_size": 8, "max_steps": STEPS - 2},
+            lora={"r": 32},
+            evaluation={"prompts": 2, "max_new_tokens": 4},
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(specs: list[JobSpec], tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
+    return [ran_alone(spec, tmp_path_factory.mktemp("alone"), 2) for spec in specs]
+
+
+def ran_alone(spec: JobSpec, folder: Path, world: int) -> RunDir:
+    run = RunDir(folder)
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, world).kind == "succeeded"
+    return run
+
+
+def prepare(spec: JobSpec, run: RunDir, engine: RunDir, attempt: int = 1, checkpoint: str | None = None) -> None:
+    """Write what the service writes for a job that takes a seat."""
+    run.write("spec.json", spec)
+    start = Start(
+        job_id=spec.job_id, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, engine=str(engine.root)
+    )
+    run.write(f"attempts/{attempt}/start.json", start)
+    order = SeatOrder(job_id=spec.job_id, attempt=attempt, run_dir=str(run.root))
+    engine.write(seat_key(spec.job_id, attempt), order)
+
+
+def new_engine(folder: Path, spec: JobSpec, world: int = 2) -> RunDir:
+    engine = RunDir(folder)
+    limits = {"most_seats": 8, "idle_seconds": 0.3}
+    engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj", spec=spec, **limits))
+    engine.write("attempts/1/start.json", Start(job_id="engine-1", attempt=1, world_size=world, generation=1, checkpoint=None))
+    return engine
+
+
+def engine_on_rank(rank: int, world: int, root: str) -> None:
+    """What a rank of an engine does."""
+    run = RunDir(root)
+    spec = run.read(ENGINE, EngineSpec)
+    assert spec is not None
+    runtime = surroundings(run, 1, CPU, spec=spec.spec)
+    base = load_resident_base(spec.spec, runtime.mesh, CPU)
+    Engine(spec, runtime, base, StopRequest(runtime)).run()
+
+
+def poisoned_on_rank(rank: int, world: int, root: str) -> None:
+    """An engine in which the adapters of one seed are not numbers."""
+
+    def values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+        return torch.full(shape, float("nan")) if seed == NAN_SEED else initial_adapter(name, shape, seed)
+
+    seat_thread.initial_adapter = values
+    engine_on_rank(rank, world, root)
+
+
+def follow(run: RunDir, step: int, act: Callable[[], None]) -> threading.Thread:
+    """Act once an attempt has reported a step."""
+
+    def wait() -> None:
+        reached = False
+        while not reached:
+            time.sleep(0.01)
+            with contextlib.suppress(OSError):
+                events = [event for segment in read_segments(run, 1) for event in segment.events]
+                reached = any(event.metrics is not None and event.metrics.step >= step for event in events)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def state_of(run: RunDir, name: str) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    reader = FileSystemReader(run.path(f"checkpoints/{name}"))
+    found: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(held.size) for key, held in found.items()}
+    with warnings.catch_warnings(action="ignore"):  # that it loads in one process
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def exit_of(run: RunDir, attempt: int = 1) -> Exit:
+    ended = Attempt(run, attempt).read_exit()
+    assert ended is not None
+    return ended
+
+
+def assert_same(found: RunDir, expected: RunDir) -> None:
+    """Losses, adapter and optimizer state, bit for bit."""
+    assert losses(found) == losses(expected)
+    assert losses(found, "valid_loss") == losses(expected, "valid_loss")
+    assert losses(found, "grad_norm") == losses(expected, "grad_norm")
+    whole = adapter(expected)
+    assert adapter(found).keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(found).items())
+    last = complete_checkpoints(expected)[-1]
+    states = [state_of(run, complete_checkpoints(run)[-1]) for run in (found, expected)]
+    assert complete_checkpoints(found)[-1].split("-a")[0] == last.split("-a")[0]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def run_together(specs: Sequence[JobSpec], folder: Path, world: int = 2) -> list[RunDir]:
+    engine = new_engine(folder / "engine", specs[0], world)
+    runs = [RunDir(folder / spec.job_id) for spec in specs]
+    for spec, run in zip(specs, runs, strict=True):
+        prepare(spec, run, engine)
+    run_on_ranks(engine_on_rank, world, str(engine.root))
+    return runs
+
+
+def changed(spec: JobSpec, **training: Any) -> JobSpec:
+    return spec.model_copy(update={"training": spec.training.model_copy(update=training)})
+
+
+def test_jobs_of_one_engine_leave_what_they_leave_alone(specs: list[JobSpec], alone: list[RunDir], tmp_path: Path) -> None:
+    for run, expected in zip(run_together(specs, tmp_path), alone, strict=True):
+        assert exit_of(run).reason is ExitReason.SUCCEEDED
+        assert_same(run, expected)
+
+
+def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
+    specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
+) -> None:
+    """One diverges, one is cancelled, one is paused, one comes late, one cannot begin; the paused one goes on alone."""
+    engine = new_engine(tmp_path / "engine", specs[0])
+    diverges = specs[1].model_copy(update={"job_id": "ftjob-diverges", "seed": NAN_SEED})
+    cancelled = changed(specs[1], max_steps=500).model_copy(update={"job_id": "ftjob-cancelled"})
+    unreadable = specs[1].model_copy(update={"job_id": "ftjob-without-data", "training_data": missing(specs[1])})
+    first = [specs[0], diverges, cancelled, unreadable, specs[3]]
+    runs = {spec.job_id: RunDir(tmp_path / spec.job_id) for spec in [*first, specs[2]]}
+    for spec in first:
+        prepare(spec, runs[spec.job_id], engine)
+    stopped = runs[cancelled.job_id]
+    follow(stopped, 3, lambda: Attempt(stopped, 1).write_control(Control(generation=2, desired=Desired.CANCEL)))
+    paused, late = runs[specs[3].job_id], runs[specs[2].job_id]
+    follow(paused, 1, lambda: Attempt(paused, 1).write_control(Control(generation=2, desired=Desired.PAUSE)))
+    follow(runs[specs[0].job_id], 1, lambda: prepare(specs[2], late, engine))
+    run_on_ranks(poisoned_on_rank, 2, str(engine.root))
+    reasons = {job_id: exit_of(run).reason for job_id, run in runs.items()}
+    assert reasons == {
+        specs[0].job_id: ExitReason.SUCCEEDED,
+        diverges.job_id: ExitReason.PERMANENT_ERROR,
+        cancelled.job_id: ExitReason.CANCELLED,
+        unreadable.job_id: ExitReason.PERMANENT_ERROR,
+        specs[3].job_id: ExitReason.STOPPED,
+        late.root.name: ExitReason.SUCCEEDED,
+    }
+    assert_same(runs[specs[0].job_id], alone[0])
+    assert_same(late, alone[2])
+    assert run_attempt(paused, 2, 2, newest_checkpoint(paused)).kind == "succeeded"
+    assert_same(paused, alone[3])
+
+
+def missing(spec: JobSpec) -> Any:
+    return spec.training_data.model_copy(update={"path": "/nowhere.jsonl"})
+
+
+def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:
+    """An engine whose second rank is killed in the middle of a round."""
+    compute = Engine._compute
+    done = 0
+
+    def compute_and_die(self: Engine, seen: Any) -> None:
+        nonlocal done
+        done += 1
+        if rank == 1 and done == rounds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compute(self, seen)
+
+    Engine._compute = compute_and_die
+    engine_on_rank(rank, world, root)
+
+
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_jobs_of_a_killed_engine_go_on_as_if_nothing_had_happened(
+    together: bool, specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
+) -> None:
+    engine = new_engine(tmp_path / "engine", specs[0])
+    runs = [RunDir(tmp_path / spec.job_id) for spec in specs]
+    for spec, run in zip(specs, runs, strict=True):
+        prepare(spec, run, engine)
+    with pytest.raises(AssertionError):
+        run_on_ranks(killed_on_rank, 2, str(engine.root), 24)
+    assert not any(Attempt(run, 1).has_exit() for run in runs)
+    assert sum(newest_checkpoint(run) is not None for run in runs) >= 2
+    again = new_engine(tmp_path / "again", specs[0])
+    for spec, run in zip(specs, runs, strict=True):
+        if together:
+            prepare(spec, run, again, 2, newest_checkpoint(run))
+        else:
+            assert run_attempt(run, 2, 2, newest_checkpoint(run)).kind == "succeeded"
+    if together:
+        run_on_ranks(engine_on_rank, 2, str(again.root))
+        assert {exit_of(run, 2).reason for run in runs} == {ExitReason.SUCCEEDED}
+    for run, expected in zip(runs, alone, strict=True):
+        assert_same(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "mixed"])
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (2, 2)])
+def test_every_storage_format_and_the_other_order(
+    storage: str, world: int, copies: int, specs: list[JobSpec], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    formats = {"overrides": {"*mlp*": "fp8", "*q_proj": "bf16"}} if storage == "mixed" else {}
+    default = "nf4" if storage == "mixed" else storage
+    precision = specs[0].precision.model_copy(update={"default": default, **formats})
+    distributed = specs[0].distributed.model_copy(update={"replicate": copies, "nproc_per_node": world})
+    held = {"precision": precision, "distributed": distributed}
+    stored = [spec.model_copy(update=held) for spec in reversed(specs)]
+    for spec, run in zip(stored, run_together(stored, tmp_path, world), strict=True):
+        assert_same(run, ran_alone(spec, tmp_path_factory.mktemp("alone"), world))

@@ -1,0 +1,233 @@
+"""The ranks of an engine: they hold one base, take the jobs that are ordered, and compute round after round for all of them.
+
+    agree ─▶ take new seats, drop those that are over ─▶ choose (rounds.py) ─▶ forwards ─▶ backwards ─▶ agree …
+
+Between two forwards a seat does all that its job does alone: it reads data, reduces gradients, steps, validates, saves. All
+ranks let the seats go on in the same order, so that the collectives of a seat meet each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft_service.bases.cache_folder import Cache
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_seal import Fence
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder
+from workers.engine.resident_base import ResidentBase, load_resident_base
+from workers.engine.rounds import Turn, next_round
+from workers.engine.seat_thread import SeatState, SeatThread, over_ranks
+from workers.model.probes import Probed
+from workers.ranks.runtime import Groups, Runtime, enter, report_failure, surroundings, watch_seal
+from workers.ranks.sharding import reshard
+from workers.train import cached_description
+from workers.training.context import POLL_SECONDS, StopRequest
+from workers.training.packing import TOKENS
+
+IDLE_SECONDS = 0.05
+"""Pause of an engine without a seat between two looks at its orders."""
+
+
+def main(run: RunDir, attempt: int) -> int:
+    """Run an engine on this rank until it is idle or asked to stop, and return the process's exit code."""
+    try:
+        fence = Fence(run, attempt)
+        watch_seal(fence)  # first: a rank may wait for the others for ever
+        engine_spec = run.read(ENGINE, EngineSpec)
+        assert engine_spec is not None, f"{run.root} holds no {ENGINE}"
+        device = enter(engine_spec.spec)
+        runtime = surroundings(run, attempt, device, fence, engine_spec.spec)
+        stop = StopRequest(runtime)
+        signal.signal(signal.SIGTERM, stop.request)
+        described = cached_description(engine_spec.spec.model.path)
+        probed = None if described is None else Probed.of(described)
+        base = load_resident_base(engine_spec.spec, runtime.mesh, device, Cache.from_environment(os.environ), probed)
+        Engine(engine_spec, runtime, base, stop).run()
+        if runtime.rank == 0:
+            Attempt(run, attempt).write_outcome(Outcome(kind=OutcomeKind.STOPPED))
+        dist.barrier()
+    except BaseException as error:  # what ends the engine is reported, and its seats go on elsewhere
+        report_failure(run, attempt, error)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 has found since the last round."""
+
+    orders: tuple[SeatOrder, ...] = ()
+    """New seats."""
+    dropped: tuple[str, ...] = ()
+    """Jobs whose seats end at once."""
+    stops: bool = False
+    """The engine is asked to stop: its seats write checkpoints and end."""
+    ends: bool = False
+    """The engine ends: it was idle for long enough, or its last seat has stopped."""
+
+
+@dataclass
+class Engine:
+    """The seats of an engine on one rank."""
+
+    spec: EngineSpec
+    runtime: Runtime
+    base: ResidentBase
+    stop: StopRequest
+    seats: list[SeatThread] = field(default_factory=list[SeatThread])
+    """In the order in which they joined, the same on all ranks."""
+
+    def __post_init__(self) -> None:
+        options = self.spec.spec.training
+        self._budget = TOKENS if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
+        self._free_groups: list[Groups] = []
+        self._taken: set[str] = set()
+        self._looked_at = self._idle_since = time.monotonic()
+        self._stopping = False
+        self._left: list[SeatThread] = []
+        """Seats that have ended and have no exit record yet, on rank 0."""
+
+    def run(self) -> None:
+        """Train until the engine is idle for `idle_seconds`, or is asked to stop and has no seat any more."""
+        while True:
+            decision, seen = self._agree()
+            ended = [any(state > SeatState.ANSWERS for state, _ in of_seat) for of_seat in seen]
+            if decision is None and self.seats and not any(ended):
+                self._compute([(of_seat[0][0], max(tokens for _, tokens in of_seat)) for of_seat in seen])
+                continue
+            decision = decision or Decision()
+            self._leave(seen, decision.dropped)
+            if decision.ends:
+                return
+            if decision.stops:
+                self._stopping = True
+                for seat in self.seats:
+                    seat.request_stop()
+            for order in decision.orders:
+                self._join(order)
+
+    def _agree(self) -> tuple[Decision | None, list[list[tuple[int, int]]]]:
+        """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
+        together."""
+        runtime = self.runtime
+        mine = self._decide() if runtime.rank == 0 else None
+        known = [int(mine is not None)]
+        for seat in self.seats:
+            known += [int(seat.state), seat.tokens]
+        everyone = over_ranks(known, runtime.groups.save)
+        box = [mine]
+        if everyone[0][0]:
+            dist.broadcast_object_list(box, src=0, group=runtime.groups.save)
+        seats = range(1, len(known), 2)
+        return box[0], [[(one[at], one[at + 1]) for one in everyone] for at in seats]
+
+    def _decide(self) -> Decision | None:
+        """What is asked of the engine since the last look, None: nothing. Called on rank 0."""
+        now = time.monotonic()
+        if self.seats:
+            self._idle_since = now
+        else:
+            time.sleep(IDLE_SECONDS)
+        if now < self._looked_at + POLL_SECONDS:
+            return None
+        self._looked_at = now
+        self._conclude()
+        stops = not self._stopping and self.stop.is_requested
+        orders = () if stops or self._stopping else self._new_orders()
+        dropped = tuple(seat.order.job_id for seat in self.seats if seat.is_over())
+        idle = not self.seats and not orders and not self._left and now >= self._idle_since + self.spec.idle_seconds
+        ends = idle or (self._stopping and not self.seats and not self._left)
+        decision = Decision(orders, dropped, stops=stops, ends=ends)
+        return None if decision == Decision() else decision
+
+    def _new_orders(self) -> tuple[SeatOrder, ...]:
+        run, found = self.runtime.run, []
+        names = sorted(path.name for path in run.path(SEATS).glob("*.json")) if run.path(SEATS).is_dir() else []
+        for name in names:
+            order = None if name in self._taken else run.readable(f"{SEATS}/{name}", SeatOrder)
+            if order is None:
+                continue
+            if len(self.seats) + len(found) >= self.spec.most_seats:
+                break
+            self._taken.add(name)
+            if not Attempt(RunDir(Path(order.run_dir)), order.attempt).has_exit():
+                found.append(order)
+        return tuple(found)
+
+    def _join(self, order: SeatOrder) -> None:
+        groups = self._free_groups.pop() if self._free_groups else Groups.made(self.spec.spec, self.runtime.world)
+        seat = SeatThread(order, self.base, self.runtime, groups)
+        seat.used = min((other.used for other in self.seats), default=0)
+        self.seats.append(seat)
+        self._go_on({seat: ()})
+
+    def _leave(self, seen: Sequence[Sequence[tuple[int, int]]], dropped: Sequence[str]) -> None:
+        """Drop the seats that are over, or have failed on a rank, and let go of those that have ended."""
+        for seat, of_ranks in zip(list(self.seats), seen, strict=True):
+            states = [state for state, _ in of_ranks]
+            if max(states) <= SeatState.ANSWERS and seat.order.job_id not in dropped:
+                continue
+            seat.drop()
+            self.seats.remove(seat)
+            if set(states) == {SeatState.ENDED}:
+                self._free_groups.append(seat.groups)  # nothing of it is on its way
+            if self.runtime.rank == 0:
+                self._left.append(seat)
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Write the exit records of seats that have ended; those that the disk refuses are tried again."""
+        for seat in list(self._left):
+            with contextlib.suppress(OSError):
+                seat.conclude()
+                self._left.remove(seat)
+
+    def _compute(self, seen: Sequence[tuple[int, int]]) -> None:
+        """One round: the next micro-batches of some seats. `seen`: (state, tokens) of every seat, the same on all ranks."""
+        turns = [
+            Turn(seat.used, tokens, state == SeatState.TRAINS) for seat, (state, tokens) in zip(self.seats, seen, strict=True)
+        ]
+        chosen = next_round(turns, self._budget)
+        for position in chosen:
+            self.seats[position].used += turns[position].tokens
+        self._go_on(self._forwards([self.seats[position] for position in chosen], trains=turns[chosen[0]].trains))
+
+    def _forwards(self, seats: Sequence[SeatThread], *, trains: bool) -> dict[SeatThread, tuple[Any]]:
+        """The forwards that seats wait for, by the base in the mode that they need."""
+        base = self.base.model.base
+        base.train(trains)
+        with torch.set_grad_enabled(trains):
+            outputs = self._answers(seats)
+        if not trains:
+            reshard(base)
+            base.train()
+        return outputs
+
+    def _go_on(self, given: Mapping[SeatThread, tuple[Any, ...]]) -> None:
+        """Let seats go on with the results of their calls, through a backward of all of them, until each waits for a
+        forward."""
+        while given:
+            for seat, results in given.items():
+                seat.resume(*results)
+            backward = self.base.model.backward_of_lanes
+            given = self._answers([seat for seat in given if (call := seat.call) is not None and call[0] == backward])
+
+    def _answers(self, seats: Sequence[SeatThread]) -> dict[SeatThread, tuple[Any]]:
+        """The results of the one call that these seats wait for."""
+        calls = [call for seat in seats if (call := seat.call) is not None]
+        if not calls:
+            return {}
+        outputs = self.base.model.compute(calls[0][0], [arguments for _, arguments in calls])
+        return {seat: (output,) for seat, output in zip(seats, outputs, strict=True)}

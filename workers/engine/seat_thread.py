@@ -1,0 +1,176 @@
+"""One job in an engine: its training as it is when the job has its ranks to itself, in a greenlet that waits for the others."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from greenlet import greenlet
+
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_seal import Fence, SealedError
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from ft_service.rundir.documents import Desired
+from ft_service.rundir.engine import SeatOrder
+from ft_service.supervisor.attempt_outcome import Evidence, decide_exit
+from workers.base.frozen_weights import initial_adapter
+from workers.base.load import adapters
+from workers.engine.lanes import Forward, Lane
+from workers.engine.resident_base import ResidentBase
+from workers.engine.seat import Seat
+from workers.model.build import BuiltModel, build
+from workers.model.probes import Probed
+from workers.output.report import Reporter
+from workers.ranks.runtime import Groups, Runtime, read_spec, report_failure
+from workers.train import PreparedModel, report_built, run_attempt
+from workers.training.context import StopRequest
+
+
+class SeatState(IntEnum):
+    """State of a seat on one rank."""
+
+    TRAINS = 1
+    """It waits for a micro-batch whose backward follows."""
+    ANSWERS = 2
+    """It waits for a forward without gradients."""
+    ENDED = 3
+    FAILED = 4
+
+
+class SeatDropped(Exception):
+    """Raised in a seat that the engine ends: the job is cancelled, its attempt is over, or the seat failed on another rank."""
+
+
+class SeatThread:
+    """One attempt of a job on one rank. All ranks call its methods together, and in the same order for all seats."""
+
+    def __init__(self, order: SeatOrder, base: ResidentBase, host: Runtime, groups: Groups) -> None:
+        """`host`: the runtime of the engine on this rank. `groups`: of this seat alone."""
+        self.order = order
+        self.groups = groups
+        self.used = 0
+        """Tokens that were computed for it."""
+        self._base, self._host = base, host
+        self._run = RunDir(Path(order.run_dir))
+        self._attempt = Attempt(self._run, order.attempt)
+        self._fence = Fence(self._run, order.attempt)
+        self._stop: StopRequest | None = None
+        self._stops = self._failed = False
+        self._lane = Lane({})
+        self._thread = greenlet(self._train)
+        self._waiting: tuple[Forward, Any] | None = None
+
+    @property
+    def state(self) -> SeatState:
+        if self._thread.dead:
+            return SeatState.FAILED if self._failed else SeatState.ENDED
+        return SeatState.TRAINS if self._lane.left["grad"] else SeatState.ANSWERS
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch that it waits for, padding included."""
+        if self._waiting is None:
+            return 0
+        _, (_, named) = self._waiting
+        return int(named["input_ids"].numel())
+
+    @property
+    def call(self) -> tuple[Forward, tuple[Lane, Any]] | None:
+        """The call that it waits for, and the arguments; None: it has ended."""
+        return None if self._waiting is None else (self._waiting[0], (self._lane, self._waiting[1]))
+
+    def resume(self, *given: Any) -> None:
+        """Let it go on until it waits or ends. `given`: the result of the call that it has waited for."""
+        self._wait_for(lambda: self._base.model.resume(self._lane, self._thread, *given))
+
+    def drop(self) -> None:
+        """End it where it waits."""
+        if not self._thread.dead:
+            self._wait_for(lambda: self._base.model.end(self._lane, self._thread, SeatDropped()))
+
+    def _wait_for(self, go_on: Callable[[], Any]) -> None:
+        reached = go_on()
+        self._waiting = None if self._thread.dead else reached
+
+    def request_stop(self) -> None:
+        """Let it write a checkpoint and end."""
+        self._stops = True
+        if self._stop is not None:
+            self._stop.request()
+
+    def is_over(self) -> bool:
+        """Whether it is to be dropped: its user has cancelled it, or its attempt is sealed. Read by rank 0."""
+        return self._fence.seal() is not None or self._is_cancelled()
+
+    def conclude(self) -> None:
+        """Write the exit record of a seat that has ended. Called on rank 0."""
+        outcome, result = self._attempt.read_outcome(), self._attempt.read_result()
+        forced = "cancelled" if self._is_cancelled() else None
+        self._attempt.write_exit(decide_exit(Evidence(outcome=outcome, result=result, returncode=1, forced=forced)))
+
+    def _is_cancelled(self) -> bool:
+        """Whether its user has cancelled it; what asks for it may be unreadable, and then it cannot go on either."""
+        try:
+            control = self._attempt.read_control()
+        except UnreadableDocumentError:
+            return True
+        return control is not None and control.desired is Desired.CANCEL
+
+    def _train(self) -> None:
+        try:
+            runtime = self._runtime()
+            self._stop = StopRequest(runtime)
+            if self._stops:
+                self._stop.request()
+            run_attempt(runtime, self._stop, self._prepare)
+        except SeatDropped:
+            pass
+        except BaseException as error:  # every error is reported to the job's user, and ends this seat alone
+            self._failed = True
+            if isinstance(error, SealedError):
+                traceback.print_exc(file=sys.stderr)
+            report_failure(self._run, self.order.attempt, error)
+
+    def _runtime(self) -> Runtime:
+        start, host = self._attempt.read_start(), self._host
+        assert start is not None, f"attempt {self.order.attempt} has no start.json"
+        return Runtime(
+            self._run,
+            read_spec(self._run),
+            start,
+            host.rank,
+            host.world,
+            host.device,
+            host.mesh,
+            self.groups,
+            self._fence,
+        )
+
+    def _prepare(self, runtime: Runtime, reporter: Reporter, probed: Probed | None) -> PreparedModel:
+        """The model of a job that shares a base (`Prepare`)."""
+        spec, base = runtime.spec, self._base
+        built = build(spec, runtime.device, base.built.probed)
+        first = {
+            name: initial_adapter(name, tuple(parameter.shape), spec.seed).to(runtime.device)
+            for name, parameter in adapters(built.peft_model)
+        }
+        seat = Seat(built.peft_model, base.model, self._host.mesh, first, runtime.compute_dtype)
+        self._lane.linears = seat.linears
+        seat.model.train()
+        shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.products, base.loaded)
+        report_built(spec, shared, reporter)
+        return PreparedModel(shared, seat.masters, base.padded_because, seat, seat.gather, shares_base=True)
+
+
+def over_ranks(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Every rank's values, in rank order; as many on each. Called by all together."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [one.tolist() for one in everyone]

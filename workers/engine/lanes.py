@@ -188,7 +188,8 @@ class LaneModel:
     def _compute_lane(self, unit: nn.Module, own: Forward, lane: Lane, left: _Left, *args: Any, **kwargs: Any) -> Any:
         with self._entered(lane, dict(left)):
             replaced = vars(unit).get("forward") if unit is self._head else None
-            return (own if replaced in (None, self._head_forward) else replaced)(*args, **kwargs)
+            adapted = lane.linears.get(unit, own)  # a unit may be a linear layer itself
+            return (adapted if replaced in (None, self._head_forward) else replaced)(*args, **kwargs)
 
     def _linear(self, module: nn.Module, own: Forward, x: Tensor) -> Tensor:
         """In place of the forward of a linear layer."""

@@ -10,9 +10,9 @@ import pytest
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.causal_types import TYPES, save_type
+from tests.support.training.lanes import Together, assert_same, trained_alone
 from tests.support.training.models import spec_for
 from tests.support.training.tested_types import TESTED
-from tests.workers.engine.test_lanes import Together, assert_same, trained_alone
 
 QUICK = ("modernbert-decoder",)
 """Its head holds a linear layer that is a group of its own, and has an adapter."""

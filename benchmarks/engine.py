@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--jobs 8] [--steps 20]
 
-A Llama of 117 million parameters, NF4, two ranks; jobs with ranks 4 to 32 and samples of at most 64 tokens. The clock starts
+A Llama of 119 million parameters, NF4, two ranks; jobs with ranks 4 to 32 and samples of at most 64 tokens. The clock starts
 with the first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job
 are compared between both.
 """

@@ -65,13 +65,13 @@ def main(run: RunDir, attempt: int) -> int:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RoundOrders:
     """What rank 0 has found since the last round."""
 
     orders: tuple[SeatOrder, ...] = ()
     """New seats."""
     dropped: tuple[str, ...] = ()
-    """Jobs whose seats end at once."""
+    """Keys of the orders whose seats end at once."""
     stops: bool = False
     """The engine is asked to stop: its seats write checkpoints and end."""
     ends: bool = False
@@ -107,7 +107,7 @@ class Engine:
             if decision is None and self.seats and not any(ended):
                 self._compute([(of_seat[0][0], max(tokens for _, tokens in of_seat)) for of_seat in seen])
                 continue
-            decision = decision or Decision()
+            decision = decision or RoundOrders()
             self._leave(seen, decision.dropped)
             if decision.ends:
                 return
@@ -118,7 +118,7 @@ class Engine:
             for order in decision.orders:
                 self._join(order)
 
-    def _agree(self) -> tuple[Decision | None, list[list[tuple[int, int]]]]:
+    def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
         """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
         together."""
         runtime = self.runtime
@@ -133,7 +133,7 @@ class Engine:
         seats = range(1, len(known), 2)
         return box[0], [[(one[at], one[at + 1]) for one in everyone] for at in seats]
 
-    def _decide(self) -> Decision | None:
+    def _decide(self) -> RoundOrders | None:
         """What is asked of the engine since the last look, None: nothing. Called on rank 0."""
         now = time.monotonic()
         if self.seats:
@@ -146,11 +146,11 @@ class Engine:
         self._conclude()
         stops = not self._stopping and self.stop.is_requested
         orders = () if stops or self._stopping else self._new_orders()
-        dropped = tuple(seat.order.job_id for seat in self.seats if seat.is_over())
+        dropped = tuple(seat.key for seat in self.seats if seat.is_over())
         idle = not self.seats and not orders and not self._left and now >= self._idle_since + self.spec.idle_seconds
         ends = idle or (self._stopping and not self.seats and not self._left)
-        decision = Decision(orders, dropped, stops=stops, ends=ends)
-        return None if decision == Decision() else decision
+        decision = RoundOrders(orders, dropped, stops=stops, ends=ends)
+        return None if decision == RoundOrders() else decision
 
     def _new_orders(self) -> tuple[SeatOrder, ...]:
         run, found = self.runtime.run, []
@@ -177,7 +177,7 @@ class Engine:
         """Drop the seats that are over, or have failed on a rank, and let go of those that have ended."""
         for seat, of_ranks in zip(list(self.seats), seen, strict=True):
             states = [state for state, _ in of_ranks]
-            if max(states) <= SeatState.ANSWERS and seat.order.job_id not in dropped:
+            if max(states) <= SeatState.ANSWERS and seat.key not in dropped:
                 continue
             seat.drop()
             self.seats.remove(seat)

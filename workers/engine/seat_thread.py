@@ -17,7 +17,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Desired
-from ft_service.rundir.engine import SeatOrder
+from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.supervisor.attempt_outcome import Evidence, decide_exit
 from workers.base.frozen_weights import initial_adapter
 from workers.base.load import adapters
@@ -65,6 +65,11 @@ class SeatThread:
         self._lane = Lane({})
         self._thread = greenlet(self._train)
         self._waiting: tuple[Forward, Any] | None = None
+
+    @property
+    def key(self) -> str:
+        """Key of its order, which names job and attempt."""
+        return seat_key(self.order.job_id, self.order.attempt)
 
     @property
     def state(self) -> SeatState:

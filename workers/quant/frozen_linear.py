@@ -60,8 +60,7 @@ class Numerics:
 
 class DenseWeights:
     """Dequantised weights that are kept between `begin` and `end`: those of one layer, while several jobs compute it. Meanwhile
-    no
-    weight may be freed or changed.
+    no weight may be freed or changed.
     """
 
     kept: ClassVar[dict[tuple[int, torch.dtype], Tensor] | None] = None

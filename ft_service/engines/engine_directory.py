@@ -24,7 +24,7 @@ _VANISHED = "The engine's processes vanished; the host may have restarted."
 _LEFT = "The engine ended without saying how the job ended."
 
 
-class Losses(BaseModel):
+class LostSeats(BaseModel):
     """`losses.json`: the seats that an engine lost. Decided once, since it says which jobs share an engine again."""
 
     model_config = ConfigDict(frozen=True)
@@ -58,7 +58,7 @@ class EngineDirectory:
 
     def fault_group(self, seat: Attempt) -> str | None:
         """Fault group of a job whose seat was lost with the engine; None: its seat was not."""
-        losses = self.run.readable(LOSSES, Losses)
+        losses = self.run.readable(LOSSES, LostSeats)
         return None if losses is None else losses.groups.get(_key(seat))
 
     def settle(self, ended: Exit | None, asked: Attempt) -> None:
@@ -87,8 +87,8 @@ class EngineDirectory:
     def _lost(self, seats: Sequence[Attempt]) -> dict[str, str]:
         """Fault groups of the lost seats, as they were first decided."""
         groups = fault_groups(self.engine_id, [seat.job_id for seat in seats])
-        self.run.write_if_absent(LOSSES, Losses(groups={_key(seat): groups[seat.job_id] for seat in seats}))
-        losses = self.run.readable(LOSSES, Losses)
+        self.run.write_if_absent(LOSSES, LostSeats(groups={_key(seat): groups[seat.job_id] for seat in seats}))
+        losses = self.run.readable(LOSSES, LostSeats)
         return {} if losses is None else losses.groups
 
     def _seat(self, key: str) -> Attempt | None:

@@ -54,7 +54,7 @@ def main(run: RunDir, attempt: int) -> int:
         described = cached_description(engine_spec.spec.model.path)
         probed = None if described is None else Probed.of(described)
         base = load_resident_base(engine_spec.spec, runtime.mesh, device, Cache.from_environment(os.environ), probed)
-        Engine(engine_spec, runtime, base, stop).run()
+        TrainingEngine(engine_spec, runtime, base, stop).run()
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(Outcome(kind=OutcomeKind.STOPPED))
         dist.barrier()
@@ -79,7 +79,7 @@ class RoundOrders:
 
 
 @dataclass
-class Engine:
+class TrainingEngine:
     """The seats of an engine on one rank."""
 
     spec: EngineSpec

@@ -29,7 +29,7 @@ from tests.support.training.attempts import adapter, losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, save_pairs, spec_for
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
-from workers.engine.engine import Engine
+from workers.engine.engine import TrainingEngine
 from workers.engine.resident_base import load_resident_base
 from workers.ranks.runtime import surroundings
 from workers.training.context import StopRequest
@@ -106,7 +106,7 @@ def engine_on_rank(rank: int, world: int, root: str) -> None:
     assert spec is not None
     runtime = surroundings(run, 1, CPU, spec=spec.spec)
     base = load_resident_base(spec.spec, runtime.mesh, CPU)
-    Engine(spec, runtime, base, StopRequest(runtime)).run()
+    TrainingEngine(spec, runtime, base, StopRequest(runtime)).run()
 
 
 def poisoned_on_rank(rank: int, world: int, root: str) -> None:
@@ -225,17 +225,17 @@ def missing(spec: JobSpec) -> Any:
 
 def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:
     """An engine whose second rank is killed in the middle of a round."""
-    compute = Engine._compute
+    compute = TrainingEngine._compute
     done = 0
 
-    def compute_and_die(self: Engine, seen: Any) -> None:
+    def compute_and_die(self: TrainingEngine, seen: Any) -> None:
         nonlocal done
         done += 1
         if rank == 1 and done == rounds:
             os.kill(os.getpid(), signal.SIGKILL)
         compute(self, seen)
 
-    Engine._compute = compute_and_die
+    TrainingEngine._compute = compute_and_die
     engine_on_rank(rank, world, root)
 
 

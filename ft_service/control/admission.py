@@ -185,6 +185,7 @@ def planned(
         shapes=_shapes(admitted.spec, capacity, limits),
         work=admitted.work and admitted.work.flops,
         planned_seconds=admitted.work and admitted.work.seconds,
+        seat=admitted.seat,
     )
     return settled, [NewEvent(level=level, message=message) for level, message in admitted.events]
 

@@ -111,7 +111,7 @@ class JobPlacement:
         # The ranks themselves report that training starts.
         message = f"Attempt {placed.attempt} is placed on {placed.slots} slot{'s' if placed.slots > 1 else ''}"
         message += f", in the new engine {placed.engine_id}." if start.new_engine else "."
-        new = NewEngine(self._engines.options.most_seats) if start.new_engine else None
+        new = NewEngine(self._engines.options.most_seats, job.seat and job.seat.room) if start.new_engine else None
         return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_slots=slots, new_engine=new)
 
     def _preempt(self, snapshot: QueueSnapshot) -> None:

@@ -111,10 +111,10 @@ def _with_plan(job: Job, checked: Checked) -> Job:
     """The job with what its check has planned and has chosen for "auto", and with the key of the jobs that it may share an
     engine with."""
     if (planned := checked.planned) is not None:
-        names = ("stored_spec", "shapes", "work", "planned_seconds")
+        names = ("stored_spec", "shapes", "work", "planned_seconds", "seat")
         job = replace(job, **{name: getattr(planned, name) for name in names})
     if (settled := checked.settled) is not None:
-        job = replace(job, stored_spec=StoredSpec.of(settled.spec))
+        job = replace(job, stored_spec=StoredSpec.of(settled.spec), seat=settled.seat)
         if settled.work is not None:
             job = replace(job, work=settled.work.flops, planned_seconds=settled.work.seconds)
-    return job if job.state is State.FAILED else replace(job, share_key=None if job.shapes else share_key(job.spec))
+    return job if job.state is State.FAILED else replace(job, share_key=None if job.shapes else share_key(job.spec, job.seat))

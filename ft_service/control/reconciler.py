@@ -322,6 +322,7 @@ class Reconciler:
             nodes=job.nodes,
             priority=job.priority,
             engine=None if engine is None else str(engine),
+            seat=None if engine is None else job.seat,
         )
         turn.attempt.settle_start(start)
         try:

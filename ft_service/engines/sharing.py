@@ -13,21 +13,26 @@ from collections.abc import Sequence
 
 from ft_service.jobs.states import ALONE
 from ft_service.plan.fitting_settings import COMPILE, FITTED, RATE, is_open
+from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec
 from ft_service.spec.mesh import mesh_shape
 
+WORTH_GAIN = 1.15
+"""Least gain of a job that shares (`SeatSize.gain`): it also waits for the validation and the last writes of the others."""
 _SHAPE = {"nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node", "replicate"}
 
 
-def share_key(spec: JobSpec) -> str | None:
+def share_key(spec: JobSpec, seat: SeatSize | None = None) -> str | None:
     """Return the key of what all jobs of an engine have in common, with the same project: base, precision, ranks and how these
-    hold the base. None: the job runs alone.
+    hold the base. None: the job runs alone. `seat`: as planned; None: not planned.
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
     the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
     groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
-    ranks still choose what is "auto".
+    ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room beside the base.
     """
+    if seat is not None and not _is_worth(seat):
+        return None
     options = spec.distributed
     if spec.engine == "off" or spec.training.neftune_noise_alpha is not None or spec.lora.target_parameters:
         return None
@@ -45,6 +50,11 @@ def share_key(spec: JobSpec) -> str | None:
         "copies": mesh_shape(options.replicate, spec.world_size)[0],
     }
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+
+
+def _is_worth(seat: SeatSize) -> bool:
+    has_room = seat.room is None or seat.held + seat.batch <= seat.room
+    return has_room and (seat.gain is None or seat.gain >= WORTH_GAIN)
 
 
 def fault_groups(engine_id: str, job_ids: Sequence[str]) -> dict[str, str]:

@@ -85,11 +85,13 @@ class EngineTending:
         slots = self._store.engines.engine_slots(job.engine_id)
         engine = self._directory(job.engine_id)
         if slots:
+            given = self._store.engines.limits(job.engine_id)
             held = EngineSpec(
                 engine_id=job.engine_id,
                 project_id=job.project_id,
                 spec=spec,
-                most_seats=self._store.engines.most_seats(job.engine_id),
+                most_seats=given.most_seats,
+                room=given.room,
                 idle_seconds=self.options.idle_seconds,
             )
             engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots)

@@ -9,9 +9,10 @@ ends.
 The first job in this order that is not passed over is the head. While too few slots are free for it, later jobs start before it
 only if that does not delay its expected start: they are expected to end earlier, or leave enough slots for it.
 
-A job that may share a live engine (ft_service/engines/) takes a seat there, without slots. Behind a head that waits for slots
-it does so only if it is expected to end before the engine's other jobs: an engine that takes ever more jobs would never free
-its slots. Where no seat is free, it starts on slots like any other job, and starts an engine there if it has company.
+A job that may share a live engine (ft_service/engines/) takes a seat there, without slots, if the engine is idle or too few
+slots are free for the job: where slots are free, two jobs are faster apart. Behind a head that waits for slots it does so only
+if it is expected to end before the engine's other jobs: an engine that takes ever more jobs would never free its slots. On
+slots it starts an engine if those that are left do not suffice for all the jobs that could share it.
 
 A job with several shapes is counted as its smallest while it waits. When its turn comes it starts in the largest shape for
 which slots are free at that moment.
@@ -34,6 +35,7 @@ from ft_service.jobs.queue_snapshot import (
     QueueSnapshot,
     RunningJob,
     accrued,
+    fit_together,
     is_ahead,
 )
 
@@ -225,7 +227,9 @@ class QueueState:
         for number, job in enumerate(self._candidates()):
             if number > LOOK_AHEAD:
                 return None
-            if start := self._seat_of(job, reserved) or self._start_of(job, reserved):
+            engine = self.open_engine(job)
+            idle = engine is not None and not engine.seats
+            if start := (None if idle else self._start_of(job, reserved)) or self._seat_of(job, reserved):
                 return start
             if self._waits_for_seat(job):
                 continue
@@ -233,13 +237,15 @@ class QueueState:
         return None
 
     def open_engine(self, job: QueuedJob) -> LiveEngine | None:
-        """The engine in which a job may take a seat now, the fullest of several; None: there is none."""
-        found = [engine for engine in self._engines if _is_open(engine) and _may_share(job, engine)]
-        return max(found, key=lambda engine: (engine.seats, engine.id), default=None)
+        """The engine in which a job may take a seat now, of several the one with fewest jobs; None: there is none."""
+        found = [engine for engine in self._engines if _is_open(engine) and _may_share(job, engine) and _has_room(job, engine)]
+        return min(found, key=lambda engine: (engine.seats, engine.id), default=None)
 
     def _waits_for_seat(self, job: QueuedJob) -> bool:
         """Whether a job gets a seat as soon as an engine has one free, so that no slots need to be kept for it."""
-        return any(_may_share(job, engine) and not engine.closing and not _is_open(engine) for engine in self._engines)
+        taken = [engine for engine in self._engines if not engine.closing and _may_share(job, engine)]
+        fits = [engine for engine in taken if fit_together([job.seat], engine.room)]
+        return any(not _is_open(engine) or not _has_room(job, engine) for engine in fits)
 
     def _seat_of(self, job: QueuedJob, reserved: _Reservation | None) -> ExpectedStart | None:
         """The start of a job in an engine now. `reserved`: slots that the engine must not keep any longer."""
@@ -264,9 +270,14 @@ class QueueState:
                 free = [host for host in free if self._does_not_delay(job, shape, host, reserved)]
             if free:  # the fullest, so that free slots stay together
                 host = min(free, key=lambda host: (self.free[host], host))
-                shares = self._new_engines and job.sharing is not None and job.company
-                return ExpectedStart(job, host, shape, new_engine=shares)
+                return ExpectedStart(job, host, shape, new_engine=self._starts_engine(job, self.free[host], shape.ranks))
         return None
+
+    def _starts_engine(self, job: QueuedJob, free: int, ranks: int) -> bool:
+        """Whether a job that starts on `ranks` of a host's free slots starts an engine there."""
+        limit = self._limit(job.project)
+        left = (free if limit is None else min(free, limit - self.ranks[job.project])) - ranks
+        return self._new_engines and job.sharing is not None and job.company * job.slots > left
 
     def _reserve(self, job: QueuedJob, host: str) -> _Reservation:
         """When a host is expected to have the slots that a job needs, and how many more."""
@@ -296,7 +307,10 @@ class QueueState:
         self._queues[job.project].remove(job)
         if start.engine is not None:
             self._engines = [
-                replace(engine, seats=engine.seats + 1) if engine.id == start.engine else engine for engine in self._engines
+                replace(engine, seats=engine.seats + 1, sizes=(*engine.sizes, job.seat))
+                if engine.id == start.engine
+                else engine
+                for engine in self._engines
             ]
             return
         ends_at = None if start.seconds is None else self.now + start.seconds
@@ -330,6 +344,10 @@ def _is_open(engine: LiveEngine) -> bool:
 
 def _may_share(job: QueuedJob, engine: LiveEngine) -> bool:
     return job.sharing == engine.sharing and job.slots == engine.slots and job.host in (None, engine.host)
+
+
+def _has_room(job: QueuedJob, engine: LiveEngine) -> bool:
+    return fit_together((*engine.sizes, job.seat), engine.room)
 
 
 def _rank(job: QueuedJob) -> tuple[int, int]:

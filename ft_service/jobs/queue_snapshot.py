@@ -6,9 +6,11 @@ From it, `queue.py` decides which job starts next, and `forecast.py` what users 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from ft_service.rundir.engine import SeatSize
 
 HALF_LIFE_SECONDS = 3 * 86_400.0
 LONGEST_WAIT_SECONDS = 900.0
@@ -56,6 +58,10 @@ class LiveEngine:
     seats: int
     """Number of jobs that it trains."""
     most_seats: int
+    sizes: Sequence[SeatSize | None] = ()
+    """Those of its seats; None: not planned."""
+    room: int | None = None
+    """Bytes of a rank for all seats and a round; None: not known."""
     closing: bool = False
     """Whether it was asked to end; then it takes no more jobs."""
     ends_at: float | None = None
@@ -86,10 +92,12 @@ class QueuedJob:
     """Reason for the user why the job waits although its turn has come."""
     sharing: Sharing | None = None
     """What a job must have in common with it to share an engine; None: it runs alone."""
+    seat: SeatSize | None = None
+    """What it takes in an engine; None: not planned."""
     sweep: str | None = None
     """The sweep that it belongs to."""
-    company: bool = False
-    """Whether another job waits or runs that could share an engine with it."""
+    company: int = 0
+    """Number of other jobs that wait or run and could share an engine with it."""
 
     @property
     def smallest(self) -> JobSize:
@@ -164,6 +172,12 @@ class ExpectedStart:
     def seconds(self) -> float | None:
         """Expected duration; None: unknown."""
         return self.job.seconds_on(self.shape.ranks)
+
+
+def fit_together(seats: Iterable[SeatSize | None], room: int | None) -> bool:
+    """Return whether an engine with so much room (None: not known) holds these seats, and the largest micro-batch of any."""
+    known = [seat for seat in seats if seat is not None]
+    return room is None or sum(seat.held for seat in known) + max((seat.batch for seat in known), default=0) <= room
 
 
 def is_ahead(moment: float, now: float, longest: float = LONGEST_WAIT_SECONDS) -> bool:

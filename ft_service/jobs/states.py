@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.reasons import Reason
 from ft_service.rundir.documents import Desired, Exit
+from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec, StoredSpec, TunedName
 
 
@@ -131,6 +132,8 @@ class Job:
     """Text for the user why its sweep stops it; None: it does not."""
     share_key: str | None = None
     """Jobs of a project with equal keys may share an engine; None: it runs alone (ft_service/engines/sharing.py)."""
+    seat: SeatSize | None = None
+    """What it takes and gains in an engine; None: not planned."""
     engine_id: str | None = None
     """The engine in which its attempt has a seat; None: it has none. The store clears it when the job leaves the seat."""
     fault_group: str | None = None

@@ -20,6 +20,7 @@ from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.speed import TrainingWork, whole_training
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
+from ft_service.rundir.engine import SeatSize
 from ft_service.spec import DataFileRef, JobSpec
 
 FirstEvent = tuple[Literal["info", "warn"], str]
@@ -35,6 +36,8 @@ class Admitted:
     events: tuple[FirstEvent, ...]
     work: TrainingWork | None = None
     """The likely work of the training; None: the size of its data is not known."""
+    seat: SeatSize | None = None
+    """The job in an engine. None: not planned."""
 
 
 def admit(base: Description, spec: JobSpec, machine: Machine | None = None, lengths: SampleLengths | None = None) -> Admitted:
@@ -77,7 +80,7 @@ def _admitted(base: Description, options: str, machine: Machine, lengths: Sample
     chosen = f"Chosen: {' '.join(final)}" if final else ""
     level = "warn" if plan.fits is False else "info"
     planned: FirstEvent = level, " ".join(filter(None, (summary(plan), ways, chosen)))
-    return Admitted(spec, (planned, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths))
+    return Admitted(spec, (planned, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths), plan.seat)
 
 
 def _refuse_absent(base: Description, folder: Path) -> None:

@@ -14,9 +14,11 @@ from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, as
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
-from ft_service.plan.speed import CollectiveBytes, Speed, flops_per_token, speed_on, wire_bytes
+from ft_service.plan.seat import seat_size
+from ft_service.plan.speed import CollectiveBytes, Speed, flops_per_token, speed_on, whole_training, wire_bytes
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorage, layout_of, stored_weights
+from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec, WeightFormat
 
 WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
@@ -77,6 +79,8 @@ class Plan(Cost):
     """The cost at the mean length. None: the data is not known."""
     fits: bool | None
     """None: the machine's memory is not known."""
+    seat: SeatSize
+    """The job in an engine, on the ranks of its own plan."""
     chosen: tuple[str, ...]
     """A sentence for each "auto" option: its value, and why."""
     changes: tuple[OptionChange, ...]
@@ -137,6 +141,9 @@ def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLen
     job = ShardedJob.of(base, spec)
     most = _cost(job, machine, lengths and lengths.longest)
     mean = lengths.mean if lengths else None
+    likely = _cost(job, machine, mean) if mean else None
+    usual = likely or most
+    seconds = lengths and whole_training(lengths.of_training(spec), usual.flops_per_token, usual.speed).seconds
     return Plan(
         machine=machine.name,
         memory=memory,
@@ -145,7 +152,8 @@ def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLen
         frozen_parameters=sum(part.weight.numel for part in job.frozen),
         adapter_parameters=sum(adapter.numel for adapter in job.adapters),
         **vars(most),
-        likely=_cost(job, machine, mean) if mean else None,
+        likely=likely,
+        seat=seat_size(job, machine, most.rank, most.batches.tokens, usual.speed, seconds),
         fits=None if memory is None else most.rank.total <= memory,
         chosen=tuple(sentences(spec).values()),
         changes=(),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.engine import SeatSize
 from ft_service.rundir.file_digest import NamedFile
 
 
@@ -33,6 +34,8 @@ class Start(_RunDocument):
     """Priority of the job, for clusters with a queue of their own."""
     engine: str | None = None
     """Absolute path of the directory of the engine that trains the attempt (engine.py); None: it has ranks of its own."""
+    seat: SeatSize | None = None
+    """What it takes there; None: it has no seat, or was not planned."""
 
 
 class Desired(StrEnum):

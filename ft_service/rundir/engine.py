@@ -11,6 +11,7 @@ engine's ranks write its events, checkpoints, outcome.json and, as the last thin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +21,26 @@ from ft_service.spec import JobSpec
 ENGINE = "engine.json"
 SEATS = "seats"
 """Folder of the orders."""
+
+
+@dataclass(frozen=True)
+class SeatSize:
+    """Bytes of a job's seat on each rank, as planned (ft_service/plan/seat.py)."""
+
+    held: int
+    """What the job keeps from its first step to its last: masters, gradients, optimizer state, gathered adapters."""
+    batch: int
+    """What its largest micro-batch needs in addition."""
+    batch_tokens: int
+    """Tokens of its largest micro-batch."""
+    room: int | None
+    """Bytes of a rank for all seats and the micro-batches of a round, when the base is held; None: not known."""
+    gain: float | None
+    """Time of two such jobs one after the other, divided by that of both at once in an engine; None: not known."""
+
+    def batch_bytes(self, tokens: int) -> int:
+        """Bytes of a micro-batch of so many tokens."""
+        return -(-self.batch * tokens // max(1, self.batch_tokens))
 
 
 class EngineSpec(BaseModel):
@@ -32,6 +53,8 @@ class EngineSpec(BaseModel):
     spec: JobSpec
     """Spec of the first job; its base, precision and distributed options are those of every seat."""
     most_seats: Annotated[int, Field(ge=1)]
+    room: int | None = None
+    """`SeatSize.room` of its jobs."""
     idle_seconds: Annotated[float, Field(gt=0)]
     """How long the engine stays without a seat, in seconds."""
 

@@ -15,9 +15,11 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
+from ft_service.jobs.queue_snapshot import fit_together
 from ft_service.jobs.states import Job
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.records import NewEngine
+from ft_service.store.rows import seat_of
 from ft_service.store.tables import LIVE, SEATED, engines, jobs, slots
 from ft_service.store.tenants.usage import add_to_share, add_use, exact
 
@@ -41,6 +43,7 @@ class EngineRecord:
     fault_group: str | None
     ranks: int
     most_seats: int
+    room: int | None
     created_at: float
     divided_at: float
     """When a job last took or left a seat."""
@@ -77,10 +80,11 @@ class EngineStore(StorePart):
         with self._database.reading() as connection:
             return list(connection.scalars(query))
 
-    def most_seats(self, engine_id: str) -> int:
-        """How many jobs an engine may train at once."""
+    def limits(self, engine_id: str) -> NewEngine:
+        """What an engine was given."""
+        query = select(engines.c.most_seats, engines.c.room).where(engines.c.id == engine_id)
         with self._database.reading() as connection:
-            return connection.scalars(select(engines.c.most_seats).where(engines.c.id == engine_id)).one()
+            return NewEngine(*connection.execute(query).one())
 
     def close_engine(self, engine_id: str, *, if_idle: bool) -> bool:
         """Let no more jobs join an engine, which is asked to end. False: that was done before, or, with `if_idle`, it trains a
@@ -126,7 +130,7 @@ def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:
     row = {"id": job.engine_id, "project_id": job.project_id, "host": job.host, "fault_group": job.fault_group}
     now = connection.scalars(_NOW).one()
     times = {"created_at": now, "divided_at": now}
-    values = {"share_key": job.share_key, "ranks": job.slots, "most_seats": new.most_seats}
+    values = {"share_key": job.share_key, "ranks": job.slots, "most_seats": new.most_seats, "room": new.room}
     connection.execute(insert(engines).values(**row, **values, **times))
 
 
@@ -135,9 +139,12 @@ def take_seat(connection: Connection, job: Job) -> None:
     assert job.engine_id is not None
     now = connection.scalars(_NOW).one()
     _lock(connection, job.engine_id)
-    free = select(engines.c.most_seats).where(engines.c.id == job.engine_id, LIVE, engines.c.closing_at.is_(None))
-    most = connection.scalars(free).one_or_none()
-    if most is None or len(_seated(connection, job.engine_id)) > most:
+    free = select(engines.c.most_seats, engines.c.room).where(
+        engines.c.id == job.engine_id, LIVE, engines.c.closing_at.is_(None)
+    )
+    engine = connection.execute(free).one_or_none()
+    taken = connection.scalars(select(jobs.c.seat).where(jobs.c.engine_id == job.engine_id)).all()
+    if engine is None or len(taken) > engine.most_seats or not fit_together(map(seat_of, taken), engine.room):
         raise NoSeatError
     _divide(connection, job.engine_id, now, joining=job.id)
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))

@@ -24,10 +24,11 @@ from ft_service.jobs.queue_snapshot import (
     remembered,
 )
 from ft_service.jobs.states import ALONE, Phase, State
+from ft_service.rundir.engine import SeatSize
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.leases import DUE
-from ft_service.store.rows import shapes_of
-from ft_service.store.tables import LIVE, MEASURED, NEEDS_ATTENTION, QUEUED, engines, hosts, jobs, projects, slots
+from ft_service.store.rows import seat_of, shapes_of
+from ft_service.store.tables import LIVE, MEASURED, NEEDS_ATTENTION, QUEUED, SEATED, engines, hosts, jobs, projects, slots
 
 OF_EACH_PROJECT = 16
 """Waiting jobs of a project that a reconciler's turn reads: one to start, and others for slots that it cannot use."""
@@ -42,7 +43,7 @@ _WAITING = [
         jobs.c[name]
         for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
     ),
-    *(jobs.c[name] for name in ("share_key", "fault_group", "sweep_id")),
+    *(jobs.c[name] for name in ("share_key", "fault_group", "sweep_id", "seat")),
 ]
 
 
@@ -104,11 +105,14 @@ _ENGINES = select(
         }.items()
     ),
 ).where(LIVE)
+_SEATS = select(jobs.c.engine_id, jobs.c.seat).where(SEATED)
 _COMPANIONS = select(jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group, func.count().label("number")).where(
     or_(QUEUED, NEEDS_ATTENTION), jobs.c.share_key.is_not(None)
 )
-_VALIDATING = select(jobs.c.sweep_id).where(
-    NEEDS_ATTENTION, jobs.c.state == State.VALIDATING.value, jobs.c.sweep_id.is_not(None)
+_VALIDATING = (
+    select(jobs.c.sweep_id, func.count().label("number"))
+    .where(NEEDS_ATTENTION, jobs.c.state == State.VALIDATING.value, jobs.c.sweep_id.is_not(None))
+    .group_by(jobs.c.sweep_id)
 )
 _SHARES = select(projects.c.id, projects.c.used, projects.c.used_at, projects.c.max_slots)
 
@@ -182,24 +186,28 @@ def _read_running(connection: Connection) -> _Running:
         row.id: Share(used=remembered(row.used, now - row.used_at) + used_now[row.id], max_slots=row.max_slots)
         for row in connection.execute(_SHARES)
     }
-    running = [*(_running_job(row) for row in rows), *(_running_engine(row, now) for row in live)]
-    return now, running, shares, [_live_engine(row, now) for row in live]
+    seats: dict[str, list[SeatSize | None]] = defaultdict(list)
+    for engine_id, seat in connection.execute(_SEATS) if live else ():
+        seats[engine_id].append(seat_of(seat))
+    engines_now = [_live_engine(row, now, seats[row["id"]]) for row in live]
+    running = [_running_job(row) for row in rows] + list(map(_running_engine, engines_now, live))
+    return now, running, shares, engines_now
 
 
 def _with_company(connection: Connection, waiting: Sequence[QueuedJob]) -> list[QueuedJob]:
-    """The jobs with `company`: another waiting or running job that shares, or a job of the same sweep that is still
-    validated."""
+    """The jobs with `company`: waiting and running jobs that share, and those of the same sweep that are still validated."""
     grouped = _COMPANIONS.group_by(jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group)
     number = {Sharing(*row[:3]): row.number for row in connection.execute(grouped)}
-    sweeps = set(connection.scalars(_VALIDATING))
+    validated = {row.sweep_id: row.number for row in connection.execute(_VALIDATING)}
     return [
-        replace(job, company=job.sharing is not None and (number.get(job.sharing, 0) > 1 or job.sweep in sweeps))
+        job
+        if job.sharing is None
+        else replace(job, company=number.get(job.sharing, 1) - 1 + (validated.get(job.sweep, 0) if job.sweep else 0))
         for job in waiting
     ]
 
 
-def _running_engine(row: RowMapping, now: float) -> RunningJob:
-    engine = _live_engine(row, now)
+def _running_engine(engine: LiveEngine, row: RowMapping) -> RunningJob:
     return RunningJob(
         id=engine.id,
         project=row["project_id"],
@@ -213,7 +221,7 @@ def _running_engine(row: RowMapping, now: float) -> RunningJob:
     )
 
 
-def _live_engine(row: RowMapping, now: float) -> LiveEngine:
+def _live_engine(row: RowMapping, now: float, sizes: Sequence[SeatSize | None]) -> LiveEngine:
     return LiveEngine(
         id=row["id"],
         host=row["host"],
@@ -221,6 +229,8 @@ def _live_engine(row: RowMapping, now: float) -> LiveEngine:
         sharing=Sharing(row["project_id"], row["share_key"], row["fault_group"]),
         seats=row["seats"],
         most_seats=row["most_seats"],
+        sizes=sizes,
+        room=row["room"],
         closing=row["closing_at"] is not None,
         ends_at=None if row["unknown"] else row["ends_at"] or now,
     )
@@ -254,6 +264,7 @@ def _waiting(row: RowMapping, paces: Paces) -> QueuedJob:
         host=row["host"],
         note=row["pending"],
         sharing=_sharing(row),
+        seat=seat_of(row["seat"]),
         sweep=row["sweep_id"],
     )
 

@@ -204,6 +204,8 @@ class NewEngine:
 
     most_seats: int
     """Most jobs that it trains at once."""
+    room: int | None = None
+    """Bytes of a rank for all seats and a round; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, select
@@ -14,6 +14,7 @@ from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.rundir.documents import Desired
+from ft_service.rundir.engine import SeatSize
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
 from ft_service.store.database import database_time
@@ -49,12 +50,18 @@ def to_job(row: RowMapping | dict[str, Any]) -> Job:
     values["halt"] = values["halt"] and Halt(values["halt"])
     values["desired"] = Desired(values["desired"])
     values["reason"] = values["reason"] and Reason(values["reason"])
+    values["seat"] = seat_of(values["seat"])
     return Job(**values)
 
 
 def shapes_of(pairs: list[list[int]] | None) -> tuple[JobSize, ...]:
     """Shapes from their column."""
     return tuple(JobSize(*pair) for pair in pairs or ())
+
+
+def seat_of(value: dict[str, Any] | None) -> SeatSize | None:
+    """Size of a seat from its column."""
+    return None if value is None else SeatSize(**value)
 
 
 def to_event(row: RowMapping | dict[str, Any]) -> StoredEvent:
@@ -162,6 +169,7 @@ def _metrics(metrics: Metrics | None) -> dict[str, Any] | None:
 
 
 def _plain_row(job: Job) -> dict[str, Any]:
-    """Every field of a job, with enums as their values."""
+    """Every field of a job, with enums and the size of its seat as plain values."""
     row = {name: getattr(job, name) for name in _FIELDS}
+    row["seat"] = job.seat and asdict(job.seat)
     return row | {name: row[name] and row[name].value for name in _ENUMERATED}

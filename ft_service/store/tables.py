@@ -164,6 +164,8 @@ jobs = Table(
     Column("stopped", StorableText),
     # Which jobs may share an engine; NULL: it runs alone.
     Column("share_key", StorableText),
+    # What it takes in an engine; NULL: not planned.
+    Column("seat", StorableJson),
     # The engine in which its attempt has a seat; NULL: none.
     Column("engine_id", StorableText),
     Column("fault_group", StorableText),
@@ -323,6 +325,8 @@ engines = Table(
     Column("fault_group", StorableText),
     Column("ranks", Integer, nullable=False),
     Column("most_seats", Integer, nullable=False),
+    # Bytes of a rank for its seats and a round; NULL: not known.
+    Column("room", BigInteger),
     Column("created_at", Double, nullable=False),
     # Slot-seconds by job, for those that still sit there, up to divided_at: since then nobody took or left a seat.
     Column("use", StorableJson),

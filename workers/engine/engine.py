@@ -197,9 +197,11 @@ class TrainingEngine:
     def _compute(self, seen: Sequence[tuple[int, int]]) -> None:
         """One round: the next micro-batches of some seats. `seen`: (state, tokens) of every seat, the same on all ranks."""
         turns = [
-            Turn(seat.used, tokens, state == SeatState.TRAINS) for seat, (state, tokens) in zip(self.seats, seen, strict=True)
+            Turn(seat.used, tokens, state == SeatState.TRAINS, seat.size.batch_bytes(tokens) if seat.size else 0)
+            for seat, (state, tokens) in zip(self.seats, seen, strict=True)
         ]
-        chosen = next_round(turns, self._budget)
+        held = sum(seat.size.held for seat in self.seats if seat.size)
+        chosen = next_round(turns, self._budget, None if self.spec.room is None else self.spec.room - held)
         for position in chosen:
             self.seats[position].used += turns[position].tokens
         self._go_on(self._forwards([self.seats[position] for position in chosen], trains=turns[chosen[0]].trains))

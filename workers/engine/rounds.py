@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,20 +17,24 @@ class Turn:
     """Tokens of its micro-batch, on the rank that has most."""
     trains: bool
     """Whether a backward follows."""
+    bytes: int = 0
+    """Memory that its micro-batch takes, as planned; 0: not planned."""
 
 
-def next_round(turns: Sequence[Turn], budget: int) -> list[int]:
-    """The positions, at least one, of the jobs whose micro-batches are computed next, together. `budget`: most tokens of a
-    round; a larger micro-batch has one of its own.
+def next_round(turns: Sequence[Turn], budget: int, room: int | None = None) -> list[int]:
+    """The positions, at least one, of the jobs whose micro-batches are computed next, together. `budget`, `room`: most tokens
+    and bytes of a round (room None: not known); a larger micro-batch has one of its own.
 
     The job with the fewest tokens so far is first, so that among n jobs with micro-batches of at least a and at most b tokens
     each one waits for at most (n - 1) * ceil(b / a + 1) rounds (start-time fair queuing, Goyal et al. 1996).
     """
     order = sorted(range(len(turns)), key=lambda position: (turns[position].used, position))
     chosen, left = order[:1], budget - turns[order[0]].tokens
+    free = math.inf if room is None else room - turns[order[0]].bytes
     for position in order[1:]:
         turn = turns[position]
-        if turn.tokens <= left and turn.trains == turns[order[0]].trains:
+        if turn.tokens <= left and turn.bytes <= free and turn.trains == turns[order[0]].trains:
             chosen.append(position)
             left -= turn.tokens
+            free -= turn.bytes
     return sorted(chosen)

@@ -17,7 +17,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Desired
-from ft_service.rundir.engine import SeatOrder, seat_key
+from ft_service.rundir.engine import SeatOrder, SeatSize, seat_key
 from ft_service.supervisor.attempt_outcome import Evidence, decide_exit
 from workers.base.frozen_weights import initial_adapter
 from workers.base.load import adapters
@@ -56,6 +56,8 @@ class SeatThread:
         self.groups = groups
         self.used = 0
         """Tokens that were computed for it."""
+        self.size: SeatSize | None = None
+        """As planned; None: it was not, or the seat has not begun."""
         self._base, self._host = base, host
         self._run = RunDir(Path(order.run_dir))
         self._attempt = Attempt(self._run, order.attempt)
@@ -145,6 +147,7 @@ class SeatThread:
     def _runtime(self) -> Runtime:
         start, host = self._attempt.read_start(), self._host
         assert start is not None, f"attempt {self.order.attempt} has no start.json"
+        self.size = start.seat
         return Runtime(
             self._run,
             read_spec(self._run),

@@ -18,6 +18,7 @@ from ft_service.jobs.queue_snapshot import (
     Share,
     Sharing,
 )
+from ft_service.rundir.engine import SeatSize
 from tests.support.queue_snapshots import NOW, job, running_job, snapshot, snapshots
 
 unhurried = settings(deadline=None, database=None, max_examples=60)
@@ -216,6 +217,10 @@ def engine(name: str = "e", seats: int = 1, **values: object) -> LiveEngine:
     return LiveEngine(**(defaults | {"ends_at": NOW + 100.0} | values))  # type: ignore[arg-type]
 
 
+def seat(held: int, batch: int = 2) -> SeatSize:
+    return SeatSize(held=held, batch=batch, batch_tokens=1, room=None, gain=None)
+
+
 def with_engines(
     *waiting: QueuedJob, total: int = 2, engines: tuple[LiveEngine, ...] = (engine(),), **shares: Share
 ) -> QueueSnapshot:
@@ -241,25 +246,71 @@ def test_a_seat_needs_no_slots_and_is_of_no_account_for_the_projects_limit() -> 
         (sharer("w", host="elsewhere"), engine()),
         (sharer("w"), engine(seats=2)),
         (sharer("w"), engine(closing=True)),
+        (sharer("w", seat=seat(4)), engine(sizes=[seat(5)], room=10)),
+        (sharer("w", seat=seat(3, batch=4)), engine(sizes=[seat(3)], room=9)),
+        (sharer("w"), engine(sizes=[seat(9, batch=2)], room=10)),
     ],
 )
 def test_who_gets_no_seat(waiting: QueuedJob, live: LiveEngine) -> None:
     assert next_start(with_engines(waiting, engines=(live,))) is None
 
 
-def test_the_fullest_engine_is_joined() -> None:
-    engines = (engine("one", 1, most_seats=8), engine("two", 3, most_seats=8), engine("full", 8, most_seats=8))
-    start = next_start(with_engines(sharer("w"), total=6, engines=engines))
+@pytest.mark.parametrize(
+    ("waiting", "live"),
+    [
+        (sharer("w", seat=seat(4)), engine(sizes=[seat(4)], room=10)),
+        (sharer("w", seat=seat(4)), engine(sizes=[None], room=6)),
+        (sharer("w", seat=seat(400)), engine(sizes=[seat(4)])),
+    ],
+)
+def test_who_gets_a_seat(waiting: QueuedJob, live: LiveEngine) -> None:
+    start = next_start(with_engines(waiting, engines=(live,)))
     assert start is not None
-    assert start.engine == "two"
+    assert start.engine == "e"
 
 
-def test_a_job_with_company_starts_an_engine_and_one_without_runs_alone() -> None:
-    for company in (True, False):
-        start = next_start(with_engines(sharer("w", company=company), engines=()))
+def test_the_engine_with_fewest_jobs_is_joined_that_has_room() -> None:
+    engines = (
+        engine("small", 1, most_seats=8, sizes=[seat(8)], room=10),
+        engine("one", 3, most_seats=8),
+        engine("two", 4, most_seats=8),
+    )
+    start = next_start(with_engines(sharer("w", seat=seat(1)), total=6, engines=engines))
+    assert start is not None
+    assert start.engine == "one"
+
+
+def test_a_job_that_no_engine_could_hold_does_not_wait_for_a_seat() -> None:
+    """Slots are kept for it, as for a job that runs alone."""
+    large, small = sharer("w", priority=1, seat=seat(20)), job("small", 1, project="b", slots=1, seconds=None)
+    queue = with_engines(large, small, total=4, engines=(engine(sizes=[seat(1)], room=10),))
+    queue = replace(queue, running=(*queue.running, running_job("r", 1, 50.0)))
+    assert next_start(queue) is None
+    fits = replace(large, seat=seat(5, batch=5))
+    start = next_start(replace(queue, waiting=(fits, small)))
+    assert start is not None
+    assert start.job.id == "small"
+
+
+def test_two_jobs_run_apart_where_slots_are_free_unless_an_engine_idles() -> None:
+    for seats, engine_id in ((1, None), (0, "e")):
+        start = next_start(with_engines(sharer("w"), total=4, engines=(engine(seats=seats),)))
         assert start is not None
-        assert (start.engine, start.new_engine) == (None, company)
-    start = next_start(replace(with_engines(sharer("w", company=True), engines=()), new_engines=False))
+        assert (start.engine, start.new_engine) == (engine_id, False)
+
+
+@pytest.mark.parametrize(
+    ("company", "total", "most", "begins"),
+    [(0, 2, None, False), (1, 2, None, True), (1, 4, None, False), (2, 4, None, True), (1, 4, 3, True), (1, 4, 4, False)],
+)
+def test_a_job_starts_an_engine_if_the_slots_left_do_not_suffice_for_its_company(
+    company: int, total: int, most: int | None, begins: bool
+) -> None:
+    queue = with_engines(sharer("w", company=company), total=total, engines=(), a=Share(max_slots=most))
+    start = next_start(queue)
+    assert start is not None
+    assert (start.engine, start.new_engine) == (None, begins)
+    start = next_start(replace(queue, new_engines=False))
     assert start is not None
     assert not start.new_engine
 

@@ -157,7 +157,7 @@ def test_the_queue_sees_an_engine_as_one_holder_of_slots_and_as_seats(store):
     assert (engine.seats, engine.most_seats, engine.closing) == (2, 2, False)
     assert engine.sharing == Sharing(PROJECT, "key")
     (job,) = seen.waiting
-    assert (job.id, job.sharing, job.company) == (waiting.id, Sharing(PROJECT, "key"), True)
+    assert (job.id, job.sharing, job.company) == (waiting.id, Sharing(PROJECT, "key"), 2)
     assert 0 <= seen.shares[PROJECT].used < 60
     assert snapshot(store, new_engines=False).engines == []
     assert store.queue.snapshot(Paces()).engines[0].id == "engine-1"
@@ -170,12 +170,12 @@ def test_the_queue_sees_an_engine_as_one_holder_of_slots_and_as_seats(store):
 def test_who_has_company(store):
     alone, grouped = queued(store), queued(store, fault_group="engine-9/1")
     queued(store, share_key=None)
-    assert [job.company for job in snapshot(store).waiting] == [False, False, False]
+    assert [job.company for job in snapshot(store).waiting] == [0, 0, 0]
     also_grouped, last = queued(store, fault_group="engine-9/1"), queued(store, fault_group=ALONE)
     company = {job.id: (job.company, job.sharing) for job in snapshot(store).waiting}
-    assert company[alone.id][0] is False
-    assert company[grouped.id][0] is company[also_grouped.id][0] is True
-    assert company[last.id] == (False, None)
+    assert company[alone.id][0] == 0
+    assert company[grouped.id][0] == company[also_grouped.id][0] == 1
+    assert company[last.id] == (0, None)
 
 
 def test_a_job_has_company_while_others_of_its_sweep_are_validated(store):

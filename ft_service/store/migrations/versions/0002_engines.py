@@ -19,6 +19,7 @@ def upgrade() -> None:
         sa.Column("fault_group", sa.Text(), nullable=True),
         sa.Column("ranks", sa.Integer(), nullable=False),
         sa.Column("most_seats", sa.Integer(), nullable=False),
+        sa.Column("room", sa.BigInteger(), nullable=True),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("use", sa.JSON(), nullable=True),
         sa.Column("divided_at", sa.Double(), nullable=False),
@@ -36,6 +37,7 @@ def upgrade() -> None:
         postgresql_where=sa.text("ended_at IS NULL"),
     )
     op.add_column("jobs", sa.Column("share_key", sa.Text(), nullable=True))
+    op.add_column("jobs", sa.Column("seat", sa.JSON(), nullable=True))
     op.add_column("jobs", sa.Column("engine_id", sa.Text(), nullable=True))
     op.add_column("jobs", sa.Column("fault_group", sa.Text(), nullable=True))
     op.create_index(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ft_service.engines.sharing import fault_groups, share_key
 from ft_service.jobs.states import ALONE
+from ft_service.rundir.engine import SeatSize
 from ft_service.spec import BaseModelRef, JobSpec, LoraOptions, PrecisionOptions
 from ft_service.spec.options import DistributedOptions, Prefetch, TrainingOptions, WrapBySize
 from tests.support.engines import SETTLED, sharing_spec
@@ -54,6 +55,22 @@ def test_what_is_a_seats_own_is_not_in_the_key(other: JobSpec) -> None:
 def test_what_the_ranks_hold_is_in_the_key(other: JobSpec) -> None:
     assert share_key(other) is not None
     assert share_key(other) != share_key(sharing_spec())
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({}, True),
+        ({"gain": 1.15}, True),
+        ({"gain": 1.14}, False),
+        ({"gain": None}, True),
+        ({"room": 30}, True),
+        ({"room": 29}, False),
+    ],
+)
+def test_who_shares_gains_and_fits(changes: dict[str, Any], shares: bool) -> None:
+    seat = SeatSize(**{"held": 10, "batch": 20, "batch_tokens": 64, "room": None, "gain": 2.0, **changes})
+    assert (share_key(sharing_spec(), seat) is not None) == shares
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from ft_service.jobs.decisions import placed
 from ft_service.jobs.estimates import Paces
 from ft_service.jobs.queue_snapshot import Host, Sharing
 from ft_service.jobs.states import ALONE, Job, State
+from ft_service.rundir.engine import SeatSize
 from ft_service.store.records import JobChange, NewEngine
 from ft_service.store.tenants.usage import UsageQuery
 from tests.support.creating import create_job
@@ -32,10 +33,18 @@ def claim(store, job: Job):
     return claimed
 
 
-def found(store, job: Job, engine_id: str = "engine-1", most_seats: int = 2, slots: tuple[int, ...] = (0, 1)) -> Job:
+def found(
+    store,
+    job: Job,
+    engine_id: str = "engine-1",
+    most_seats: int = 2,
+    slots: tuple[int, ...] = (0, 1),
+    room: int | None = None,
+) -> Job:
     """The job in the first seat of a new engine."""
     claimed = claim(store, job)
-    change = JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_slots=slots, new_engine=NewEngine(most_seats))
+    new = NewEngine(most_seats, room)
+    change = JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_slots=slots, new_engine=new)
     assert store.leases.apply(claimed, change)
     return store.jobs.get_job(PROJECT, job.id)
 
@@ -106,6 +115,20 @@ def test_nobody_joins_an_engine_that_ends(store, end):
     else:
         assert store.engines.end_engine("engine-1")
     assert not join(store, queued(store))
+
+
+def test_a_seat_needs_room(store):
+    """Also if two reconcilers have both seen room."""
+    size = SeatSize(held=3, batch=2, batch_tokens=64, room=8, gain=None)
+    found(store, queued(store, seat=size), most_seats=8, room=8)
+    waiting = queued(store, seat=size)
+    assert not join(store, queued(store, seat=replace(size, held=4)))
+    assert not join(store, queued(store, seat=replace(size, batch=3)))
+    (engine,) = snapshot(store).engines
+    assert (engine.sizes, engine.room) == ([size], 8)
+    assert next(job.seat for job in snapshot(store).waiting if job.id == waiting.id) == size
+    assert join(store, waiting)
+    assert store.engines.limits("engine-1") == NewEngine(8, 8)
 
 
 def test_an_engine_with_a_job_is_not_idle(store):

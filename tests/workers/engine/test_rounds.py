@@ -30,6 +30,13 @@ def test_all_that_fit_compute_together() -> None:
     assert next_round([Turn(0, 10, trains=True), Turn(500, 10, trains=True), Turn(3, 10, trains=True)], 30) == [0, 1, 2]
 
 
+def test_a_round_takes_no_more_memory_than_there_is_but_for_one_that_is_larger() -> None:
+    turns = [Turn(0, 10, trains=True, bytes=60), Turn(1, 10, trains=True, bytes=50), Turn(2, 10, trains=True, bytes=40)]
+    assert next_round(turns, 100, 100) == [0, 2]
+    assert next_round(turns, 100, 50) == [0]
+    assert next_round(turns, 100, 150) == [0, 1, 2]
+
+
 def test_forwards_without_gradients_have_rounds_of_their_own() -> None:
     turns = [Turn(5, 10, trains=True), Turn(0, 10, trains=False), Turn(9, 10, trains=False)]
     assert next_round(turns, 100) == [1, 2]

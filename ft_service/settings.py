@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+ENGINE_JOBS = 8
+"""Most jobs of an engine on a host whose operator does not say."""
+
 
 class Settings(BaseSettings):
     """Settings, each of which is an environment variable: `home` is FT_HOME.
@@ -61,9 +64,9 @@ class Settings(BaseSettings):
     """Minutes for which a job holds its slots before one of higher priority may take them. The job then stops at a
     checkpoint and is queued again, so this is also the shortest time between two preemptions. None: jobs are never
     preempted."""
-    engine_jobs: int = Field(default=0, ge=0, le=64)
+    engine_jobs: int | None = Field(default=None, ge=0, le=64)
     """Most jobs that an engine trains at once: jobs of one project on the same base share its weights and ranks. 0: every job
-    has ranks of its own. With FT_LAUNCHER = local only."""
+    has ranks of its own. None: ENGINE_JOBS on this host, 0 in a cluster, which has no engines."""
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
     """Largest file uploaded in one request."""
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)
@@ -199,6 +202,11 @@ class Settings(BaseSettings):
     def inference_urls(self) -> list[str]:
         """URLs of all replicas, without a slash at the end."""
         return [url.strip().rstrip("/") for url in self.inference_url.split(",") if url.strip()]
+
+    @property
+    def seats(self) -> int:
+        """Most jobs that an engine trains at once; 0: there are no engines."""
+        return (ENGINE_JOBS if self.launcher == "local" else 0) if self.engine_jobs is None else self.engine_jobs
 
     @property
     def previews(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from ft_service.plan.job import Module, OptionChange, Plan
 from ft_service.plan.machines import CPU
 from ft_service.plan.quantities import bytes_text, duration_text
+from ft_service.rundir.engine import SeatSize
 
 _NUMBER = re.compile(r"\.\d+\.")
 
@@ -116,6 +117,14 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if plan.speed is not None:
         speed = plan.likely.speed if plan.likely and plan.likely.speed else plan.speed
         yield f"Estimate on {plan.machine}: {speed.tokens_per_second:,.0f} tokens/s over all ranks."
+    yield f"{_seat_text(plan.seat)}."
+
+
+def _seat_text(seat: SeatSize) -> str:
+    """A sentence about the job in an engine."""
+    room = "" if seat.room is None else f" of {bytes_text(max(0, seat.room))} beside the base"
+    text = f"In an engine: {bytes_text(seat.held)} per rank, and {bytes_text(seat.batch)} for its micro-batch{room}"
+    return text if seat.gain is None else f"{text}; two such jobs at once are {seat.gain:.2g} times as fast as one by one"
 
 
 def _verdict(plan: Plan) -> str:

@@ -374,7 +374,7 @@ class JobOptions(Strict):
     limit of each call, which stops at a checkpoint."""
     engine: Literal["auto", "off"] = "auto"
     """auto: the job may be trained in an engine, where jobs of its project on the same base, with the same precision and ranks,
-    share the base's weights, if the operator allows that (FT_ENGINE_JOBS). Its results are those of training alone. off: the
+    share the base's weights where slots are short and they gain by it. Its results are those of training alone. off: the
     job has ranks of its own. `ft run` always trains alone."""
 
     @model_validator(mode="after")

@@ -24,4 +24,4 @@ def engines(as_json: Json = False) -> None:
         ]
         print_table(("ID", "BASE", "RANKS", "JOBS", "SINCE"), rows, notes=("TRAINS", [", ".join(e.jobs) or None for e in live]))
     else:
-        print_text("No engines. Jobs on one base share one where the operator allows it (FT_ENGINE_JOBS).")
+        print_text("No engines. Small jobs on one base share one where slots are short.")

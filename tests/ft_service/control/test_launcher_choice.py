@@ -64,6 +64,8 @@ def test_slurm_has_the_queue_and_its_nodes_have_a_size(tmp_path: Path) -> None:
 
 def test_engines_are_of_this_host_only_and_for_several_jobs(tmp_path) -> None:
     assert isinstance(new_launcher(Settings(home=tmp_path)), EngineLauncher)
+    assert Settings(home=tmp_path).seats == 8
+    assert Settings(home=tmp_path, engine_jobs=0).seats == 0
     with pytest.raises(ValueError, match="an engine of one job shares nothing"):
         Settings(home=tmp_path, engine_jobs=1)
     with pytest.raises(ValueError, match="FT_ENGINE_JOBS = 4 needs FT_LAUNCHER = local"):

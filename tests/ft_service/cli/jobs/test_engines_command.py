@@ -7,7 +7,7 @@ from tests.support.rest.stub_server import StubServer
 
 
 def test_engines(ft: Ft, server: StubServer) -> None:
-    assert ft("engines").out == "No engines. Jobs on one base share one where the operator allows it (FT_ENGINE_JOBS).\n"
+    assert ft("engines").out == "No engines. Small jobs on one base share one where slots are short.\n"
     common = {"created_at": 1_700_000_000, "ranks": 2, "most_jobs": 8}
     server.engines = [
         {"id": "engine-1", "base": "tiny", "jobs": ["ftjob-1", "ftjob-2"], "ending": True, **common},

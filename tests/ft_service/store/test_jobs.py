@@ -13,6 +13,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired
+from ft_service.rundir.engine import SeatSize
 from ft_service.rundir.events import Metrics
 from ft_service.store.records import JobChange, NewEvent, NewJob
 from tests.support.creating import create_job
@@ -59,6 +60,7 @@ def test_every_field_comes_back(store):
         sweep_course={"rungs": {}},
         stopped="why",
         share_key="key",
+        seat=SeatSize(held=2**33, batch=2**31, batch_tokens=2048, room=2**35, gain=1.5),
         engine_id="engine-1",
         fault_group="engine-0/1",
         version=12,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Outcome, OutcomeKind, Result, Start
@@ -217,9 +218,9 @@ def test_a_forbidden_folder_is_named_with_who_needs_it(waited_for: RunDir, spec:
     run = new_run(tmp_path, spec)
     shutil.copytree(waited_for.path("attempts"), run.path("attempts"))
     shutil.copytree(waited_for.path("checkpoints/step-4-a1"), run.path("checkpoints/step-4-a1"))
-    start = run.get("attempts/1/start.json")
+    start = Attempt(run, 1).read_start()
     assert start is not None
-    run.put("attempts/2/start.json", start.replace(b'"attempt": 1', b'"attempt": 2').replace(b"null", b'"step-4-a1"'))
+    assert Attempt(run, 2).write_start(start.model_copy(update={"attempt": 2, "checkpoint": "step-4-a1"}))
     run.path("checkpoints").chmod(0o555)
     try:
         with pytest.raises(AssertionError, match=r"checkpoints/step-6-a2: Permission denied. Let user \d+ write there"):

@@ -25,6 +25,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
 CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
+TRITON := $(VENV)/triton
 GPU := $(wildcard /dev/nvidia0)
 # Three test processes, since a test often waits for its own; each has whole modules, in the order of tests/conftest.py.
 # Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
@@ -42,10 +43,10 @@ serve: export FT_MODELS ?= $(FT_HOME)/models:$(CURDIR)/examples/models
 serve: $(READY)
 	@$(BIN)/ft serve
 
-test: $(READY)
+test: $(READY) $(TRITON)
 	@$(PYTEST) -m "not slow$(if $(GPU),, and not gpu)"
 
-test-all: $(READY) $(CLIENTS)
+test-all: $(READY) $(TRITON) $(CLIENTS)
 	@$(PYTEST) $(if $(GPU),,-m "not gpu")
 
 bench: $(READY)
@@ -87,6 +88,14 @@ $(CLIENTS): $(VENV)/clients/%: $(READY)
 	@echo "Installing openai $*.x into $@"
 	@rm -rf $@
 	@$(PIP_INSTALL) --target $@ "openai>=$*,<$$(($* + 1))" $(SHOW)
+	@touch $@
+
+# Compiles kernels for GPUs on a processor, beside a PyTorch that has not brought it; the release that PyTorch 2.11 brings.
+$(TRITON): $(READY)
+	@mkdir -p $@
+	@$(BIN)/python -c 'import triton' 2> /dev/null || { \
+		echo "Installing Triton into $@, to compile the kernels in tests"; \
+		$(PIP_INSTALL) -q --no-deps --target $@ 'triton==3.6.*' || echo "Triton cannot be had: the tests of kernels are skipped."; }
 	@touch $@
 
 define CHECK_PYTHON

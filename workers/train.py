@@ -49,6 +49,7 @@ from workers.job import origins
 from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
+from workers.layers.dropout import kernel_fault
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
@@ -203,7 +204,7 @@ def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -
     """The model of a job that has its ranks to itself (`Prepare`), sharded, with what was done reported."""
     spec, cache = runtime.spec, Cache.from_environment(os.environ)
     built = construct(spec, runtime.mesh, runtime.device, reporter.warn, cache, probed)
-    report_built(spec, built, reporter)
+    report_built(spec, built, runtime.device, reporter)
     model = built.peft_model
     check_gathered_weights(model, runtime.compute_dtype)
     model.train()
@@ -212,13 +213,16 @@ def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -
     return PreparedModel(built, dict(adapters(model)), padded_because, gradients)
 
 
-def report_built(spec: JobSpec, built: BuiltModel, reporter: Reporter) -> None:
-    """Report what loading did, and what is to be known of the base."""
+def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporter: Reporter) -> None:
+    """Report what loading did, what is to be known of the base, and what is computed more slowly than it could be."""
     for note in (balance_note(spec.model.path), built.products):
         if note is not None:
             reporter.message(note)
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
+    fault = kernel_fault(device) if spec.lora.lora_dropout else None
+    if fault is not None:
+        reporter.message(f"lora.lora_dropout: its masks are made without their kernel, more slowly: {fault}", "warn")
 
 
 def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:

@@ -34,7 +34,7 @@ from workers.base.load import adapters, load
 from workers.job.parent_adapter import adopt
 from workers.model.build import build
 from workers.tasks.consolidate import consolidate
-from workers.train import _resume
+from workers.train import _resume, report_built
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -384,3 +384,16 @@ def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(ranks: int, w
     begin(runtime, SimpleNamespace(begin=lambda *said: told.extend(said)), None, SimpleNamespace(total_steps=8))
     settled = {"training.tokens_per_micro_batch": SettledOption(value=256, why="all of it")}
     assert told == [f"Training starts on {where}: 8 steps.", settled]
+
+
+def test_dropout_without_its_kernel_is_an_event_of_the_job(tmp_path: Path) -> None:
+    """Here it has none: this host has no GPU."""
+    base, told = save_chat_base(tmp_path / "base"), list[tuple[str, str]]()
+    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
+    for dropout, device in ((0.1, "cuda"), (0.0, "cuda"), (0.1, "cpu")):
+        spec = spec_for(base, lora={"r": 2, "lora_dropout": dropout})
+        report_built(spec, build(spec, CPU), torch.device(device), reporter)
+    [(level, text)] = [one for one in told if "lora_dropout" in one[1]]
+    assert level == "warn"
+    assert text.startswith("lora.lora_dropout: its masks are made without their kernel, more slowly: ")
+    assert "Error: " in text

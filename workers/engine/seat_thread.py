@@ -172,7 +172,7 @@ class SeatThread:
         self._lane.linears = seat.linears
         seat.model.train()
         shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.products, base.loaded)
-        report_built(spec, shared, reporter)
+        report_built(spec, shared, runtime.device, reporter)
         return PreparedModel(shared, seat.masters, base.padded_because, seat, seat.gather, shares_base=True)
 
 

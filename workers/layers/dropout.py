@@ -51,8 +51,13 @@ def kept_mask(tokens: Tensor, module: Tensor, channels: int, rate: float) -> Ten
     tokens = tokens.reshape(-1)
     of_channels = keys_from(module, channels, tokens.device)
     lowest = round(rate * (1 << 32)) - (1 << 31)  # the smallest int32 is -2^31
-    kernel = _kernel(tokens.device) if tokens.is_cuda else None
+    kernel = _kernel(tokens.device)[0] if tokens.is_cuda else None
     return (kernel or _kept_by_parts)(tokens, of_channels, lowest)
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """Why masks on a GPU are made without their kernel; None: they are made with it, or the device is none."""
+    return _kernel(device)[1] if device.type == "cuda" else None
 
 
 def even_numbers(tokens: Tensor, module: int, channels: int) -> Tensor:
@@ -63,17 +68,17 @@ def even_numbers(tokens: Tensor, module: int, channels: int) -> Tensor:
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """The mask as one kernel, where Triton is there and comes to the same as plain operations."""
+def _kernel(device: torch.device) -> tuple[Callable[[Tensor, Tensor, int], Tensor] | None, str | None]:
+    """The mask as one kernel, where Triton is there and comes to the same as plain operations; else None, and why."""
     try:
         from workers.layers.mask_kernel import kept_mask  # here: Triton takes a second to import, and is not everywhere
 
         keys = keys_from(1, 100, device)
         assert torch.equal(kept_mask(keys, keys, 0), _kept_by_parts(keys, keys, 0)), "it gives another mask"
     except Exception as error:  # without a C compiler, to name one, Triton raises what it likes
-        log.warning("dropout goes without its kernel, more slowly: %r", error)
-        return None
-    return kept_mask
+        log.warning("dropout goes without its kernel", exc_info=error)
+        return None, f"{type(error).__name__}: {str(error).strip()[:300]}"
+    return kept_mask, None
 
 
 def _kept_by_parts(tokens: Tensor, channels: Tensor, lowest: int) -> Tensor:

@@ -6,8 +6,6 @@ in registers; of the mask one byte an element is written and nothing read but th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -18,7 +16,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _kept(tokens: Any, channels: Any, kept: Any, width: Any, lowest: Any, block: tl.constexpr) -> None:
+def _kept(tokens, channels, kept, width, lowest, block: tl.constexpr):  # Triton takes other annotations for types of its own
     row = tl.program_id(0)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width

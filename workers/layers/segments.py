@@ -19,6 +19,9 @@ except ImportError:  # builds without it
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
 """What this PyTorch's kernel for packed rows takes; releases differ."""
 
+LEAST_LONGEST = 256
+"""Upper bound of the longest segment that a fused kernel is given at least."""
+
 _CHUNKED = "chunked_attention"
 
 
@@ -31,7 +34,7 @@ class Bounds:
     on_device: Tensor | None
     """The same where the model computes, as far as it is there."""
     longest: int
-    """Tokens of the longest segment."""
+    """Tokens of the longest segment; where a fused kernel takes them, rounded up (`rounded`)."""
 
 
 class Segments:
@@ -53,13 +56,13 @@ class Segments:
     def use(
         self, starts: Tensor | None, on_device: Tensor | None = None, longest: int = 0, lengths: Sequence[int] = ()
     ) -> None:
-        """`starts`, `on_device` and `longest`: as in `Bounds`; None: every row is one segment. `lengths`: of the samples of
-        padded rows.
+        """`starts`, `on_device`: as in `Bounds`; None: every row is one segment. `longest`: tokens of the longest segment.
+        `lengths`: of the samples of padded rows.
         """
         self.lengths = lengths
-        self._whole = None if starts is None else Bounds(starts, on_device, longest)
-        self._cut = {}
         self.fused = on_device is not None and _has_kernel(on_device.device)
+        self._whole = None if starts is None else Bounds(starts, on_device, rounded(longest) if self.fused else longest)
+        self._cut = {}
 
     @property
     def packed(self) -> bool:
@@ -86,6 +89,15 @@ class Segments:
         if chunk not in self._cut:
             self._cut[chunk] = _cut(self._whole, chunk)
         return self._cut[chunk]
+
+
+def rounded(longest: int) -> int:
+    """The next power of two, at least LEAST_LONGEST.
+
+    A fused kernel needs only an upper bound, by which it chooses the blocks that it starts. Dynamo specialises compiled layers
+    on the number, so that they would be compiled anew at nearly every micro-batch.
+    """
+    return max(LEAST_LONGEST, 1 << (longest - 1).bit_length())
 
 
 CURRENT = Segments()

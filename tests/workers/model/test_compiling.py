@@ -7,18 +7,34 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from ft_service.data.tokens.sample import Tokens
 from ft_service.spec import JobSpec
+from tests.support.fused_attention import fused_attention
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import save_tiny_llama, spec_for
-from tests.support.training.parity import CPU, Step, assert_parity, constructed, one_step, reference_steps, samples
-from workers.base.load import adapters
-from workers.data.batches import collate
+from tests.support.training.models import VOCABULARY, save_tiny_llama, spec_for
+from tests.support.training.parity import (
+    CPU,
+    Step,
+    assert_parity,
+    constructed,
+    one_step,
+    reference_steps,
+    samples,
+    set_adapters,
+)
+from workers.base.load import adapters, load
+from workers.data.batches import Batch, collate, pack
+from workers.model.build import BuiltModel, build
+from workers.model.compiling import compile_layers
 from workers.quant.rowwise import RowQuantized
+from workers.training.step import forward_backward, logits_of
 
 Saved = tuple[tuple[int, ...], torch.dtype, int]
 """Shape, dtype and address of a tensor that is kept for backward."""
@@ -120,3 +136,48 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_why(model: Path) -> No
         (warning,) = warnings
         assert warning.startswith("distributed.compile: the decoder layers could not be compiled and run uncompiled")
         assert "graph_break" in warning
+
+
+def loaded(spec: JobSpec) -> BuiltModel:
+    """A model that has this process to itself."""
+    built = build(spec, CPU)
+    load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=CPU)
+    set_adapters(built.peft_model)
+    built.peft_model.train()
+    return built
+
+
+def test_layers_on_a_gpu_are_not_compiled_anew_as_samples_differ_in_length(model: Path) -> None:
+    """Its kernel for packed rows takes the longest sample's length, a number that the compiler would specialise on."""
+    spec = job(model, 1, "bf16", compile=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(lengths: tuple[int, ...]) -> Batch:
+        ids = [torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy() for length in lengths]
+        return pack([Tokens(own, np.ones(len(own), bool)) for own in ids], CPU)
+
+    warnings: list[str] = []
+    graphs = []
+    counters.clear()
+    with fused_attention(), patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        built = loaded(spec)
+        compile_layers(built.layers, warnings.append)
+        for lengths in ((20, 30, 9), (21, 40, 9), (22, 50, 12, 8), (23, 60), (25, 31, 9, 7), (200, 5), (20, 33, 9)):
+            forward_backward(built.peft_model, [batch(lengths)], sum(lengths) - len(lengths), 1)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert warnings == []
+    assert graphs[0] > 0
+    assert graphs[1:] == [graphs[1]] * (len(graphs) - 1), "compiled at the first two micro-batches only"
+
+
+@pytest.mark.parametrize("lengths", [(7, 20, 3), (300, 5), (257,), (1,)])
+def test_the_gpus_branch_computes_what_the_processors_does(model: Path, lengths: tuple[int, ...]) -> None:
+    spec = job(model, 1, "bf16")
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy() for length in lengths]
+    batch = pack([Tokens(own, np.ones(len(own), bool)) for own in ids], CPU)
+    built = loaded(spec)
+    here = logits_of(built.peft_model, batch).detach()
+    with fused_attention():
+        there = logits_of(built.peft_model, batch).detach()
+    assert torch.allclose(here, there, atol=0.05, rtol=0.02)

@@ -25,7 +25,16 @@ from api.routes import (
     uploads,
     webhooks,
 )
-from api.routes.page import compare_page, data_page, jobs_page, models_page, new_job_page, organization_page, sign_in_page
+from api.routes.page import (
+    compare_page,
+    data_page,
+    engines_page,
+    jobs_page,
+    models_page,
+    new_job_page,
+    organization_page,
+    sign_in_page,
+)
 from api.routes.tuning import plans, sweeps
 from api.wire import error_views
 from ft_service import __version__
@@ -49,7 +58,7 @@ _REST = (
     *(files, uploads, artefacts, graders, models, webhooks, organization),
 )
 _SERVICE = (inference, keys, health)
-_PAGE = (sign_in_page, new_job_page, compare_page, data_page, models_page, organization_page, jobs_page)
+_PAGE = (sign_in_page, new_job_page, compare_page, engines_page, data_page, models_page, organization_page, jobs_page)
 """Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle."""
 
 

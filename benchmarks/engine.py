@@ -2,10 +2,9 @@
 
     python benchmarks/engine.py [--jobs 8] [--steps 20]
 
-A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 64 tokens a rank and
-step. The clock starts
-with the first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job
-are compared between both.
+A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 48 tokens a rank and
+step. The clock starts with the first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The
+losses of every job are compared between both.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder:
         base, parameters = save_base(Path(folder, "base"))
         specs = [spec_of(base, number, options.steps) for number in range(options.jobs)]
-        supervise(
-            prepared(specs[0], Path(folder, "first"))
-        )  # so that neither has to quantise the base, or to read it from disk
+        supervise(prepared(specs[0], Path(folder, "first")))  # so that neither has to quantise the base, or read it from disk
         engine_runs, engine = together(specs, Path(folder, "engine"))
         print("engine", engine, flush=True)
         alone_runs, alone = one_after_the_other(specs, Path(folder, "alone"))
@@ -89,7 +86,7 @@ def save_base(folder: Path) -> tuple[Path, int]:
 
 
 def spec_of(base: Path, number: int, steps: int) -> JobSpec:
-    training = {"max_steps": steps, "batch_size": RANKS, "max_length": 64, "learning_rate": 1e-3}
+    training = {"max_steps": steps, "batch_size": RANKS, "max_length": 48, "learning_rate": 1e-3}
     body = {
         "model": "base",
         "training_file": "file",

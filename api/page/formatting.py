@@ -24,7 +24,7 @@ STATES: Mapping[str, str] = {
     "cancelled": "Cancelled",
 }
 NAVIGATION_PREFIXES: Mapping[str, tuple[str, ...]] = {
-    "/jobs": ("/jobs", "/sweeps"),
+    "/jobs": ("/jobs", "/sweeps", "/engines"),
     "/projects": ("/projects", "/changes"),
 }
 """Entry of the navigation → beginnings of the paths that it is current for, if there are more than its own."""
@@ -120,6 +120,12 @@ def share_done(job: Mapping[str, Any]) -> float:
     return min(1.0, progress["step"] / max(1, progress["total_steps"])) if progress else 0.0
 
 
+def share_of(seat: Mapping[str, Any], engine: Mapping[str, Any]) -> float:
+    """Return the share, in [0, 1], of an engine's time that one of its jobs had, of what all its present jobs had."""
+    whole = sum(other["slot_seconds"] for other in engine["jobs"])
+    return seat["slot_seconds"] / whole if whole else 1 / len(engine["jobs"])
+
+
 def row_key(job: Mapping[str, Any], losses: Sequence[float] | None, foreign: bool) -> tuple[object, ...] | None:
     """Return a cache key of the row of a job that is over; None for other jobs, whose rows change."""
     if job["status"] not in ENDED or job["phase"]:
@@ -170,5 +176,5 @@ FILTERS: Mapping[str, Callable[..., str]] = {
     function.__name__: function for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
 } | {"bytes": byte_text}
 GLOBALS: Mapping[str, Any] = {
-    function.__name__: function for function in (job_title, unused_options, share_done, row_key, sparkline)
+    function.__name__: function for function in (job_title, unused_options, share_done, share_of, row_key, sparkline)
 } | {"NAVIGATION_PREFIXES": NAVIGATION_PREFIXES, "STATES": STATES, "ENDED": ENDED}

@@ -12,6 +12,14 @@ from api.wire.views import ListView, Seconds, View, list_view
 router = keyed_router("/v1/engines", "engines")
 
 
+class EngineJobView(View):
+    id: str
+    since: Seconds
+    """When the engine began to train it."""
+    slot_seconds: float
+    """Its share of the time of the engine's slots until now."""
+
+
 class EngineView(View):
     id: str
     object: Literal["engine"] = "engine"
@@ -22,8 +30,8 @@ class EngineView(View):
     """Slots that it holds, however many jobs it trains."""
     most_jobs: int
     """Most jobs that it trains at once."""
-    jobs: list[str]
-    """Ids of the jobs that it trains."""
+    jobs: list[EngineJobView]
+    """The jobs that it trains."""
     ending: bool
     """Whether it was asked to end: its jobs stop at a checkpoint and are queued again."""
 
@@ -39,7 +47,10 @@ def list_engines(caller: Caller, services: Svc) -> ListView[EngineView]:
             base=engine.base,
             ranks=engine.ranks,
             most_jobs=engine.most_seats,
-            jobs=list(engine.seats),
+            jobs=[
+                EngineJobView(id=seat.id, since=int(seat.since), slot_seconds=round(seat.slot_seconds, 3))
+                for seat in engine.seats
+            ],
             ending=engine.closing_at is not None,
         )
         for engine in live

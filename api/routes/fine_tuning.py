@@ -41,7 +41,6 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.user_actions import Verb
-from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_served
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobRequest
@@ -242,7 +241,7 @@ class LogQuery(BaseModel):
 def logs(job_id: str, caller: Caller, services: Svc, query: Annotated[LogQuery, Query()]) -> Response:
     """Not in OpenAI's API. Show the last lines printed by the processes of an attempt (default: the newest), or by one rank.
     `follow=true`: lines of the newest attempt as JSON, `{attempt, source, line}`, and every further line until the job has
-    ended or is paused."""
+    ended or is paused. Where an engine trains the job, its output is shown, which is that of all its jobs."""
     attempt, rank, lines = query.attempt, query.rank, query.lines
     if query.follow and attempt is not None:
         raise SpecError(
@@ -253,15 +252,12 @@ def logs(job_id: str, caller: Caller, services: Svc, query: Annotated[LogQuery, 
         return event_stream.follow_logs(services, caller, job_id, rank=rank, lines=lines)
     job = services.store.jobs.get_job(caller.project_id, job_id)
     number = attempt or job.attempt
-    own = Attempt(services.places.run(job.id), number)
-    files = log_tail.log_files(own.find_logs(), rank)
+    files = log_tail.attempt_logs(services.places, job.id, number, rank)
     if not files:
         who = "Attempt" if rank is None else f"Rank {rank} of attempt"
         message = (
             f"{who} {number} of job {job.id} has printed nothing." if number else f"Job {job.id} has not been started yet."
         )
-        if number and (start := own.readable_start()) is not None and start.engine is not None:
-            message += " It was trained in an engine, whose output is that of all its jobs together: see the job's events."
         raise NotFoundError(message, param="attempt" if rank is None else "rank", code="no_logs")
     printed = {source: log_tail.tail(path, lines) for source, path in files.items()}
     shown = {source: text for source, text in printed.items() if text} or printed

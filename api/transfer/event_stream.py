@@ -13,7 +13,6 @@ from api.transfer import log_tail
 from api.wire.views import event_view
 from ft_service.errors import FtError
 from ft_service.jobs.states import TERMINAL, State
-from ft_service.rundir.attempt import Attempt
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store
 
@@ -97,8 +96,7 @@ def _log_state(services: Services, project_id: str, job_id: str, rank: int | Non
 
 
 def _files(services: Services, job_id: str, attempt: int, rank: int | None) -> tuple[log_tail.LogFile, ...]:
-    folder = Attempt(services.places.run(job_id), attempt).find_logs() if attempt else None
-    return log_tail.sized(log_tail.log_files(folder, rank))
+    return log_tail.sized(log_tail.attempt_logs(services.places, job_id, attempt, rank))
 
 
 async def _log_lines(

@@ -9,8 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_service.engines.engine_directory import engine_of
+from ft_service.rundir.attempt import Attempt
+from ft_service.storage.locations import Places
+
 _MAX_BYTES = 1024**2
 _RANK = re.compile(r"(?:(node-\d+)/)?[^/]*/attempt_0/(\d+)/(stdout|stderr)\.log")
+
+
+def attempt_logs(places: Places, job_id: str, number: int, rank: int | None = None) -> dict[str, Path]:
+    """Return source → file of what the processes of an attempt print. Where an engine trains it, these are the engine's, which
+    print of all its jobs; they are of one project. `number` 0: nothing has been started. `rank`: as for `log_files`.
+    """
+    if not number:
+        return {}
+    attempt = Attempt(places.run(job_id), number)
+    files = log_files(attempt.find_logs(), rank)
+    engine = engine_of(attempt, places.engines_dir)
+    if engine is not None:
+        files |= {f"engine {source}": path for source, path in log_files(engine.attempt.find_logs(), rank).items()}
+    return files
 
 
 def log_files(folder: Path | None, rank: int | None = None) -> dict[str, Path]:

@@ -190,6 +190,14 @@ class RemoteSweep(RemoteObject):
         return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
 
 
+class RemoteEngineJob(RemoteObject):
+    """Job that an engine trains."""
+
+    since: int
+    slot_seconds: float
+    """Its share of the time of the engine's slots."""
+
+
 class RemoteEngine(RemoteObject):
     """Engine that trains several jobs on one base."""
 
@@ -198,8 +206,7 @@ class RemoteEngine(RemoteObject):
     """None: it has no job now."""
     ranks: int
     most_jobs: int
-    jobs: list[str] = []
-    """Ids of its jobs."""
+    jobs: list[RemoteEngineJob] = []
     ending: bool = False
 
     @property

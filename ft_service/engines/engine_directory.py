@@ -101,6 +101,16 @@ class EngineDirectory:
         return seat if start is not None and start.engine == str(self.run.root) else None
 
 
+def engine_of(attempt: Attempt, engines_dir: Path) -> EngineDirectory | None:
+    """The engine in which an attempt has a seat, by its start.json; None: it has ranks of its own, or names another folder.
+    `engines_dir`: folder of all engines' directories."""
+    start = attempt.readable_start()
+    folder = None if start is None or start.engine is None else Path(start.engine)
+    if folder is None or folder.parent != engines_dir or not folder.name.startswith(PREFIX):
+        return None
+    return EngineDirectory(engines_dir, folder.name)
+
+
 def _key(seat: Attempt) -> str:
     return seat_key(seat.job_id, seat.number)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ft_service.engines.engine_directory import PREFIX, EngineDirectory
+from ft_service.engines.engine_directory import EngineDirectory, engine_of
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running
 from ft_service.launcher.liveness import EventAge
@@ -81,12 +81,7 @@ class EngineLauncher:
         self._event_age.forget(attempt)
 
     def _engine_of(self, attempt: Attempt) -> EngineDirectory | None:
-        """The engine in which an attempt has a seat; None: it has ranks of its own."""
-        start = attempt.readable_start()
-        folder = None if start is None or start.engine is None else Path(start.engine)
-        if folder is None or folder.parent != self._engines_dir or not folder.name.startswith(PREFIX):
-            return None
-        return EngineDirectory(self._engines_dir, folder.name)
+        return engine_of(attempt, self._engines_dir)
 
 
 def _seat_exit(attempt: Attempt) -> Exit | None:

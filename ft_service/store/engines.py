@@ -9,7 +9,7 @@ the slots of an engine once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,18 @@ class NoSeatError(Exception):
     """Raised to roll back a change whose job can take no seat in its engine."""
 
 
+@dataclass(frozen=True)
+class SeatedJob:
+    """A job that an engine trains."""
+
+    id: str
+    base: str
+    since: float
+    """When it took its seat, in seconds since the epoch on the database's clock."""
+    slot_seconds: float
+    """Its share of the engine's slot-seconds until now."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
     """An engine with its jobs. Times are seconds since the epoch on the database's clock."""
@@ -50,10 +62,13 @@ class EngineRecord:
     closing_at: float | None
     """When it was asked to end; None: it was not."""
     ended_at: float | None
-    seats: tuple[str, ...] = ()
-    """Ids of the jobs that it trains."""
-    base: str | None = None
-    """Name of their base; None: there are none."""
+    seats: tuple[SeatedJob, ...] = ()
+    """The jobs that it trains, the oldest first."""
+
+    @property
+    def base(self) -> str | None:
+        """Name of their base; None: there are none."""
+        return self.seats[0].base if self.seats else None
 
 
 class EngineStore(StorePart):
@@ -68,11 +83,12 @@ class EngineStore(StorePart):
             query = query.where(engines.c.project_id == project_id)
         with self._database.reading() as connection:
             rows = connection.execute(query).mappings().all()
-            seated = select(jobs.c.engine_id, jobs.c.id, jobs.c.base).where(SEATED).order_by(jobs.c.position)
-            seats: dict[str, list[tuple[str, str]]] = defaultdict(list)
+            now = connection.scalars(_NOW).one()
+            seated = select(jobs.c.engine_id, jobs.c.id, jobs.c.base, jobs.c.taken_at).where(SEATED).order_by(jobs.c.position)
+            seats: dict[str, list[Any]] = defaultdict(list)
             for job in connection.execute(seated) if rows else ():
-                seats[job.engine_id].append((job.id, job.base))
-        return [_record(dict(row), seats[row["id"]]) for row in rows]
+                seats[job.engine_id].append(job)
+        return [_record(dict(row), seats[row["id"]], now) for row in rows]
 
     def engine_slots(self, engine_id: str) -> list[int]:
         """Slot numbers that an engine holds, ascending; empty once it has ended."""
@@ -119,10 +135,15 @@ class EngineStore(StorePart):
             return set(connection.scalars(select(engines.c.id).where(engines.c.id.in_(ids), long_ago)))
 
 
-def _record(row: dict[str, Any], seats: Sequence[tuple[str, str]]) -> EngineRecord:
-    """`seats`: (id, base) of its jobs."""
-    del row["use"]
-    return EngineRecord(**row, seats=tuple(job_id for job_id, _ in seats), base=seats[0][1] if seats else None)
+def _record(row: dict[str, Any], seats: Sequence[Any], now: float) -> EngineRecord:
+    """`seats`: (id, base, taken_at) of its jobs."""
+    use: Mapping[str, float] = row.pop("use") or {}
+    since_then = row["ranks"] * max(0.0, now - row["divided_at"]) / max(1, len(seats))
+    seated = [
+        SeatedJob(job.id, job.base, now if job.taken_at is None else job.taken_at, use.get(job.id, 0.0) + since_then)
+        for job in seats
+    ]
+    return EngineRecord(**row, seats=tuple(seated))
 
 
 def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:

@@ -17,6 +17,7 @@ from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, page, rendered, sent
 from api.page.summaries import answers_of
+from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
 from api.routes.page.sign_in_page import Visitor, page_router
@@ -199,8 +200,12 @@ async def job_page(request: Request, api: InnerApi, job_id: str, template: str, 
 
 
 async def _head(api: InnerApi, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `job_head.html`: the job, and what answers for its tuned model once it exists."""
-    return {"job": job, "chat": await inference_of(api) if job["fine_tuned_model"] else None}
+    """Return the values of `job_head.html`: the job, what answers for its tuned model once it exists, and the engine that
+    trains it now with the job's part there."""
+    chat = await inference_of(api) if job["fine_tuned_model"] else None
+    live = (await api.get(ENGINES))["data"] if job["engine_id"] else []
+    engine, seat = next(((one, of) for one in live for of in one["jobs"] if of["id"] == job["id"]), (None, None))
+    return {"job": job, "chat": chat, "engine": engine, "seat": seat}
 
 
 async def _latest_events(api: InnerApi, job_id: str) -> list[dict[str, Any]]:

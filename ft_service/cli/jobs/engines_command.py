@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from ft_service.cli.output import Json, connect, local_time, print_json, print_table, print_text
+from ft_service.client.responses import RemoteEngine
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +23,13 @@ def engines(as_json: Json = False) -> None:
             (engine.id, engine.base or "", str(engine.ranks), engine.jobs_text, local_time(engine.created_at))
             for engine in live
         ]
-        print_table(("ID", "BASE", "RANKS", "JOBS", "SINCE"), rows, notes=("TRAINS", [", ".join(e.jobs) or None for e in live]))
+        print_table(("ID", "BASE", "RANKS", "JOBS", "SINCE"), rows, notes=("TRAINS", [_trains(engine) for engine in live]))
     else:
         print_text("No engines. Small jobs on one base share one where slots are short.")
+
+
+def _trains(engine: RemoteEngine) -> str | None:
+    """Jobs of an engine, each with its share of the engine's time; None: it has none."""
+    whole = sum(job.slot_seconds for job in engine.jobs)
+    shares = [f"{job.id} ({job.slot_seconds / whole:.0%})" if whole else job.id for job in engine.jobs]
+    return ", ".join(shares) or None

@@ -67,7 +67,7 @@ def test_two_jobs_share_an_engine_and_its_slots(folder: Path, store: Store) -> N
     queue_first(store, reconciler, *two)
     turn_until(reconciler, lambda: phases(store, *two) == [Phase.TRAINING] * 2)
     (engine,) = engines(store)
-    assert engine.seats == ("ftjob-1", "ftjob-2")
+    assert [seat.id for seat in engine.seats] == ["ftjob-1", "ftjob-2"]
     assert [get(store, job_id).engine_id for job_id in two] == [engine.id] * 2
     assert store.leases.free_slots(engine.host, 2) == []
     start = Attempt(RunDir(folder / "runs/ftjob-2"), 1).read_start()
@@ -150,7 +150,7 @@ def test_each_seat_is_paused_resumed_and_cancelled_for_itself(folder: Path, stor
     assert step_until(reconciler, store, State.PAUSED).engine_id is None
     assert step_until(reconciler, store, State.CANCELLED, job_id="ftjob-2").engine_id is None
     (engine,) = engines(store)
-    assert engine.seats == ("ftjob-3",)
+    assert [seat.id for seat in engine.seats] == ["ftjob-3"]
     store.jobs.request(PROJECT, "ftjob-1", Verb.RESUME)
     turn_until(reconciler, lambda: phases(store, "ftjob-1") == [Phase.TRAINING])
     job = get(store)

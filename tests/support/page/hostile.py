@@ -77,5 +77,11 @@ def hostile_views(place: Place) -> list[str]:
             "/changes",
         ),
         *(f"/new?again={first}", f"/compare?job={first}&job={second}", "/jobs/ftjob-%3Cimg%20onerror%3D1%3E"),
-        *("/sweeps", f"/sweeps/{sweep}", "/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
+        *(
+            "/engines",
+            "/sweeps",
+            f"/sweeps/{sweep}",
+            "/try?model=tiny-llama&beside=tiny-llama",
+            "/try?model=%3Cimg%20onerror%3D1%3E",
+        ),
     ]

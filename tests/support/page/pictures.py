@@ -119,6 +119,7 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "compare": "/compare?" + "&".join(f"job={made[name]}" for name in compared),
         "sweep": f"/sweeps/{made['sweep']}",
         "sweeps": "/sweeps",
+        "engines": "/engines",
         "models": "/models",
         "data": "/data",
         "file": f"/data/{made['file train']}",

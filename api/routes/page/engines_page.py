@@ -1,0 +1,31 @@
+"""The list of engines: which jobs share one, since when, and their shares of its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from api.page.inner_api import Api
+from api.page.rendering import fragment, page
+from api.routes.page.sign_in_page import page_router
+
+router = page_router()
+
+ENGINES = "/v1/engines"
+
+
+@router.get("/engines")
+async def engines(request: Request, api: Api) -> Response:
+    return page(request, "engines.html", **await _values(api), seen="")
+
+
+@router.get("/page/live/engines")
+async def live_engines(request: Request, api: Api) -> Response:
+    """The rows of the list, which refresh themselves."""
+    return fragment(request, "engines_rows.html", **await _values(api))
+
+
+async def _values(api: Api) -> dict[str, Any]:
+    return {"engines": (await api.get(ENGINES))["data"]}

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import httpx2
+import openai
+
+from tests.support.rest.engines import seated_job
+from tests.support.rest.service import Service
+
+
+def test_the_page_says_who_shares_an_engine(
+    service: Service, browser: httpx2.Client, client: openai.OpenAI, training_file: str
+) -> None:
+    assert "No engines" in browser.get("/engines").text
+    created = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    stored_spec = service.store.jobs.get_job("default", created).stored_spec
+    first = seated_job(service, "engine-0", slots=[0, 1], stored_spec=stored_spec)
+    second = seated_job(service, "engine-0", slots=[], stored_spec=stored_spec)
+    listed = browser.get("/engines").text
+    assert "2 of at most 8" in listed
+    assert all(f'<a href="/jobs/{job_id}"' in listed for job_id in (first, second))
+    head = browser.get(f"/jobs/{first}").text
+    assert "engine-0" in head
+    assert f'beside <a href="/jobs/{second}"' in head

@@ -266,11 +266,11 @@ def test_jobs_of_a_killed_engine_go_on_as_if_nothing_had_happened(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "mixed"])
-@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_every_storage_format_and_the_other_order(
     storage: str, world: int, copies: int, specs: list[JobSpec], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    formats = {"overrides": {"*mlp*": "fp8", "*q_proj": "bf16"}} if storage == "mixed" else {}
+    formats = {"overrides": {".*mlp.*": "fp8", ".*q_proj": "bf16"}} if storage == "mixed" else {}
     default = "nf4" if storage == "mixed" else storage
     precision = specs[0].precision.model_copy(update={"default": default, **formats})
     distributed = specs[0].distributed.model_copy(update={"replicate": copies, "nproc_per_node": world})

@@ -2,9 +2,9 @@
 
     python benchmarks/engine.py [--jobs 8] [--steps 20]
 
-A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 48 tokens a rank and
-step. The clock starts with the first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The
-losses of every job are compared between both.
+A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 48 tokens a rank
+and step. The clock starts with the first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks.
+The losses of every job are compared between both.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python benchmarks/engine.py [--jobs 8] [--steps 20]
 
 A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 48 tokens a rank
-and step. The clock starts with the first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks.
-The losses of every job are compared between both.
+and step. The quantised base and the tokens of the data are in their caches, as a service has them. The clock starts with the
+first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job are compared
+between both.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def supervise(run: RunDir) -> dict[str, float]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "FT_CACHE": str(run.root.parent.parent / "cache"),
+        "FT_TOKENS": str(run.root.parent.parent / "tokens"),
     }
     code = subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=False).returncode
     seconds = time.monotonic() - began

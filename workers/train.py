@@ -47,6 +47,7 @@ from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
 from workers.job import origins
 from workers.job.auto_on_ranks import settle_on_ranks, settled_options
+from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
 from workers.layers.dropout import kernel_fault
@@ -112,8 +113,8 @@ class PreparedModel:
     gradients: Gradients
     changed: Callable[[], None] | None = None
     """To be called after each change of the parameters; None: nothing follows from them."""
-    shares_base: bool = False
-    """Whether other jobs train on the same base."""
+    resident: IdentifiedBase | None = None
+    """The base that other jobs train on too, as it was when it was loaded; None: the job has its own."""
 
 
 Prepare = Callable[[Runtime, Reporter, Probed | None], PreparedModel]
@@ -151,7 +152,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     built = prepared.built
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
-    for text in origins.record(runtime.run, spec, built, train_set, valid_set, parent):
+    for text in origins.record(runtime.run, spec, built, train_set, valid_set, parent, prepared.resident):
         reporter.warn(text)
     job = JobState(prepared.parameters, spec.training, prepared.changed)
     limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
@@ -186,7 +187,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     reporter.flush()  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
     second = partial(_sharded_over_all, runtime)
-    served = Comparison(context, built, job, valid_data, evaluator, second, prepared.shares_base).measured(job.step)
+    served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
     publish(runtime, built, job, chosen, probes, served)
     if runtime.rank == 0:
         remove_own(runtime.run)

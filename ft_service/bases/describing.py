@@ -158,6 +158,12 @@ def files_key(folder: Path) -> str:
     return description_key(folder, _UNKNOWN_VERSIONS)
 
 
+def files_state(folder: Path) -> str:
+    """Digest of names, sizes and times of the files of a base: another one after any change, without reading them. Raises
+    OSError."""
+    return hashlib.sha256(repr(_states(folder)).encode()).hexdigest()
+
+
 @dataclass
 class _Remembered:
     document: Described

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from ft_service.bases.describing import files_state
 from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check, Checked, Checks, check_data
 from ft_service.control.job_placement import Interval
@@ -117,4 +119,10 @@ def _with_plan(job: Job, checked: Checked) -> Job:
         job = replace(job, stored_spec=StoredSpec.of(settled.spec), seat=settled.seat)
         if settled.work is not None:
             job = replace(job, work=settled.work.flops, planned_seconds=settled.work.seconds)
-    return job if job.state is State.FAILED else replace(job, share_key=None if job.shapes else share_key(job.spec, job.seat))
+    if job.state is State.FAILED or job.shapes:
+        return job
+    try:
+        files = files_state(Path(job.spec.model.path))
+    except OSError:  # other hosts alone have it
+        files = ""
+    return replace(job, share_key=share_key(job.spec, job.seat, files))

@@ -22,9 +22,10 @@ WORTH_GAIN = 1.15
 _SHAPE = {"nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node", "replicate"}
 
 
-def share_key(spec: JobSpec, seat: SeatSize | None = None) -> str | None:
+def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "") -> str | None:
     """Return the key of what all jobs of an engine have in common, with the same project: base, precision, ranks and how these
-    hold the base. None: the job runs alone. `seat`: as planned; None: not planned.
+    hold the base. None: the job runs alone. `seat`: as planned; None: not planned. `files`: state of the base's files, so
+    that no job is trained on a base that was replaced since.
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
     the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
@@ -44,6 +45,7 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None) -> str | None:
         return None
     common = {
         "model": spec.model.model_dump(mode="json"),
+        "files": files,
         "precision": spec.precision.model_dump(mode="json"),
         "distributed": options.model_dump(mode="json", exclude=_SHAPE),
         "ranks": spec.world_size,

@@ -13,6 +13,7 @@ from ft_service.spec import JobSpec
 from workers.base.frozen_weights import Loaded
 from workers.base.load import load
 from workers.engine.lanes import LaneModel
+from workers.job.origins import IdentifiedBase, identify_files
 from workers.model.build import BuiltBase, build_base
 from workers.model.probes import Probed
 from workers.ranks.grouping import grouped
@@ -29,6 +30,8 @@ class ResidentBase:
     model: LaneModel
     built: BuiltBase
     loaded: Loaded
+    identified: IdentifiedBase
+    """By the files that were read."""
     padded_because: str | None
     """Why samples are padded (`settle_attention`); None: they may be packed."""
 
@@ -47,6 +50,7 @@ def load_resident_base(
             value = getattr(options, name)
             raise SpecError(f"distributed.{name} = {value!r}: jobs on one base cannot have it.", param=f"distributed.{name}")
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
+    identified = identify_files(spec.model)  # before they are read
     built = build_base(spec, device, probed)
     outer = [module for group in grouped(built.model, built.layers, options) for module in group.modules]
     shard(built.model, built.layers, mesh, options, compute_dtype)
@@ -56,4 +60,5 @@ def load_resident_base(
     padded_because = settle_attention(built.model, device, compute_dtype)
     checkpointed = options.checkpointing != "none"
     outer = [module for module in outer if module not in built.layers]
-    return ResidentBase(LaneModel(built.model, built.layers, outer, checkpointed=checkpointed), built, loaded, padded_because)
+    lanes = LaneModel(built.model, built.layers, outer, checkpointed=checkpointed)
+    return ResidentBase(lanes, built, loaded, identified, padded_because)

@@ -173,7 +173,7 @@ class SeatThread:
         seat.model.train()
         shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.products, base.loaded)
         report_built(spec, shared, runtime.device, reporter)
-        return PreparedModel(shared, seat.masters, base.padded_because, seat, seat.gather, shares_base=True)
+        return PreparedModel(shared, seat.masters, base.padded_because, seat, seat.gather, base.identified)
 
 
 def over_ranks(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ft_service.rundir.manifest import (
     base_of,
     parent_of,
 )
-from ft_service.spec import DataFileRef, JobSpec
+from ft_service.spec import BaseModelRef, DataFileRef, JobSpec
 from workers.base.load import base_tensor_name
 from workers.base.rank_objects import from_all
 from workers.model.build import BuiltModel
@@ -44,15 +45,17 @@ def record(
     train: TokenSet,
     valid: TokenSet,
     adopted: Manifest | None = None,
+    resident: IdentifiedBase | None = None,
 ) -> list[str]:
     """Write origins.json, or compare with it. Called by all ranks together, on the sharded and loaded model. Returns a warning
     for each storage format in which weights have become other values since.
 
-    `adopted`: the manifest of the adapter that training starts from; None: a new one, or a checkpoint. Raises SpecError on all
-    ranks if the base differs from the one that the first attempt, or the adopted adapter, was trained on, DataError if the data
-    are other tokens than the first attempt's.
+    `adopted`: the manifest of the adapter that training starts from; None: a new one, or a checkpoint. `resident`: the base
+    that other jobs train on too, as it was when it was loaded; None: the one on disk. Raises SpecError on all ranks if the base
+    differs from the one that the first attempt, or the adopted adapter, was trained on, DataError if the data are other tokens
+    than the first attempt's.
     """
-    base = identify(run, spec)
+    base = identify(run, spec) if resident is None else _adopt(run, resident)
     if adopted is not None and adopted.base.digest != base.digest:
         raise SpecError(
             f"The base {spec.model.name} is not the one that {adopted.tuned_name} was trained on: its files differ. "
@@ -109,24 +112,42 @@ class BaseStatus(BaseModel):
     """Name → device, inode, bytes, time of modification in nanoseconds."""
 
 
+@dataclass(frozen=True)
+class IdentifiedBase:
+    """A base by the contents of its files, and how these were before they were read."""
+
+    base: BaseOrigin
+    status: BaseStatus
+
+
 def identify(run: RunDir, spec: JobSpec) -> BaseOrigin:
-    """The base by the contents of its files; each rank reads a share of them.
+    """The base of a job by the contents of its files. Called by all ranks together.
 
     A later attempt reads them again only if they were touched meanwhile: hashing a large base takes as long as loading it.
     """
-    folder, rank, world = Path(spec.model.path), dist.get_rank(), dist.get_world_size()
-    files = base_files(folder)
-    status = {path.name: _status(path) for path in files}  # before they are read: a change meanwhile is seen the next time
+    status = {path.name: _status(path) for path in base_files(Path(spec.model.path))}
     known, before = run.read(ORIGINS, Origins), run.readable(STATUS, BaseStatus)
     untouched = known is not None and before == BaseStatus(digest=known.base.digest, files=status)
     if all(from_all(untouched)):  # each host looks at its own files
         assert known is not None
         return known.base
+    return _adopt(run, identify_files(spec.model))
+
+
+def identify_files(model: BaseModelRef) -> IdentifiedBase:
+    """A base by the contents of its files; each rank reads a share of them. Called by all ranks together."""
+    folder, rank, world = Path(model.path), dist.get_rank(), dist.get_world_size()
+    files = base_files(folder)
+    status = {path.name: _status(path) for path in files}  # before they are read: a change meanwhile is seen the next time
     mine = {path.name: FileDigest.of(path) for path in files[rank::world]}
-    base = base_of(spec.model.name, folder, {name: file for own in from_all(mine) for name, file in own.items()})
-    if rank == 0:
-        run.write(STATUS, BaseStatus(digest=base.digest, files=status))
-    return base
+    base = base_of(model.name, folder, {name: file for own in from_all(mine) for name, file in own.items()})
+    return IdentifiedBase(base, BaseStatus(digest=base.digest, files=status))
+
+
+def _adopt(run: RunDir, found: IdentifiedBase) -> BaseOrigin:
+    if dist.get_rank() == 0:
+        run.write(STATUS, found.status)
+    return found.base
 
 
 def _status(path: Path) -> tuple[int, int, int, int]:

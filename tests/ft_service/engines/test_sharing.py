@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_service.bases.describing import files_state
 from ft_service.engines.sharing import fault_groups, share_key
 from ft_service.jobs.states import ALONE
 from ft_service.rundir.engine import SeatSize
@@ -134,3 +136,11 @@ def test_eight_jobs_lose_three_engines_to_one_of_them() -> None:
             groups = fault_groups(f"engine-{deaths}", group)
             group = [job for job in group if job == guilty or (groups[job] == groups[guilty] != ALONE)]
         assert deaths == 3
+
+
+def test_a_job_on_a_replaced_base_shares_with_those_on_it_alone(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    keys = [share_key(sharing_spec(), files=files_state(tmp_path)) for _ in range(2)]
+    weights.write_bytes(b"two, and longer")
+    assert keys[0] == keys[1] != share_key(sharing_spec(), files=files_state(tmp_path))

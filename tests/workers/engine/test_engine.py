@@ -23,6 +23,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Start
 from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
 from ft_service.rundir.events import read_segments
+from ft_service.rundir.file_digest import FileDigest
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, losses, run_attempt
@@ -115,8 +116,14 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     def values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         return torch.full(shape, float("nan")) if seed == NAN_SEED else initial_adapter(name, shape, seed)
 
+    read: list[str] = []
+    digest_of = FileDigest.of
+    FileDigest.of = lambda path: read.append(path.name) or digest_of(path)
     seat_thread.initial_adapter = values
     engine_on_rank(rank, world, root)
+    assert len([name for name in read if name == "config.json"]) <= 1, (
+        "the base's files are read for the engine, not for each job"
+    )
 
 
 def follow(run: RunDir, step: int, act: Callable[[], None]) -> threading.Thread:

@@ -4,8 +4,8 @@
 
 A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 48 tokens a rank
 and step. The quantised base and the tokens of the data are in their caches, as a service has them. The clock starts with the
-first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job are compared
-between both.
+first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job are
+compared between both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder:
         base, parameters = save_base(Path(folder, "base"))
         specs = [spec_of(base, number, options.steps) for number in range(options.jobs)]
-        supervise(prepared(specs[0], Path(folder, "first")))  # so that neither has to quantise the base, or read it from disk
+        supervise(
+            prepared(specs[0], Path(folder, "first", specs[0].job_id))
+        )  # so that neither has to quantise the base, or read it from disk
         engine_runs, engine = together(specs, Path(folder, "engine"))
         print("engine", engine, flush=True)
         alone_runs, alone = one_after_the_other(specs, Path(folder, "alone"))

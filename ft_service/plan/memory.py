@@ -147,7 +147,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         by_format[weight.format] += weight.bytes_on_rank(layout)
     numel = sum(a.numel_on_rank(layout) for a in job.adapters)
     kept = _kept_by_mode(job, batches.tokens)
-    extra = _dequantised(job) + _product_workspace(job, gpu=not machine.shared_memory) * batches.tokens
+    extra = _dequantised(job) + _product_workspace(job, machine) * batches.tokens
     backward = _backward_by_mode(job, batches.tokens, extra)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
@@ -240,13 +240,16 @@ def _dequantised(job: ShardedJob) -> int:
     return job.compute_bytes * max(sizes, default=0)
 
 
-def _product_workspace(job: ShardedJob, *, gpu: bool) -> int:
+def _product_workspace(job: ShardedJob, machine: Machine) -> int:
     """Bytes per token that the backward of a layer's last product needs in addition to its result: with dropout a mask and the
     input without what is dropped; for an FP8 product its gradient, scaled and rounded, and the last input that was rounded.
+
+    A GPU without figures is taken for one that multiplies FP8.
     """
     precision = job.spec.precision
+    multiplied = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
-    in_fp8 = gpu and precision.fp8_products == "auto" and precision.compute == "bf16"
+    in_fp8 = multiplied and precision.fp8_products == "auto" and precision.compute == "bf16"
     rounded = max((s.weight.numel_of_row for s in job.frozen if in_fp8 and s.format == "fp8"), default=0)
     return (1 + job.compute_bytes) * dropped + (FP8_BACKWARD_BYTES * job.base.dimensions.hidden + rounded if rounded else 0)
 

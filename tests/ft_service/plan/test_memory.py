@@ -83,6 +83,10 @@ def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
     inner, dense = 2 * 8192 * 14_336, 2 * 4096 * 14_336
     assert fp8 - plain == dense + 8192 * (3 * 4096 + 14_336) - inner
     assert dropped - plain == dense + 8192 * 3 * 14_336 - inner
+    for name, counted in (("A100", plain), ("MI300X", plain), ("L40S", fp8)):
+        assert plan_8b(tmp_path, machine=MACHINES[name], precision={"default": "fp8"}, **options).rank.workspace == counted, (
+            name
+        )
 
 
 def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ MULTIPLE = 16
 """Both dimensions of a weight have to be multiples of this."""
 CAPABILITY = (8, 9)
 """The lowest compute capability of CUDA devices that multiply FP8."""
-
+OFF_STREAM = (CAPABILITY, (2, 12))
+"""On GPUs of this compute capability the product is not on the current stream in PyTorch before this release, and so reads what
+is not yet written (pytorch#177651)."""
 
 SCALE_ROWS = 256
 """Some of torch's kernels read scales in blocks of so many rows, also past the last one (pytorch#133334)."""
@@ -100,7 +102,21 @@ def why_not(compute: torch.dtype, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, below {CAPABILITY[0]}.{CAPABILITY[1]}"
+    if torch.version.hip is not None:
+        return "AMD's GPUs are not known to multiply FP8 in the form that it is stored in"
+    affected, mended = OFF_STREAM
+    if capability == affected and _release(torch.__version__) < mended:
+        return (
+            f"PyTorch {torch.__version__} multiplies FP8 wrongly on GPUs of compute capability {affected[0]}.{affected[1]} "
+            f"(pytorch#177651); {mended[0]}.{mended[1]} does not"
+        )
     return None
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as 2.11.0+cu130."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def fits(rows: int, cols: int) -> bool:

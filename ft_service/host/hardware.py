@@ -69,7 +69,7 @@ def torch_build() -> str | None:
 
 
 def build_of(version: str) -> str:
-    """Return what PyTorch was built for, from the text of its version.py."""
+    """Return what PyTorch was built for, from the text of its module `version`."""
     return next((name for name in ("hip", "cuda") if re.search(rf"^{name}\b[^=\n]*= *['\"]", version, re.MULTILINE)), "cpu")
 
 

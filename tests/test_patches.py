@@ -35,7 +35,7 @@ def replacements(tree: ast.Module) -> Iterator[tuple[int, str]]:
             text = ast.unparse(target)
             if text.startswith("sys.modules["):
                 yield target.lineno, text
-            elif isinstance(target, ast.Attribute) and ".config." not in text:  # of a package: settings
+            elif isinstance(target, ast.Attribute) and not re.search(r"\.(config|backends)\.", text):  # of a package: settings
                 root = text.split(".")[0]
                 if root in others or (root != "self" and target.attr in methods()):
                     yield target.lineno, text
@@ -80,7 +80,11 @@ def test_a_replacement_is_seen(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["self.forward = 1", "layer.weight = w", "config.use_cache = False", "torch._dynamo.config.limit = 3", "x = torch"]
+    "line",
+    [
+        *("self.forward = 1", "layer.weight = w", "config.use_cache = False", "x = torch"),
+        *("torch._dynamo.config.limit = 3", "torch.backends.cuda.matmul.allow_tf32 = False"),
+    ],
 )
 def test_an_attribute_of_our_own_is_none(line: str) -> None:
     assert not list(replacements(ast.parse(f"import torch\nfrom workers.model import config\n{line}")))

@@ -50,7 +50,7 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers.dropout import kernel_fault
+from workers.layers import dropout
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
@@ -61,6 +61,7 @@ from workers.output.event_files import FOLDER, EventFile
 from workers.output.outcome import publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
+from workers.quant import fp8_products
 from workers.ranks.runtime import (
     COMPUTE_DTYPE,
     Runtime,
@@ -221,9 +222,14 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
             reporter.message(note)
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
-    fault = kernel_fault(device) if spec.lora.lora_dropout else None
+    fault = dropout.kernel_fault(device) if spec.lora.lora_dropout else None
     if fault is not None:
         reporter.message(f"lora.lora_dropout: its masks are made without their kernel, more slowly: {fault}", "warn")
+    in_fp8 = any(getattr(module, "in_fp8", False) for module in built.peft_model.modules())
+    fault = fp8_products.kernel_fault(device) if in_fp8 else None
+    if fault is not None:
+        text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
+        reporter.message(text, "warn")
 
 
 def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:

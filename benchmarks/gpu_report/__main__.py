@@ -86,10 +86,14 @@ def run_section(name: str, section: Section, device: str, tiny: bool, results: P
 
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
-    """Of every section. No home and no cache of the caller's is touched."""
+    """Of every section. No home and no cache of the caller's is touched.
+
+    Whether there is a GPU is asked of its driver: a section whose ranks are forked must not begin CUDA before.
+    """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
-    return {**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "FT_CACHE": "", "TOKENIZERS_PARALLELISM": "false", **hidden}
+    fixed = {"HF_HUB_OFFLINE": "1", "FT_CACHE": "", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**inherited, "PYTHONPATH": path, **fixed, **hidden}
 
 
 def with_children(process: subprocess.Popen[bytes]) -> None:

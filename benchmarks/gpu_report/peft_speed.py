@@ -70,7 +70,8 @@ def steps(context: Context, quantised: bool) -> Callable[[Shape], Callable[[], f
         def step() -> float:
             loss = 0.0
             for _ in range(shape.micro_batches):
-                part = model(input_ids=ids, labels=ids).loss / shape.micro_batches
+                with torch.autocast(context.device, torch.bfloat16):  # as its users do: PEFT keeps adapters in fp32
+                    part = model(input_ids=ids, labels=ids).loss / shape.micro_batches
                 part.backward()
                 loss = part.detach() + loss
             torch.nn.utils.clip_grad_norm_(trained, 1.0)

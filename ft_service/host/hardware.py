@@ -3,23 +3,99 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
+import subprocess
 from functools import lru_cache
 from pathlib import Path
 
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIP_VISIBLE = "HIP_VISIBLE_DEVICES"
+ROCR_VISIBLE = "ROCR_VISIBLE_DEVICES"
+KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+"""AMD's compute driver: a folder for each processor and GPU."""
+WSL_SMI = Path("/usr/lib/wsl/lib/nvidia-smi")
+"""Brought into WSL2 by the NVIDIA driver of Windows."""
+_SMI_SECONDS = 30
+
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the NVIDIA GPUs that processes of this host may use: the entries of CUDA_VISIBLE_DEVICES if set, else numbers."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Return the GPUs that processes of this host may use: the entries of `visibility_variable` if set, else numbers."""
+    visible = os.environ.get(visibility_variable())
     if visible is not None:
         return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return [str(number) for number in range(_device_files(devices))]
+    return [str(number) for number in range(_found_gpus(devices))]
+
+
+def visibility_variable() -> str:
+    """Return the name of the variable that says which GPUs a process may use.
+
+    ROCm reads both, and its own first. It is only used where it is set, since everything else here sets the other one.
+    """
+    return HIP_VISIBLE if torch_build() == "hip" and HIP_VISIBLE in os.environ else CUDA_VISIBLE
 
 
 @lru_cache
-def _device_files(devices: Path) -> int:
-    """Return the number of NVIDIA device files, counted once: it does not change while the process runs."""
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
+def _found_gpus(devices: Path) -> int:
+    """Return the number of this host's GPUs, counted once: it does not change while the process runs."""
+    nvidia = sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
+    build = torch_build()
+    wsl = len(wsl_models()) if build != "cpu" and not nvidia and (devices / "dxg").exists() else 0
+    amd = len(amd_gpus(KFD_NODES)) if build == "hip" and os.access(devices / "kfd", os.R_OK | os.W_OK) else 0
+    listed = os.environ.get(ROCR_VISIBLE)
+    return counted_gpus(build, nvidia, wsl, amd if listed is None else min(amd, len(listed.split(","))))
+
+
+def counted_gpus(build: str | None, nvidia: int, wsl: int, amd: int) -> int:
+    """Return the number of GPUs that ranks see, of those found as device files, by WSL2, and by AMD's driver.
+
+    `build`: of PyTorch, as in `torch_build`. Many a processor contains a small AMD GPU: those are counted only if PyTorch was
+    built for them. WSL2 has its device for any GPU, also one that is not NVIDIA's.
+    """
+    if build == "hip":
+        return amd
+    return nvidia or (0 if build == "cpu" else wsl)
+
+
+@lru_cache
+def torch_build() -> str | None:
+    """Return what PyTorch was built for, `cuda`, `hip` or `cpu`, by its files: it is not imported. None: it is not found."""
+    with contextlib.suppress(OSError, ValueError):
+        found = importlib.util.find_spec("torch")
+        if found is not None and found.origin is not None:
+            return build_of(Path(found.origin).with_name("version.py").read_text())
+    return None
+
+
+def build_of(version: str) -> str:
+    """Return what PyTorch was built for, from the text of its module `version`."""
+    return next((name for name in ("hip", "cuda") if re.search(rf"^{name}\b[^=\n]*= *['\"]", version, re.MULTILINE)), "cpu")
+
+
+def amd_gpus(nodes: Path) -> list[str]:
+    """Return the nodes of AMD's driver that are GPUs this process may use.
+
+    Processors have the id 0, and no SIMD units. A container's other GPUs are listed too, but cannot be read.
+    """
+    found = []
+    for node in nodes.glob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            properties = dict(line.split(maxsplit=1) for line in (node / "properties").read_text().splitlines() if " " in line)
+            if int((node / "gpu_id").read_text()) and int(properties.get("simd_count", 0)):
+                found.append(node.name)
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+@lru_cache
+def wsl_models(program: Path = WSL_SMI) -> tuple[str, ...]:
+    """Return the names of the NVIDIA GPUs of WSL2, which has no device files for them."""
+    command = [str(program), "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SMI_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int:

@@ -1,16 +1,20 @@
 """The machines that a plan can be made for: figures of their data sheets, and the share of them that training reaches.
 
-The figures are those of NVIDIA's and AMD's data sheets: dense matrix products in bf16 with fp32 sums; bytes of memory as the
-driver reports them; memory bandwidth; bandwidth in one direction of all links from a GPU to the others of its host.
+The figures are those of NVIDIA's and AMD's data sheets: dense matrix products in bf16, and in FP8, with fp32 sums; bytes of
+memory as the driver reports them; memory bandwidth; bandwidth in one direction of all links from a GPU to the others of its
+host.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from ft_service.errors import SpecError
-from ft_service.host.hardware import gpu_count, memory_bytes
+from ft_service.host.hardware import gpu_count, memory_bytes, torch_build, wsl_models
 from ft_service.spec import JobSpec
 
 EFFICIENCY = 0.45
@@ -32,6 +36,8 @@ class Machine:
     flops: float | None = None
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
+    fp8_flops: float | None = None
+    """None: it does not multiply FP8 in the form of the frozen weights. AMD's MI300X has another form."""
     shared_memory: bool = False
     """Whether all ranks of the host share `memory`."""
     heap_factor: float = 1.0
@@ -41,22 +47,37 @@ class Machine:
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("B200", int(178.3 * GIB), 2250e12, 8e12, 900e9),
-        Machine("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9),
-        Machine("H100", int(79.6 * GIB), 989e12, 3.35e12, 450e9),
+        Machine("B300", int(267.7 * GIB), 2250e12, 8e12, 900e9, 4500e12),
+        Machine("B200", int(178.3 * GIB), 2250e12, 8e12, 900e9, 4500e12),
+        Machine("GH200", int(94.5 * GIB), 989e12, 4e12, 450e9, 1979e12),
+        Machine("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, 1979e12),
+        Machine("H200-NVL", int(139.8 * GIB), 835e12, 4.8e12, 64e9, 1671e12),
+        Machine("H100", int(79.6 * GIB), 989e12, 3.35e12, 450e9, 1979e12),
+        Machine("H100-NVL", int(93.1 * GIB), 835e12, 3.9e12, 64e9, 1671e12),
+        Machine("H100-PCIe", int(79.1 * GIB), 756e12, 2e12, 64e9, 1513e12),
         Machine("A100", int(79.3 * GIB), 312e12, 2.04e12, 300e9),
         Machine("A100-40GB", int(39.5 * GIB), 312e12, 1.56e12, 300e9),
+        Machine("A100-PCIe", int(79.3 * GIB), 312e12, 1.94e12, 32e9),
+        Machine("A100-PCIe-40GB", int(39.5 * GIB), 312e12, 1.56e12, 32e9),
         Machine("MI300X", int(191.7 * GIB), 1307e12, 5.3e12, 448e9),
-        Machine("L40S", int(44.5 * GIB), 362e12, 864e9, 32e9),
-        Machine("L4", int(22.0 * GIB), 121e12, 300e9, 32e9),
+        Machine("L40S", int(44.5 * GIB), 362e12, 864e9, 32e9, 733e12),
+        Machine("L40", int(44.5 * GIB), 181e12, 864e9, 32e9, 362e12),
+        Machine("L4", int(22.0 * GIB), 121e12, 300e9, 32e9, 242e12),
+        Machine("A40", int(44.3 * GIB), 150e12, 696e9, 32e9),
         Machine("A10", int(22.0 * GIB), 125e12, 600e9, 32e9),
+        Machine("A10G", int(22.0 * GIB), 70e12, 600e9, 32e9),
         Machine("T4", int(14.6 * GIB), 8.1e12, 320e9, 16e9),  # in fp32: it has no products in bf16
-        Machine("RTX-5090", int(31.4 * GIB), 209e12, 1.79e12, 64e9),
-        Machine("RTX-4090", int(23.6 * GIB), 165e12, 1.01e12, 32e9),
+        Machine("RTX-6000-Ada", int(47.4 * GIB), 364e12, 960e9, 32e9, 728e12),
+        Machine("RTX-A6000", int(47.4 * GIB), 155e12, 768e9, 32e9),
+        Machine("RTX-5090", int(31.4 * GIB), 209e12, 1.79e12, 64e9, 419e12),
+        Machine("RTX-4090", int(23.6 * GIB), 165e12, 1.01e12, 32e9, 330e12),
         Machine("RTX-3090", int(23.6 * GIB), 71e12, 936e9, 32e9),
     )
 }
-"""Name as in `--hardware` → machine. Cards without NVLink or Infinity Fabric are connected by PCIe x 16."""
+"""Name as in `--hardware` → machine. Cards without NVLink or Infinity Fabric are connected by PCIe x 16, and so are cards whose
+bridges are sold apart and join two or four of them (PCIe and NVL). GH200 is the one with 96 GB; its link is NVLink."""
+_OTHER_CARDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D"})
+"""Words that make another card of one whose name a marketing name contains; Max-Q is written as two words here."""
 
 CPU = "cpu"
 _CORE_FLOPS = 50e9
@@ -96,30 +117,43 @@ def _bare(name: str) -> str:
     return name.upper().replace(" ", "-").removeprefix("RTX-")
 
 
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.split(r"[^A-Z0-9]+", name.upper())) - {""}
+
+
 def host_cpu() -> Machine:
     """This host without its GPUs: one core per rank, memory shared by all ranks."""
     figures = (_CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH)
     return Machine(CPU, memory_bytes(), *figures, shared_memory=True, heap_factor=HEAP_FACTOR)
 
 
-def this_host(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Machine:
+def this_host(
+    driver: Path = Path("/proc/driver/nvidia/gpus"),
+    products: Path = Path("/sys/class/drm"),
+    wsl: Callable[[], Sequence[str]] = wsl_models,
+) -> Machine:
     """The machine of jobs on this host: its GPUs as the driver names them, else its processor.
 
-    A GPU that is not in the table has no figures: the plan then does not say whether a job fits.
+    A GPU that is not in the table, or that no driver names, has no figures: the plan then does not say whether a job fits.
     """
     if not gpu_count():
         return host_cpu()
     lines = (line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines())
-    return machine_of_model(next((line.partition(":")[2].strip() for line in lines if "Model:" in line), ""))
+    nvidia = (line.partition(":")[2].strip() for line in lines if "Model:" in line)
+    amd = (path.read_text().strip() for path in sorted(products.glob("card*/device/product_name")))
+    models = amd if torch_build() == "hip" else chain(nvidia, wsl())
+    return machine_of_model(next(filter(None, models), ""))
 
 
 def machine_of_model(model: str) -> Machine:
-    """The machine of a GPU's marketing name, such as `NVIDIA A100-SXM4-80GB`."""
-    words = model.upper().replace("-", " ").split()
-    if "A100" in words:
-        return MACHINES["A100-40GB" if "40GB" in words else "A100"]
-    known = (machine for name, machine in MACHINES.items() if _bare(name) in words and "LAPTOP" not in words)
-    return next(known, Machine(model or "unknown GPU", None))
+    """The machine of a GPU's marketing name, such as `NVIDIA A100-SXM4-80GB`: of those whose words are all in it, the one with
+    most words.
+    """
+    words = _words(model)
+    known = [(len(_words(name)), machine) for name, machine in MACHINES.items() if _words(name) <= words]
+    if not known or words & _OTHER_CARDS or {"MAX", "Q"} <= words:
+        return Machine(model or "unknown GPU", None)
+    return max(known, key=lambda one: one[0])[1]
 
 
 def machine_of_gpu(model: str, memory: int) -> Machine:

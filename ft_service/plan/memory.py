@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ft_service.bases.description import Dimensions
 from ft_service.plan.machines import Machine
-from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout
+from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout, WeightStorage
 from ft_service.spec import JobSpec
 
 LOGIT_BYTES = 8
@@ -39,6 +39,9 @@ WHOLE_LOGIT_BYTES = 12
 ROW_BYTES = 2 * (3 * 8 + 2 * 4)
 """Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout; twice, since the next
 micro-batch is put together during the step."""
+GROUPED_BYTES = 2**30
+"""Most bytes of experts' matrices that a GPU dequantises at a time for one grouped product; one matrix may have more. 1 GiB
+holds the larger stack of a layer of Qwen3-30B, 768 MiB: in two lots its input and result would be copied twice."""
 FP8_BACKWARD_BYTES = 3
 """Bytes per number of the gradient that an FP8 product's backward rounds: times the weight's scales, in bf16, and rounded."""
 NORM_BACKWARD_COPIES = 5
@@ -147,7 +150,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         by_format[weight.format] += weight.bytes_on_rank(layout)
     numel = sum(a.numel_on_rank(layout) for a in job.adapters)
     kept = _kept_by_mode(job, batches.tokens)
-    extra = _dequantised(job) + _product_workspace(job, gpu=not machine.shared_memory) * batches.tokens
+    extra = _dequantised(job, machine) + _product_workspace(job, machine) * batches.tokens
     backward = _backward_by_mode(job, batches.tokens, extra)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
@@ -233,20 +236,31 @@ def _casts(job: ShardedJob) -> int:
     return job.compute_bytes * sum(a.numel for a in job.adapters) if needed else 0
 
 
-def _dequantised(job: ShardedJob) -> int:
-    """Bytes of the largest weight dequantised, or of the largest expert's."""
+def _dequantised(job: ShardedJob, machine: Machine) -> int:
+    """Bytes of the largest weight dequantised; of experts, one matrix, or on a GPU as many as it multiplies at a time."""
     experts = max(1, job.base.dimensions.experts)
-    sizes = (s.weight.numel // (experts if s.weight.kind == "experts" else 1) for s in job.quantised)
-    return job.compute_bytes * max(sizes, default=0)
+    grouped = not machine.shared_memory and job.spec.precision.compute == "bf16"
+
+    def at_a_time(stored: WeightStorage) -> int:
+        whole = job.compute_bytes * stored.weight.numel
+        if stored.weight.kind != "experts":
+            return whole
+        matrix = whole // experts
+        return matrix * (min(experts, max(1, GROUPED_BYTES // max(1, matrix))) if grouped else 1)
+
+    return max(map(at_a_time, job.quantised), default=0)
 
 
-def _product_workspace(job: ShardedJob, *, gpu: bool) -> int:
+def _product_workspace(job: ShardedJob, machine: Machine) -> int:
     """Bytes per token that the backward of a layer's last product needs in addition to its result: with dropout a mask and the
     input without what is dropped; for an FP8 product its gradient, scaled and rounded, and the last input that was rounded.
+
+    A GPU without figures is taken for one that multiplies FP8.
     """
     precision = job.spec.precision
+    multiplied = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
-    in_fp8 = gpu and precision.fp8_products == "auto" and precision.compute == "bf16"
+    in_fp8 = multiplied and precision.fp8_products == "auto" and precision.compute == "bf16"
     rounded = max((s.weight.numel_of_row for s in job.frozen if in_fp8 and s.format == "fp8"), default=0)
     return (1 + job.compute_bytes) * dropped + (FP8_BACKWARD_BYTES * job.base.dimensions.hidden + rounded if rounded else 0)
 

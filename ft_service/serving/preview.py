@@ -31,7 +31,7 @@ from typing import Any
 from ft_service.bases.cache_folder import FOLDER, folder_of
 from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.errors import FtError, UnavailableError
-from ft_service.host.hardware import available_memory, default_slots, gpu_count, visible_gpus
+from ft_service.host.hardware import available_memory, default_slots, gpu_count, visibility_variable, visible_gpus
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import host_id
 from ft_service.plan.quantities import bytes_text
@@ -319,7 +319,7 @@ class Preview:
         cache = folder_of(os.environ, self._settings.home)
         environment = {"PYTHONSAFEPATH": "1", FOLDER: str(cache) if cache else ""}
         if self._gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = "" if slot is None else visible_gpus()[slot]
+            environment[visibility_variable()] = "" if slot is None else visible_gpus()[slot]
         return environment
 
     def _refuse(self, tickets: list[Ticket], error: FtError) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ft_service.bases import cache_folder
 from ft_service.data import token_folder
 from ft_service.host.environment import child_environment
-from ft_service.host.hardware import visible_gpus
+from ft_service.host.hardware import visibility_variable, visible_gpus
 from ft_service.host.lifetime import RANKS_LOCK, RANKS_LOCK_PATH, SUPERVISOR_PID
 from ft_service.rundir.attempt import Attempt, AttemptNode
 from ft_service.rundir.directory import RunDir
@@ -138,7 +138,7 @@ def _devices(start: Start) -> dict[str, str]:
     gpus, slots = visible_gpus(), start.slots
     if not slots or not gpus:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot] for slot in slots if slot < len(gpus))}
+    return {visibility_variable(): ",".join(gpus[slot] for slot in slots if slot < len(gpus))}
 
 
 def guilty_tail(logs: Path, local_rank: int | None, lines: int = TAIL_LINES) -> str:

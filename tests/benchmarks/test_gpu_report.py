@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.bases import Llama
 from benchmarks.gpu_report import __main__ as harness
 from benchmarks.gpu_report import sections
 from benchmarks.gpu_report.arithmetic import Work
 from benchmarks.gpu_report.packages import NAMES, pinned, trim
+from benchmarks.gpu_report.peft_speed import steps
 from benchmarks.gpu_report.profile import covered
 from benchmarks.gpu_report.rows import Row, Rows, SkippedError, markdown, read
 from benchmarks.gpu_report.sections import SECTIONS, Context, Section
+from benchmarks.gpu_report.speed_job import shapes_of
 from tests.support.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +55,35 @@ def test_sections_measure_on_a_processor(tmp_path: Path) -> None:
     whole = next(row for row in rows if row.section == "synchronisations" and "a_step" in row.numbers)
     parts = [row.numbers["a_step"] for row in rows if row.section == "synchronisations" and row is not whole]
     assert whole.numbers["a_step"] == pytest.approx(sum(parts))
+
+
+def test_ranks_are_forked_from_a_server_that_has_not_begun_cuda() -> None:
+    """It would begin it by asking whether there is a GPU, unless the server's own environment says to ask the driver."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    assert run_on_ranks(variable_on_rank, 1, name) == ["1"]
+    assert harness.environment({}, "cuda")[name] == "1"
+
+
+def variable_on_rank(rank: int, world: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_the_stock_parts_compute_in_bf16(tmp_path: Path) -> None:
+    """Their adapters too, which PEFT keeps in fp32: without autocast their products are in fp32, several times as slow."""
+    assert run_on_ranks(adapters_results_on_rank, 1, str(tmp_path)) == [{torch.bfloat16}]
+
+
+def adapters_results_on_rank(rank: int, world: int, folder: str) -> set[torch.dtype]:
+    context = Context("cpu", True, Rows(Path(folder, "rows"), "peft"), Path(folder), Path(folder, "rows"))
+    step_of, found = steps(context, quantised=False), set[torch.dtype]()
+
+    def watch(module: nn.Module, _: Any, result: Any) -> None:
+        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+            found.add(result.dtype)
+
+    with register_module_forward_hook(watch):
+        step_of(shapes_of(context)[0])()
+    return found
 
 
 def sections_on_rank(rank: int, world: int, names: list[str], folder: str) -> None:

@@ -13,7 +13,7 @@ from tests.support.training.attempts import supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.layers import dropout
 from workers.quant import fp8, grouped_linear, nf4
-from workers.quant.fp8_products import why_not
+from workers.quant.fp8_products import kernel_fault, why_not
 from workers.quant.weights import FP8Weight, NF4Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -57,6 +57,7 @@ def test_products_in_fp8_are_those_of_the_formula(rows: int) -> None:
     reason = why_not(torch.bfloat16, torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
+    assert kernel_fault(torch.device("cuda", 0)) is None
     weight = FP8Weight.quantize(torch.randn(96, 160).cuda().bfloat16())
     x = torch.randn(rows, 160, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y, dense = weight.linear_in_fp8(x), weight.dequantize(torch.float32)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+CHECK_BY_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it, whether there is a GPU is asked of its driver: to ask CUDA begins it, and no fork of that process can use it."""
 PRELOAD = ["tests.support.without_torchao", "workers", "tests.support.preloaded"]
 
 
@@ -20,6 +22,7 @@ def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: 
 
     The function must be importable. Raises AssertionError with the tracebacks of the ranks that failed, or TimeoutError.
     """
+    os.environ.setdefault(CHECK_BY_DRIVER, "1")  # before the server begins: what it imports asks whether there is a GPU
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,7 @@ from tests.support.training.attempts import adapter, attempt_on_rank, losses, ru
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
 from workers.job.parent_adapter import adopt
+from workers.model import precision
 from workers.model.build import build
 from workers.tasks.consolidate import consolidate
 from workers.train import _resume, report_built
@@ -396,4 +397,23 @@ def test_dropout_without_its_kernel_is_an_event_of_the_job(tmp_path: Path) -> No
     [(level, text)] = [one for one in told if "lora_dropout" in one[1]]
     assert level == "warn"
     assert text.startswith("lora.lora_dropout: its masks are made without their kernel, more slowly: ")
+    assert "Error: " in text
+
+
+def test_products_in_fp8_without_their_kernels_are_an_event_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "why_not", lambda compute, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    base, told = save_chat_base(tmp_path / "base"), list[tuple[str, str]]()
+    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
+    for weights, products, device in (
+        ("fp8", "auto", "cuda"),
+        ("fp8", "off", "cuda"),
+        ("nf4", "auto", "cuda"),
+        ("fp8", "auto", "cpu"),
+    ):
+        spec = spec_for(base, precision={"default": weights, "fp8_products": products})
+        report_built(spec, build(spec, CPU), torch.device(device), reporter)
+    [(level, text)] = [one for one in told if one[1].startswith("precision.fp8_products: ")]
+    assert level == "warn"
+    assert "without their kernel, more slowly than in bf16: " in text
     assert "Error: " in text

@@ -137,7 +137,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: 
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
         key, value = one_a_head(query, key, value)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # Not tensor[0], whose backward writes zeros as large as the tensor and copies the gradient into them.
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     starts, longest = bounds.on_device, bounds.longest
     assert starts is not None, "Segments.fused"
     out = varlen_attn(q, k, v, starts, starts, longest, longest, **options)

@@ -6,13 +6,17 @@ With a weight's codes Q [rows, cols] and scales s [rows, 1], W = s ∘ Q:
     backward    g W  = (g ∘ sᵀ) Q         they lie along the sum, and are folded into g before that is rounded
 
 Both directions read the codes as they are stored; no dequantised weight is ever made. The backward makes one transposed copy
-of the codes, since the hardware wants both factors contiguous along the sum.
+of the codes, since the hardware wants both factors contiguous along the sum. Rounding and transposing are kernels of our own
+where Triton is there (`fp8_kernels`), and elsewhere PyTorch's operations, which take as long as the products gain.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import weakref
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -21,11 +25,15 @@ from workers.quant import fp8
 from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import Numerics
 
+log = logging.getLogger(__name__)
+
 MULTIPLE = 16
 """Both dimensions of a weight have to be multiples of this."""
 CAPABILITY = (8, 9)
 """The lowest compute capability of CUDA devices that multiply FP8."""
-
+OFF_STREAM = (CAPABILITY, (2, 12))
+"""On GPUs of this compute capability the product is not on the current stream in PyTorch before this release, and so reads what
+is not yet written (pytorch#177651)."""
 
 SCALE_ROWS = 256
 """Some of torch's kernels read scales in blocks of so many rows, also past the last one (pytorch#133334)."""
@@ -42,8 +50,7 @@ class InFP8(Numerics):
     def linear_grad(self, grad: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         codes, scale = parts
         flat = grad.reshape(-1, grad.shape[-1])
-        folded = fp8.quantize(torch.mul(flat, scale.t(), out=torch.empty_like(flat)))  # in fp32, rounded once to grad's dtype
-        by_columns = codes.t().contiguous().t()
+        folded, by_columns = _rounded(flat, scale), _transposed(codes).t()
         ones = torch.ones(1, cols, device=grad.device)
         return _product(folded, by_columns, ones, grad.shape[:-1], grad.dtype, use_fast_accum=False)
 
@@ -76,10 +83,10 @@ _last_input = _LastInput()
 def _rounded_input(x: Tensor) -> FP8Parts:
     """x [.., cols] rounded to FP8 row by row, once for all layers that have the same input."""
     if _inside_operator() or x.is_inference():
-        return fp8.quantize(x.reshape(-1, x.shape[-1]))
+        return _rounded(x.reshape(-1, x.shape[-1]))
     parts = _last_input.find(x)
     if parts is None:
-        parts = fp8.quantize(x.reshape(-1, x.shape[-1]))
+        parts = _rounded(x.reshape(-1, x.shape[-1]))
         _last_input.keep(x, parts)
     return parts
 
@@ -91,6 +98,59 @@ def _inside_operator() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
+def kernel_fault(device: torch.device) -> str | None:
+    """Why products on a GPU go without their kernels; None: they go with them, or the device is none."""
+    return _kernels(device)[1] if device.type == "cuda" else None
+
+
+@functools.cache
+def _kernels(device: torch.device) -> tuple[ModuleType | None, str | None]:
+    """The kernels, where Triton is there and they come to what a processor does; else None, and why."""
+    try:
+        from workers.quant import fp8_kernels  # here: Triton takes a second to import, and is not everywhere
+
+        _compare(fp8_kernels, device)
+    except Exception as error:  # without a C compiler, to name one, Triton raises what it likes
+        log.warning("products in FP8 go without their kernels", exc_info=error)
+        return None, f"{type(error).__name__}: {str(error).strip()[:300]}"
+    return fp8_kernels, None
+
+
+def _compare(kernels: ModuleType, device: torch.device) -> None:
+    """Raise AssertionError if kernels round or turn other than plain operations on a processor, bit for bit."""
+    x = torch.linspace(-3, 5, 3 * 128).view(3, 128).bfloat16()
+    for factors in (None, torch.linspace(0.5, 2, 128).view(128, 1)):
+        expected = _rounded_by_parts(x, factors)
+        found = _rounded_by_kernel(kernels, x.to(device), None if factors is None else factors.to(device))
+        assert torch.equal(found.scale.cpu(), expected.scale), "it gives other scales"
+        assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8)), "it gives other codes"
+    turned = kernels.transposed(expected.codes.to(device))
+    assert torch.equal(turned.view(torch.uint8).cpu(), expected.codes.t().view(torch.uint8)), "it turns codes otherwise"
+
+
+def _rounded(x: Tensor, factors: Tensor | None = None) -> FP8Parts:
+    """x [rows, cols] rounded to FP8 row by row, after each column is multiplied by its factor [cols, 1], if there are any."""
+    kernels = _kernels(x.device)[0] if x.is_cuda and x.dtype == torch.bfloat16 else None
+    return _rounded_by_parts(x, factors) if kernels is None else _rounded_by_kernel(kernels, x, factors)
+
+
+def _rounded_by_parts(x: Tensor, factors: Tensor | None) -> FP8Parts:
+    if factors is not None:
+        x = torch.mul(x, factors.t(), out=torch.empty_like(x))  # in fp32, rounded once to x's dtype
+    return fp8.quantize(x)
+
+
+def _rounded_by_kernel(kernels: ModuleType, x: Tensor, factors: Tensor | None) -> FP8Parts:
+    scale = _blocks(x.shape[0], x.device)[: x.shape[0]]
+    return FP8Parts(kernels.quantised_rows(x, factors, scale), scale)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    """[rows, cols] → [cols, rows], contiguous."""
+    kernels = _kernels(codes.device)[0] if codes.is_cuda else None
+    return codes.t().contiguous() if kernels is None else kernels.transposed(codes)
+
+
 def why_not(compute: torch.dtype, device: torch.device) -> str | None:
     """Why a device cannot multiply in FP8 for a job that computes in `compute`. None: it can."""
     if compute != torch.bfloat16:
@@ -100,7 +160,21 @@ def why_not(compute: torch.dtype, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, below {CAPABILITY[0]}.{CAPABILITY[1]}"
+    if torch.version.hip is not None:
+        return "AMD's GPUs are not known to multiply FP8 in the form that it is stored in"
+    affected, mended = OFF_STREAM
+    if capability == affected and _release(torch.__version__) < mended:
+        return (
+            f"PyTorch {torch.__version__} multiplies FP8 wrongly on GPUs of compute capability {affected[0]}.{affected[1]} "
+            f"(pytorch#177651); {mended[0]}.{mended[1]} does not"
+        )
     return None
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as 2.11.0+cu130."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def fits(rows: int, cols: int) -> bool:
@@ -121,8 +195,17 @@ def _product(
 
 
 def _within_blocks(scale: Tensor) -> Tensor:
-    """Scales [rows, 1] at the beginning of memory that is whole blocks of them."""
+    """Scales [rows, 1] at the beginning of memory that is whole blocks of them, as the kernel leaves them."""
     rows = scale.shape[0]
-    blocks = scale.new_zeros(-(-rows // SCALE_ROWS) * SCALE_ROWS, 1)
-    blocks[:rows].copy_(scale)
-    return blocks[:rows]
+    if scale.storage_offset() == 0 and scale.untyped_storage().nbytes() >= _in_blocks(rows) * scale.element_size():
+        return scale
+    return _blocks(rows, scale.device)[:rows].copy_(scale)
+
+
+def _blocks(rows: int, device: torch.device) -> Tensor:
+    """Zeros, fp32 [rows, 1], with more rows to the end of a block."""
+    return torch.zeros(_in_blocks(rows), 1, device=device)
+
+
+def _in_blocks(rows: int) -> int:
+    return -(-rows // SCALE_ROWS) * SCALE_ROWS

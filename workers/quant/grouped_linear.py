@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ft_service.plan.memory import GROUPED_BYTES
 from workers.quant.frozen_linear import PLAIN, dense
 
-GROUPED_BYTES = 2**29
-"""Most bytes that are dequantised at a time for a grouped product; one matrix may have more."""
 GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs for which torch has a grouped product. On others torch runs a loop that waits."""
 MULTIPLE = 8
@@ -135,10 +134,21 @@ grouped_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def grouped_matrices(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """x [n, in], sorted by group, times its group's matrix of [groups, out, in] → [n, out] in x's dtype, differentiable."""
-    if is_grouped(x, matrices.shape[1], matrices.shape[2]):
-        return F.grouped_mm(x.contiguous(), matrices.transpose(1, 2), offs=counts.cumsum(0).int())
-    return _adapter_product(x, matrices, counts)
+    """x [n, in], sorted by group, times its group's matrix of [groups, out, in] → [n, out] in x's dtype, differentiable.
+
+    Where the kernel wants larger matrices, as for r = 4, zeros are added: they change no sum, and without them a loop would
+    wait for the number of rows of every group.
+    """
+    rows, cols = matrices.shape[1:]
+    more_rows, more_cols = -rows % MULTIPLE, -cols % MULTIPLE
+    if not is_grouped(x, rows + more_rows, cols + more_cols):
+        return _adapter_product(x, matrices, counts)
+    if more_cols:
+        x = F.pad(x, (0, more_cols))
+    if more_rows or more_cols:
+        matrices = F.pad(matrices, (0, more_cols, 0, more_rows))
+    y = F.grouped_mm(x.contiguous(), matrices.transpose(1, 2), offs=counts.cumsum(0).int())
+    return y[:, :rows] if more_rows else y
 
 
 @torch.library.custom_op("ft_service::grouped_matrices", mutates_args=())

@@ -245,11 +245,17 @@ def quiet_libraries() -> None:
 
 
 def _reproducible(device: torch.device) -> None:
-    """Fix the global random generators, in case a library draws from them; nothing of ours does."""
+    """Fix the global random generators, in case a library draws from them; nothing of ours does. Sums are in fp32.
+
+    cuBLAS may split a long sum over blocks of a GPU, as adapters' gradients are over all tokens, and would add the parts in
+    bf16. It may still split it: cuBLAS's older interface, which PyTorch takes by default, refuses to be forbidden that.
+    """
     random.seed(0)
     torch.manual_seed(0)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
+    elif device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def start_thread(name: str, device: torch.device, target: Callable[..., None], *args: Any) -> threading.Thread:

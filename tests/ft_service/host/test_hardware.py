@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.host.hardware import available_memory, memory_bytes, visible_gpus
+from ft_service.host import hardware
+from ft_service.host.hardware import (
+    amd_gpus,
+    available_memory,
+    build_of,
+    counted_gpus,
+    memory_bytes,
+    torch_build,
+    visible_gpus,
+    wsl_models,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +30,100 @@ def test_gpus_are_those_that_cuda_may_see(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus(tmp_path) == gpus
+
+
+@pytest.mark.parametrize(
+    ("build", "nvidia", "wsl", "amd", "gpus"),
+    [
+        ("cuda", 2, 0, 0, 2),
+        ("cuda", 0, 3, 0, 3),
+        ("hip", 0, 0, 8, 8),
+        ("hip", 1, 0, 2, 2),
+        ("cuda", 1, 0, 1, 1),
+        ("cuda", 0, 0, 1, 0),
+        ("cpu", 0, 1, 1, 0),
+        (None, 0, 1, 1, 1),
+    ],
+)
+def test_gpus_are_those_that_pytorch_was_built_for(build: str | None, nvidia: int, wsl: int, amd: int, gpus: int) -> None:
+    assert counted_gpus(build, nvidia, wsl, amd) == gpus
+
+
+@pytest.mark.parametrize(
+    ("version", "build"),
+    [
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.43482-0f2d60242'\n", "hip"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "cpu"),
+        ("__version__ = '2.11.0'\ndebug = False\ncuda = '12.8'\nhip = None\n", "cuda"),
+    ],
+)
+def test_what_pytorch_was_built_for_is_read_from_its_files(version: str, build: str) -> None:
+    assert build_of(version) == build
+
+
+def test_the_installed_pytorch_says_the_same() -> None:
+    import torch
+
+    assert torch_build() == ("hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu")
+
+
+def kfd_nodes(folder: Path) -> Path:
+    """What AMD's driver lists on a host with two processors and three GPUs, of which a container may use two."""
+    for number, gpu_id in enumerate((0, 0, 51109, 28323, 7)):
+        (folder / str(number)).mkdir(parents=True)
+        (folder / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
+        simds = 1216 if gpu_id else 0
+        (folder / str(number) / "properties").write_text(f"cpu_cores_count {0 if gpu_id else 96}\nsimd_count {simds}\n")
+    (folder / "4" / "properties").unlink()
+    (folder / "4" / "properties").mkdir()  # reading it fails, as it does there
+    return folder
+
+
+def test_amd_gpus_are_the_nodes_that_compute_and_can_be_read(tmp_path: Path) -> None:
+    assert amd_gpus(kfd_nodes(tmp_path)) == ["2", "3"]
+    assert amd_gpus(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "gpus"),
+    [
+        ({}, "CUDA_VISIBLE_DEVICES", ["0", "1"]),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, "CUDA_VISIBLE_DEVICES", ["0"]),
+        ({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "HIP_VISIBLE_DEVICES", ["1"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES", []),
+    ],
+)
+def test_rocm_s_gpus_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str, gpus: list[str]
+) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    (devices / "kfd").touch()
+    monkeypatch.setattr(hardware, "KFD_NODES", kfd_nodes(tmp_path / "nodes"))
+    monkeypatch.setattr(hardware, "torch_build", lambda: "hip")
+    for known in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(known, raising=False)
+    for known, value in variables.items():
+        monkeypatch.setenv(known, value)
+    assert hardware.visibility_variable() == name
+    assert visible_gpus(devices) == gpus
+
+
+def test_gpus_of_wsl2_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ntest $1 = --query-gpu=name && echo 'NVIDIA GeForce RTX 3090' && echo 'NVIDIA RTX A6000'\n")
+    program.chmod(0o755)
+    assert wsl_models(program) == ("NVIDIA GeForce RTX 3090", "NVIDIA RTX A6000")
+    assert wsl_models(tmp_path / "absent") == ()
+    monkeypatch.setattr(hardware, "wsl_models", lambda: wsl_models(program))
+    monkeypatch.setattr(hardware, "torch_build", lambda: "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, gpus in (("without", []), ("with", ["0", "1"])):
+        (tmp_path / name).mkdir()
+        if name == "with":
+            (tmp_path / name / "dxg").touch()
+        assert visible_gpus(tmp_path / name) == gpus
 
 
 def test_memory_is_the_containers_where_it_has_a_limit(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ft_service.plan.machines import MACHINES, find_machine
-from ft_service.plan.memory import planned_micro_batches
+from ft_service.plan.memory import GROUPED_BYTES, planned_micro_batches
 from ft_service.plan.weight_storage import ShardLayout
-from tests.support.bases import plan_of, save_base, spec_on
+from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import plan_8b
 
 
@@ -83,6 +83,29 @@ def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
     inner, dense = 2 * 8192 * 14_336, 2 * 4096 * 14_336
     assert fp8 - plain == dense + 8192 * (3 * 4096 + 14_336) - inner
     assert dropped - plain == dense + 8192 * 3 * 14_336 - inner
+    for name, counted in (("A100", plain), ("MI300X", plain), ("L40S", fp8)):
+        assert plan_8b(tmp_path, machine=MACHINES[name], precision={"default": "fp8"}, **options).rank.workspace == counted, (
+            name
+        )
+
+
+@pytest.mark.parametrize(("experts", "at_a_time"), [(128, 128), (256, 170)])
+def test_a_gpu_dequantises_many_experts_at_a_time(tmp_path: Path, experts: int, at_a_time: int) -> None:
+    """With 128 as wide as Qwen3-30B's, all of a stack; of more, what 1 GiB holds. A processor takes one after the other."""
+    config = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 1}
+    config |= {"num_local_experts": experts, "num_experts_per_tok": 8}
+    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
+    before = "model.layers.0.mlp"
+    shapes |= {f"{before}.gate.weight": (experts, 2048), f"{before}.experts.gate_up_proj": (experts, 1536, 2048)}
+    shapes |= {f"{before}.experts.down_proj": (experts, 2048, 768)}
+    base = save_base(tmp_path / "base", {**config, "model_type": "mixtral"}, shapes)
+    spec = spec_on(base, training={"max_length": 16, "batch_size": 1}, precision={"default": "nf4"})
+    matrix = 2 * 1536 * 2048
+    assert at_a_time == min(experts, GROUPED_BYTES // matrix)
+    on_gpu, in_turn = (
+        plan_of(spec, m).rank.workspace for m in (MACHINES["H100"], replace(MACHINES["H100"], shared_memory=True))
+    )
+    assert on_gpu - in_turn == at_a_time * matrix - 2 * 2048 * 2048, "in turn the queries' matrix is the largest"
 
 
 def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) -> None:

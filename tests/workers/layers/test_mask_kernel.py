@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.support.triton_programs import ROOT, run_with_triton
 
-ROOT = Path(__file__).parents[3]
-TRITON = Path(sys.prefix, "triton")
-"""Where `make test` puts Triton if PyTorch has brought none."""
 COMPILES = """
 import sys
 import triton
@@ -39,29 +32,20 @@ for tokens, channels in ((1, 1), (7, 100), (5, 1024), (3, 1025)):
 """
 
 
-def run(program: str, tmp_path: Path, **environment: str) -> None:
-    """Run a program beside Triton, in a process of its own: its interpreter is chosen when it is imported."""
-    if importlib.util.find_spec("triton") is None and not (TRITON / "triton").is_dir():
-        pytest.skip("Triton is not installed")
-    paths = os.pathsep.join([str(ROOT), str(TRITON)])
-    variables = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path), **environment}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_kernel_compiles_for_every_gpu(tmp_path: Path) -> None:
-    run(COMPILES, tmp_path)
+    run_with_triton(COMPILES, tmp_path)
 
 
 def test_the_kernel_makes_the_masks_of_the_processor(tmp_path: Path) -> None:
-    run(COMPUTES, tmp_path, TRITON_INTERPRET="1")
+    run_with_triton(COMPUTES, tmp_path, TRITON_INTERPRET="1")
 
 
 def test_no_other_module_has_a_kernel() -> None:
-    """One that is added is to be compiled here too."""
+    """One that is added is to be compiled in a test, as here and in tests/workers/quant/test_fp8_kernels.py."""
     found = set()
     for path in (ROOT / "workers").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
                 found.add((path.stem, node.name))
-    assert found == {("mask_kernel", "_kept")}
+    of_fp8 = {("fp8_kernels", name) for name in ("_quantised", "_representable", "_turned")}
+    assert found == {("mask_kernel", "_kept"), *of_fp8}

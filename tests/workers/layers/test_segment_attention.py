@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
 
+from tests.support.fused_attention import fused_attention
 from workers.layers import scored_attention
 from workers.layers import segment_attention as attention
 from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
@@ -199,3 +201,26 @@ def test_plain_attention_is_pytorch_s() -> None:
     ours, _ = segment_attention(Layer(), query, key, value, None)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(ours, expected.transpose(1, 2))
+
+
+class Called(TorchDispatchMode):
+    """The operators that are called while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_fused_kernel_s_gradients_are_not_copied() -> None:
+    """Into zeros as large as the tensor: 0.4 GB a layer of a model of 8 billion, for a dimension of one."""
+    query, key, value = (tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, 109, 16))
+    with fused_attention(), Called() as called:
+        CURRENT.use(STARTS, STARTS, max(LENGTHS))
+        out, _ = segment_attention(Layer(), query, key, value, None, scaling=SCALE)
+        out.sum().backward()
+    assert "ft_service_tests::packed_rows_grad" in called.names, "the kernel's stand-in was called"
+    assert not [name for name in called.names if "select" in name]

@@ -156,10 +156,20 @@ def test_no_rows_make_no_rows() -> None:
 
 def test_a_device_is_chosen_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    for capability, expected in [((8, 0), "8.0, below 8.9"), ((8, 9), None), ((9, 0), None)]:
+    for capability, version, expected in [
+        ((8, 0), "2.13.0", "8.0, below 8.9"),
+        ((8, 9), "2.11.0+cu130", "PyTorch 2.11.0+cu130 multiplies FP8 wrongly on GPUs of compute capability 8.9"),
+        ((8, 9), "2.12.0", None),
+        ((8, 9), "2.13.0a0+gitabc", None),
+        ((9, 0), "2.11.0+cu130", None),
+        ((12, 0), "2.11.0", None),
+    ]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch, "__version__", version)
         reason = why_not(torch.bfloat16, gpu)
         assert reason is None if expected is None else expected in (reason or "")
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert "AMD" in (why_not(torch.bfloat16, gpu) or "")
     assert "float32" in (why_not(torch.float32, gpu) or "")
     assert why_not(torch.bfloat16, CPU) == "processors do not multiply FP8"
 

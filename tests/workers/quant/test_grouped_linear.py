@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.quant import grouped_linear as module
-from workers.quant.grouped_linear import PLAIN, GroupedWeight, grouped_linear, grouped_product
+from workers.quant.grouped_linear import PLAIN, GroupedWeight, grouped_linear, grouped_matrices, grouped_product
 from workers.quant.weights import FP8Weight, NF4Weight
 
 ROWS, COLS = 24, 64
@@ -72,3 +72,31 @@ def test_the_host_never_waits_for_the_number_of_rows(lot: int, monkeypatch: pyte
         y = grouped_product(x, counts, weight, transposed=True)
         of_x = grouped_product(grad, counts, weight, transposed=False)
     assert (y.shape, of_x.shape) == ((14, ROWS), (14, COLS))
+
+
+@pytest.mark.parametrize(("r", "cols"), [(1, 64), (4, 64), (6, 30), (8, 64), (12, 64)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_adapters_of_any_r_take_the_grouped_product_and_get_the_loop_s_results(
+    r: int, cols: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly: numbers are whole and small, so that no order of a sum rounds."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((14, cols), (5, r, cols), (5, 10, r), (14, 10))
+    x, a, b, grad = (torch.randint(-4, 5, shape, generator=generator).float() for shape in shapes)
+    numbers, sizes = torch.tensor(counts), []
+
+    def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
+        sizes.append((rows, cols))
+        return rows % 8 == cols % 8 == 0
+
+    def computed() -> list[Tensor]:
+        factors = [factor.clone().requires_grad_() for factor in (x, a, b)]
+        y = grouped_matrices(grouped_matrices(factors[0], factors[1], numbers), factors[2], numbers)
+        return [y.detach(), *torch.autograd.grad(y, factors, grad)]
+
+    loop = computed()
+    monkeypatch.setattr(module, "is_grouped", is_grouped)
+    monkeypatch.setattr(module, "_adapter_product", None)
+    grouped = computed()
+    assert all(torch.equal(*pair) for pair in zip(loop, grouped, strict=True))
+    assert [rows % 8 + cols % 8 for rows, cols in sizes] == [0, 0]

@@ -6,6 +6,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,7 +18,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
-from workers.ranks.runtime import quiet_libraries, report_failure, start_thread, surroundings
+from workers.ranks.runtime import _reproducible, quiet_libraries, report_failure, start_thread, surroundings
 
 OUTCOME = "attempts/1/outcome.json"
 
@@ -105,3 +106,18 @@ def test_a_thread_sets_the_ranks_device_before_it_does_anything() -> None:
         with patch("torch.cuda.set_device", done.append):
             start_thread("test", torch.device(device), done.append, "work").join()
         assert done == expected
+
+
+def test_a_gpu_s_long_sums_are_in_fp32() -> None:
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    try:
+        for device, reduced in (("cpu", True), ("cuda", False)):
+            settings.allow_bf16_reduced_precision_reduction = True
+            with patch.object(torch, "use_deterministic_algorithms"), patch.object(torch, "manual_seed"):
+                _reproducible(torch.device(device))
+            assert settings.allow_bf16_reduced_precision_reduction is reduced
+            split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", True)
+            assert split, "PyTorch's products in bf16 fail without it, unless they go through cuBLASLt"
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before

@@ -1,0 +1,51 @@
+"""Programs that run beside Triton without a GPU, each in a process of its own: its interpreter is chosen on its import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRITON = Path(sys.prefix, "triton")
+"""Where `make test` puts Triton if PyTorch has brought none."""
+
+
+def run_with_triton(program: str, folder: Path, *arguments: str, **environment: str) -> None:
+    """Run a program to its end. Raises AssertionError with what it wrote, or skips the test. `folder`: for what is compiled."""
+    if importlib.util.find_spec("triton") is None and not (TRITON / "triton").is_dir():
+        pytest.skip("Triton is not installed")
+    paths = os.pathsep.join([str(ROOT), str(TRITON)])
+    variables = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def correct_casts(*, by_way_of_fp16: bool) -> None:
+    """Let Triton's interpreter round to the nearest, as GPUs do: for fewer bits it cuts off, or rounds up ties and some others.
+
+    Called by a program that runs in the interpreter. `by_way_of_fp16`: cast to FP8 as GPUs of compute capability 8.9 do.
+    """
+    import numpy as np
+    import torch
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+
+    types = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+    whole = {1: (torch.uint8, np.uint8), 2: (torch.uint16, np.uint16), 4: (torch.int32, np.uint32)}
+
+    def cast(values: np.ndarray, source: object, target: object, _: object) -> np.ndarray:
+        numbers = torch.from_numpy(values.copy().view(np.uint8)).view(types[source])
+        if by_way_of_fp16 and types[target] == torch.float8_e4m3fn:
+            numbers = numbers.half()
+        numbers = numbers.to(types[target])
+        bits, shape = whole[numbers.element_size()]
+        return numbers.view(bits).numpy().view(shape).reshape(values.shape)
+
+    interpreter._convert_float = cast

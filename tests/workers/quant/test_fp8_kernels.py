@@ -1,0 +1,153 @@
+"""The kernels of products in FP8 without a GPU: compiled for those that are in use, and computed by Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.triton_programs import run_with_triton
+from workers.quant import fp8_products
+from workers.quant.weights import FP8Weight
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.quant.fp8_kernels import _quantised, _turned
+
+ROUNDED = {"x": "*bf16", "factors": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32", "width": "i32", "stride": "i32"}
+ROUNDED |= {"tiny": "fp32", "largest_code": "fp32", "scaled": "constexpr", "twice": "constexpr"}
+ROUNDED |= {"steps": "constexpr", "block": "constexpr"}
+TURNED = {"codes": "*u8", "turned": "*u8", "rows": "i32", "cols": "i32", "tile": "constexpr"}
+ALIGNED = {(number,): [["tt.divisibility", 16]] for number in range(4)}
+
+def compiled(kernel, types, constants, capability, attrs=None):
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attrs)
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm
+    assert found["cubin"]
+    return found["ptx"]
+
+for capability in (80, 89, 90, 100):
+    compiled(_turned, TURNED, {(4,): 64}, capability)
+    for scaled in (True, False):
+        for attrs in (None, ALIGNED | {(4,): [["tt.divisibility", 16]], (5,): [["tt.divisibility", 16]]}):
+            constants = {(8,): scaled, (9,): capability < 90, (10,): 2, (11,): 4096}
+            if capability < 89:  # those GPUs have no FP8, and do not multiply it: fp8_products.CAPABILITY
+                try:
+                    compiled(_quantised, ROUNDED, constants, capability, attrs)
+                except Exception as error:
+                    assert "fp8e4nv not supported in this architecture" in str(error), error
+                continue
+            ptx = compiled(_quantised, ROUNDED, constants, capability, attrs)
+            assert "div.rn.f32" in ptx and "div.full" not in ptx and ".ftz" not in ptx
+            assert ("cvt.rn.satfinite.e4m3x2.f32" if capability >= 90 else "cvt.rn.satfinite.e4m3x2.f16x2") in ptx
+"""
+COMPUTES = """
+import sys
+import torch
+from tests.support.triton_programs import correct_casts
+from workers.quant import fp8_kernels, fp8_products
+
+twice = bool(int(sys.argv[1]))
+correct_casts(by_way_of_fp16=twice)
+fp8_kernels.casts_twice = lambda device: twice
+fp8_products._compare(fp8_kernels, torch.device("cpu"))
+generator = torch.Generator().manual_seed(0)
+
+def same(x, factors):
+    expected = fp8_products._rounded_by_parts(x, factors)
+    found = fp8_products._rounded_by_kernel(fp8_kernels, x, factors)
+    assert torch.equal(found.scale.view(torch.int32), expected.scale.view(torch.int32)), (x.shape, factors is None)
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8)), (x.shape, factors is None)
+
+for rows, cols in ((1, 16), (3, 100), (5, 4096), (4, 5000), (1, 8192), (0, 16)):
+    spread = torch.logspace(-30, 30, max(1, rows))[:rows, None]
+    x = (torch.randn(rows, cols, generator=generator).pow(3) * spread).bfloat16()
+    same(x, None)
+    same(x, torch.rand(cols, 1, generator=generator) + 0.01)
+    same(x.t().contiguous().t(), None)
+    same(torch.cat((x, x), 1)[:, :cols], None)
+# Every bf16 number, in rows of one exponent, and what is at the ends: zero rows, the smallest numbers, infinity and none.
+numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(512, 128)
+same(numbers[numbers.isfinite().all(dim=1)], None)
+same(torch.zeros(2, 64, dtype=torch.bfloat16), torch.full((64, 1), -1.0))
+ends = torch.ones(3, 64, dtype=torch.bfloat16)
+ends[0, 3], ends[1, 5], ends[2, 7] = float("inf"), float("nan"), float("-inf")
+found, expected = fp8_products._rounded_by_kernel(fp8_kernels, ends, None), fp8_products._rounded_by_parts(ends, None)
+for ours, theirs in zip(found, expected, strict=True):
+    assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.float().nan_to_num(), theirs.float().nan_to_num())
+
+codes = torch.randint(0, 256, (200, 130), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
+for rows, cols in ((200, 130), (64, 64), (1, 130), (65, 1), (0, 16)):
+    turned = fp8_kernels.transposed(codes[:rows, :cols])
+    assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), codes[:rows, :cols].view(torch.uint8).t())
+"""
+
+
+def test_the_kernels_of_fp8_compile_for_every_gpu_that_multiplies_it(tmp_path: Path) -> None:
+    run_with_triton(COMPILES, tmp_path)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_kernels_of_fp8_round_as_the_processor_does(tmp_path: Path, twice: bool) -> None:
+    """Also where a GPU casts by way of fp16, which would round some numbers twice."""
+    run_with_triton(COMPUTES, tmp_path, str(int(twice)), TRITON_INTERPRET="1")
+
+
+def kernels_of_the_processor(called: list[str]) -> Any:
+    """In place of the kernels' module, with PyTorch's operations."""
+
+    def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
+        called.append("rounded" if factors is None else "scaled and rounded")
+        codes, own = fp8_products._rounded_by_parts(x, factors)
+        scales.copy_(own)
+        return codes
+
+    def transposed(codes: Tensor) -> Tensor:
+        called.append("turned")
+        return codes.t().contiguous()
+
+    return SimpleNamespace(quantised_rows=quantised_rows, transposed=transposed)
+
+
+def test_products_are_the_same_with_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = FP8Weight.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
+    codes, scale = weight.parts
+    x, grad = torch.randn(5, 64).bfloat16(), torch.randn(5, 48).bfloat16()
+    called: list[str] = []
+    kernels: ModuleType = kernels_of_the_processor(called)
+    products: list[Any] = []
+    monkeypatch.setattr(fp8_products, "_product", lambda x, codes, scale, *_, **__: products.append((*x, codes, scale)))
+    numerics, scales = FP8Weight.IN_FP8, [0, 0]
+    for number, device in enumerate(("cpu", "cuda")):
+        if device == "cuda":
+            monkeypatch.setattr(fp8_products, "_rounded", lambda x, f=None: fp8_products._rounded_by_kernel(kernels, x, f))
+            monkeypatch.setattr(fp8_products, "_transposed", kernels.transposed)
+        numerics.linear(x.clone(), [codes, scale], 64)
+        numerics.linear_grad(grad, [codes, scale], 64)
+        rounded = products[-2][1]
+        scales[number] = fp8_products._within_blocks(rounded).data_ptr() == rounded.data_ptr()
+    assert called == ["rounded", "scaled and rounded", "turned"]
+    assert scales == [False, True], "the kernel has left them where the product wants them"
+    for without, with_kernels in zip(products[:2], products[2:], strict=True):
+        for ours, theirs in zip(without, with_kernels, strict=True):
+            assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+            assert torch.equal(ours.float(), theirs.float())
+
+
+def test_kernels_that_compute_something_else_are_not_used() -> None:
+    good = kernels_of_the_processor([])
+    fp8_products._compare(good, torch.device("cpu"))
+    wrong: Any = SimpleNamespace(quantised_rows=good.quantised_rows, transposed=lambda codes: codes.view(-1, codes.shape[0]))
+    with pytest.raises(AssertionError, match="turns codes otherwise"):
+        fp8_products._compare(wrong, torch.device("cpu"))
+    wrong = SimpleNamespace(
+        quantised_rows=lambda x, _, scales: good.quantised_rows(x, None, scales), transposed=good.transposed
+    )
+    with pytest.raises(AssertionError, match="other scales"):
+        fp8_products._compare(wrong, torch.device("cpu"))

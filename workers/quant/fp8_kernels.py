@@ -1,0 +1,121 @@
+"""What products in FP8 need besides the products, as kernels for CUDA in Triton; import it only there, as `mask_kernel`.
+
+    quantised_rows    rounds bf16 rows to FP8, times a scale a column if there is one: reads 2 bytes an element, writes 1
+    transposed        turns a weight's codes, byte by byte, in tiles: PyTorch's copy reaches a tenth of the bandwidth
+
+The arithmetic is that of `workers.quant.fp8.quantize` on a processor, bit for bit: a division is rounded to the nearest, and a
+row in which there is no number becomes none. The cast to FP8 exists from compute capability 8.9 on, as the products do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+_BLOCK = 4096
+"""Most elements of a row that a program has at a time."""
+_TILE = 64
+"""Rows and columns of a tile that a program turns."""
+_CASTS_AT_ONCE = (9, 0)
+"""The lowest compute capability for which Triton casts fp32 to FP8 in one step."""
+
+
+@triton.jit
+def _representable(value):
+    """The nearest number that FP8 has, of two the even one, so that any cast is exact."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & ~0xFFFFF  # three bits of mantissa
+    # Below 2^-6 the numbers are multiples of 2^-9, which are the steps of fp32 at this sum.
+    small = ((magnitude.to(tl.float32, bitcast=True) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
+    rounded = tl.where(magnitude < 0x3C800000, small, normal)
+    found = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where(value == value, found, value)
+
+
+@triton.jit
+def _quantised(
+    x,
+    factors,
+    codes,
+    scales,
+    width,
+    stride,
+    tiny,
+    largest_code,
+    scaled: tl.constexpr,
+    twice: tl.constexpr,
+    steps: tl.constexpr,
+    block: tl.constexpr,
+):  # Triton takes other annotations for types of its own
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    codes += row * width
+    column = tl.arange(0, block)
+    # Magnitudes are compared as whole numbers, which they are in order of: NaN is above all of them, and stays.
+    highest = tl.zeros([block], dtype=tl.int32)
+    for step in range(steps):
+        at = step * block + column
+        value = tl.load(x + at, mask=at < width, other=0).to(tl.float32)
+        if scaled:
+            value = (value * tl.load(factors + at, mask=at < width, other=0)).to(tl.bfloat16).to(tl.float32)
+        highest = tl.maximum(highest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    largest = tl.max(highest, axis=0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, largest_code).to(tl.bfloat16).to(tl.float32)
+    scale = tl.where(scale < tiny, tiny, scale)
+    tl.store(scales + row, scale)
+    for step in range(steps):  # read again, out of the cache
+        at = step * block + column
+        value = tl.load(x + at, mask=at < width, other=0).to(tl.float32)
+        if scaled:
+            value = (value * tl.load(factors + at, mask=at < width, other=0)).to(tl.bfloat16).to(tl.float32)
+        value = tl.div_rn(value, scale)
+        tl.store(codes + at, (_representable(value) if twice else value).to(tl.float8e4nv), mask=at < width)
+
+
+@triton.jit
+def _turned(codes, turned, rows, cols, tile: tl.constexpr):
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    column = tl.program_id(0) * tile + tl.arange(0, tile)
+    there = (row < rows)[:, None] & (column < cols)[None, :]
+    part = tl.load(codes + row.to(tl.int64)[:, None] * cols + column[None, :], mask=there, other=0)
+    tl.store(turned + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(part), mask=tl.trans(there))
+
+
+@functools.cache
+def casts_twice(device: torch.device) -> bool:
+    """Whether a GPU casts to FP8 by way of fp16, and so would round twice."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CASTS_AT_ONCE
+
+
+def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
+    """Codes of bf16 [rows, cols], float8_e4m3fn; the rows' scales are written to the beginning of `scales`, fp32.
+
+    `factors`: fp32, one a column, by which x is multiplied before; rounded to bf16.
+    """
+    rows, cols = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=x.device)
+    finite = torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float32).tiny
+    if codes.numel():
+        block = min(_BLOCK, triton.next_power_of_2(cols))
+        _quantised[(rows,)](  # pyright: ignore[reportIndexIssue]
+            x, x if factors is None else factors.contiguous(), codes, scales, cols, x.stride(0), finite[1], finite[0],
+            scaled=factors is not None, twice=casts_twice(x.device), steps=triton.cdiv(cols, block), block=block, num_warps=8,
+        )  # fmt: skip
+    return codes
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """[rows, cols] of one byte an element → [cols, rows], contiguous."""
+    rows, cols = codes.shape
+    turned = torch.empty(cols, rows, dtype=codes.dtype, device=codes.device)
+    if codes.numel():
+        grid = (triton.cdiv(cols, _TILE), triton.cdiv(rows, _TILE))
+        own = codes.contiguous().view(torch.uint8)
+        _turned[grid](own, turned.view(torch.uint8), rows, cols, tile=_TILE)  # pyright: ignore[reportIndexIssue]
+    return turned

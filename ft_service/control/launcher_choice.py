@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ft_service.engines.engine_launcher import EngineLauncher
+from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
 from ft_service.launcher.kubernetes.manifests import Site
@@ -34,7 +34,9 @@ def new_launcher(settings: Settings) -> Launcher:
     if settings.launcher == "local":
         ranks = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
         return EngineLauncher(ranks, Places.of(settings).engines_dir)
-    return _slurm(settings) if settings.launcher == "slurm" else _kubernetes(settings)
+    if settings.launcher == "slurm":
+        return ClusterEngineLauncher(_slurm(settings), Places.of(settings).engines_dir)
+    return _kubernetes(settings)
 
 
 def _slurm(settings: Settings) -> Launcher:

@@ -42,10 +42,18 @@ class EngineDirectory:
         self.run = RunDir(engines_dir / engine_id)
         self.attempt = Attempt(self.run, 1, job_id=engine_id)
 
-    def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int) -> None:
-        """Write what the engine needs to start, unless that is there."""
+    def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int, priority: int) -> None:
+        """Write what the engine needs to start, unless that is there. `priority`: that of its first job."""
         self.run.write_if_absent(ENGINE, spec)
-        own = Start(job_id=spec.engine_id, attempt=1, world_size=ranks, generation=1, checkpoint=None, slots=list(slots))
+        own = Start(
+            job_id=spec.engine_id,
+            attempt=1,
+            world_size=ranks,
+            generation=1,
+            checkpoint=None,
+            slots=list(slots),
+            priority=priority,
+        )
         self.attempt.write_start(own)
 
     def has_order(self, seat: Attempt) -> bool:
@@ -65,8 +73,9 @@ class EngineDirectory:
         """Write the exit record of every seat that has none, `asked` among them, after the engine has ended. `ended`: the
         engine's own record; None: it left none.
 
-        An order that a stopped engine has not taken is a stop. Else the seat was lost with the engine: ENGINE_LOST if others
-        were too, and the engine's own reason if it was the only one, or if the host lacked something.
+        An order that a stopped engine has not taken is a stop, and so is the end of every seat if a cluster took the engine's
+        place back, which no job has caused. Else the seat was lost with the engine: ENGINE_LOST if others were too, and the
+        engine's own reason if it was the only one, or if the host lacked something.
         """
         ordered = [self._seat(key) for key in self.run.list(SEATS)]
         seats = {_key(seat): seat for seat in (*ordered, asked) if seat is not None and not seat.has_exit()}
@@ -74,15 +83,22 @@ class EngineDirectory:
             if (result := seat.read_result()) is not None:
                 seat.write_exit(succeeded_exit(result))
                 del seats[key]
-        own, clean = _own_exit(ended), ended is not None and ended.reason in _CLEAN
-        if Reason(own.reason.value).retry is Retry.LATER:
+        if ended is not None and self._is_nobodys(ended):
             for seat in seats.values():
-                seat.write_exit(own)
+                seat.write_exit(ended)
             return
+        own, clean = _own_exit(ended), ended is not None and ended.reason in _CLEAN
         groups = self._lost([seat for seat in seats.values() if not clean or seat.has_segment(0)])
         shared = exit_of(ExitReason.ENGINE_LOST, own.message, own.error) if len(groups) > 1 else own
         for key, seat in seats.items():
             seat.write_exit(shared if key in groups else exit_of(ExitReason.STOPPED, _NOT_TAKEN))
+
+    def _is_nobodys(self, ended: Exit) -> bool:
+        """Whether the engine ended because its host lacked something, or because a cluster took its place back: its ranks did
+        not agree to stop then."""
+        if ended.reason is ExitReason.STOPPED:
+            return not self.attempt.has_outcome()
+        return ended.reason not in _CLEAN and Reason(ended.reason.value).retry is Retry.LATER
 
     def _lost(self, seats: Sequence[Attempt]) -> dict[str, str]:
         """Fault groups of the lost seats, as they were first decided."""

@@ -1,4 +1,4 @@
-"""Looks after the engines of one host besides their jobs: their directories, their end, and the slots that they hold."""
+"""Looks after the engines of one place besides their jobs: their directories, their end, and the slots that they hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEEP_SECONDS = 7 * 86_400.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What engines a host may have."""
+    """What engines a place may have."""
 
     most_seats: int = 0
     """Most jobs that an engine trains at once; 0: no engine is started, and no job joins one."""
@@ -42,7 +42,7 @@ class EngineOptions:
 
 
 class EngineTending:
-    """Tends the engines of one host. For the reconciler's thread."""
+    """Tends the engines of one place. For the reconciler's thread."""
 
     def __init__(self, store: Store, launcher: Launcher, places: Places, options: EngineOptions) -> None:
         self._store, self._launcher, self._places = store, launcher, places
@@ -74,7 +74,12 @@ class EngineTending:
         closes = self._store.engines.close_engine(engine_id, if_idle=if_idle)
         if closes:
             log.info("an engine is asked to end", extra=fields(engine=engine_id))
-            self._ask_to_end(self._directory(engine_id))
+            try:
+                self._ask_to_end(self._directory(engine_id))
+            except UnavailableError:
+                raise
+            except Exception:  # its place does not answer; `attend` asks again
+                log.exception("an engine could not be asked to end", extra=fields(engine=engine_id))
         return closes
 
     def prepare(self, job: Job, spec: JobSpec) -> Path | None:
@@ -94,30 +99,31 @@ class EngineTending:
                 room=given.room,
                 idle_seconds=self.options.idle_seconds,
             )
-            engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots)
+            engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots, job.priority)
         return engine.run.root
 
     def _tend(self, engine: EngineRecord) -> None:
         directory = self._directory(engine.id)
         seen = self._launcher.observe(directory.attempt)
         if isinstance(seen, Ended):
+            self._launcher.clean(directory.attempt)  # first: once its row says that it has ended, nobody looks after it
             if self._store.engines.end_engine(engine.id):
                 why = seen.exit.message if seen.exit else "its processes vanished"
                 log.info("an engine has ended: %s", why, extra=fields(engine=engine.id))
-            self._launcher.clean(directory.attempt)
         elif isinstance(seen, Absent) and not engine.seats:
             self._launcher.kill(directory.attempt, Reason.USER_CANCELLED)  # so that it cannot start any more
         elif isinstance(seen, Running) and engine.closing_at is not None:
-            self._ask_to_end(directory)
-        elif isinstance(seen, Running) and not engine.seats and self._overstays(engine):
+            self._ask_to_end(directory, again=not seen.admitted)
+        elif isinstance(seen, Running) and not engine.seats and (not seen.admitted or self._overstays(engine)):
             self.close(engine.id, if_idle=True)
 
     def _overstays(self, engine: EngineRecord) -> bool:
         """Whether an engine without jobs should have ended by itself long ago."""
         return self._store.now() - engine.divided_at > 2 * self.options.idle_seconds + IDLE_SECONDS
 
-    def _ask_to_end(self, engine: EngineDirectory) -> None:
-        if engine.attempt.has_start() and not engine.run.has(engine.attempt.keys.control):
+    def _ask_to_end(self, engine: EngineDirectory, *, again: bool = False) -> None:
+        """`again`: also if it was asked before: its ranks do not run yet, so that only its place can have heard of it."""
+        if engine.attempt.has_start() and (again or not engine.run.has(engine.attempt.keys.control)):
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
     def _directory(self, engine_id: str) -> EngineDirectory:

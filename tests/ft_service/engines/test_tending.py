@@ -119,6 +119,37 @@ def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, lau
     assert [signal[0] for signal in launcher.signals] == [NAME]
 
 
+def test_an_engine_that_waits_for_its_place_without_a_job_is_asked_to_end_until_its_place_hears(
+    store, tends, launcher, engine, monkeypatch
+) -> None:
+    starts(engine, launcher)
+    launcher.set(NAME, 1, Running(admitted=False))
+    leave(store)
+    away = monkeypatch.context()
+    with away as patched:
+        patched.setattr(launcher, "signal", lambda attempt, control: attempt.write_control(control) or 1 / 0)
+        tends.attend()
+    assert launcher.signals == []
+    (live,) = store.engines.live_engines()
+    assert live.closing_at is not None
+    tends.attend()
+    assert launcher.signals == [(NAME, 1, Control(generation=2, desired=Desired.PAUSE))]
+
+
+def test_what_a_place_keeps_of_an_engine_is_removed_though_the_service_is_killed_meanwhile(
+    store, tends, launcher, engine, monkeypatch
+) -> None:
+    starts(engine, launcher)
+    launcher.end(NAME, 1, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(launcher, "clean", lambda attempt: 1 / 0)
+        tends.attend()
+    assert is_live(store)
+    tends.attend()
+    assert not is_live(store)
+    assert launcher.cleaned == [(NAME, 1)]
+
+
 def test_an_engine_that_cannot_be_observed_keeps_no_other_waiting(store, tends, launcher, engine, monkeypatch) -> None:
     monkeypatch.setattr(launcher, "observe", lambda attempt: 1 / 0)
     tends.attend()

@@ -163,7 +163,7 @@ class Settings(BaseSettings):
             raise ValueError("FT_ENGINE_JOBS = 1: an engine of one job shares nothing. Give at least 2, or 0 for no engines")
         if self.engine_jobs and self.storage:
             raise ValueError(
-                f"FT_ENGINE_JOBS = {self.engine_jobs} and FT_STORAGE are both set: the ranks of an engine use the run directories "
+                f"FT_ENGINE_JOBS = {self.engine_jobs} and FT_STORAGE are both set: an engine's ranks use the run directories "
                 "of jobs that come and go, which its pods cannot fetch beforehand. Leave out FT_ENGINE_JOBS, or leave out "
                 "FT_STORAGE and mount a shared volume at FT_HOME"
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
+from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
@@ -70,7 +72,10 @@ def _kubernetes(settings: Settings) -> Launcher:
     cluster, profile, site = _cluster(settings)
     from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 
-    return KubernetesLauncher(cluster, profile, site)
+    launcher = KubernetesLauncher(cluster, profile, site)
+    if settings.storage:  # where there are no engines
+        return launcher
+    return ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, partial(EngineDirectory.show, home=settings.home))
 
 
 def _cluster(settings: Settings) -> tuple[Cluster, PodProfile, Site]:

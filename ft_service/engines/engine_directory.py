@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from ft_service.data.token_folder import IN_HOME, entries_of
 from ft_service.engines.sharing import fault_groups
 from ft_service.jobs.reasons import Reason, Retry
+from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason, Start
-from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, seat_key
+from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, data_folder, seat_key
+from ft_service.spec import JobSpec
 from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
 
 PREFIX = "engine-"
@@ -63,6 +70,24 @@ class EngineDirectory:
         """Order the engine to train an attempt of a job."""
         order = SeatOrder(job_id=seat.job_id, attempt=seat.number, run_dir=str(seat.run.root))
         self.run.write_if_absent(_key(seat), order)
+
+    def show(self, spec: JobSpec, home: Path) -> None:
+        """Put what the ranks read of a job into the engine's data folder, where they see only that: data files of FT_HOME and
+        their tokens, by hard links if the file system has them. Raises LaunchError if there is no room."""
+        shown = data_folder(self.run.root)
+        try:
+            for data in (spec.training_data, spec.validation_data):
+                if data is None:
+                    continue
+                for path in (Path(data.path), *entries_of(home / IN_HOME, data.sha256)):
+                    if path.is_relative_to(home):
+                        _show(path, shown / path.relative_to(home))
+        except OSError as error:
+            raise LaunchError(f"The job's data cannot be shown to its engine: {error}.") from error
+
+    def hide(self) -> None:
+        """Remove what `show` has put there: the engine has ended."""
+        shutil.rmtree(data_folder(self.run.root), ignore_errors=True)
 
     def fault_group(self, seat: Attempt) -> str | None:
         """Fault group of a job whose seat was lost with the engine; None: its seat was not."""
@@ -115,6 +140,29 @@ class EngineDirectory:
         seat = Attempt(RunDir(order.run_dir), order.attempt, job_id=order.job_id)
         start = seat.readable_start()
         return seat if start is not None and start.engine == str(self.run.root) else None
+
+
+def _show(path: Path, shown: Path) -> None:
+    """Put a file or folder where ranks see it, complete or not at all, unless it is there. A missing one is left to the ranks,
+    which report it."""
+    if shown.exists() or not path.exists():
+        return
+    shown.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=shown.parent) as folder:
+        copy = Path(folder) / shown.name
+        if path.is_dir():
+            shutil.copytree(path, copy, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(path, copy)
+        with contextlib.suppress(FileExistsError):
+            copy.rename(shown)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)
 
 
 def _key(seat: Attempt) -> str:

@@ -14,6 +14,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Job, Running
 from ft_service.launcher.protocol import Launcher
 from ft_service.logs import fields
+from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired
 from ft_service.rundir.engine import EngineSpec
 from ft_service.spec import JobSpec
@@ -39,6 +40,9 @@ class EngineOptions:
     """Most jobs that an engine trains at once; 0: no engine is started, and no job joins one."""
     idle_seconds: float = IDLE_SECONDS
     """How long an engine stays without a job."""
+    mounts: bool = False
+    """Whether ranks see only what is mounted for them (Kubernetes). Then the run directories of jobs with a seat are in the
+    folder of their project, and jobs that continue an adapter run alone."""
 
 
 class EngineTending:
@@ -82,6 +86,12 @@ class EngineTending:
                 log.exception("an engine could not be asked to end", extra=fields(engine=engine_id))
         return closes
 
+    def run_of(self, job: Job) -> RunDir:
+        """The run directory of a job that is about to start, where the ranks of its engine see it."""
+        if self.options.mounts and job.engine_id is not None:
+            return self._places.run_of_project(job.project_id, job.id)
+        return self._places.run(job.id)
+
     def prepare(self, job: Job, spec: JobSpec) -> Path | None:
         """Write the documents of the engine in which a job has a seat, unless it has ended, and return the engine's directory.
         None: the job has no seat."""
@@ -106,6 +116,7 @@ class EngineTending:
         directory = self._directory(engine.id)
         seen = self._launcher.observe(directory.attempt)
         if isinstance(seen, Ended):
+            directory.hide()
             self._launcher.clean(directory.attempt)  # first: once its row says that it has ended, nobody looks after it
             if self._store.engines.end_engine(engine.id):
                 why = seen.exit.message if seen.exit else "its processes vanished"

@@ -27,7 +27,7 @@ from ft_service.spec import DistributedOptions
 from tests.cluster.slurm import SlurmCluster, missing_parts
 from tests.support.attempts import wait_for
 from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
-from tests.support.service import Server, submit, wait_until, wait_until_step
+from tests.support.service import Server, submit, upload, wait_until, wait_until_step
 
 pytestmark = pytest.mark.skipif(bool(missing_parts()), reason=f"Slurm is not installed ({', '.join(missing_parts())})")
 SECONDS = 120.0
@@ -313,11 +313,51 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def slurm_server(folder: Path, models: Path) -> Server:
+def slurm_server(folder: Path, models: Path, **settings: str) -> Server:
     profile = folder / "slurm-profile.yaml"
     profile.write_text(yaml.safe_dump(profile_for(folder)))
     database = f"sqlite:///{folder / 'service.db'}"
-    return Server(folder, models, FT_LAUNCHER="slurm", FT_SLURM_PROFILE=str(profile), FT_DATABASE_URL=database)
+    settings |= {"FT_LAUNCHER": "slurm", "FT_SLURM_PROFILE": str(profile), "FT_DATABASE_URL": database}
+    return Server(folder, models, **settings)
+
+
+def test_two_jobs_share_an_engine_that_is_one_batch_job(
+    tmp_path: Path, data: Path, models: Path, cluster: SlurmCluster
+) -> None:
+    server = slurm_server(tmp_path, models, FT_ENGINE_JOBS="4")
+    server.start()
+    try:
+        client = server.client()
+        file = upload(client, data)
+        body = {
+            "model": "tiny",
+            "training_file": file,
+            "validation_file": file,
+            "precision": {"default": "nf4"},
+            "lora": {"r": 4},
+            "training": {"max_steps": 3, "batch_size": 16, "tokens_per_micro_batch": 256},
+            "distributed": {"nproc_per_node": 2, "replicate": 1, "activation_checkpointing": "none", "compile": False},
+            "sweep": {"training.learning_rate": [1e-3, 2e-3]},
+        }
+        sweep: Any = client.post("/fine_tuning/sweeps", body=body, cast_to=object)
+        two = [job["id"] for job in sweep["jobs"]]
+        for job_id in two:
+            wait_until(client, job_id, "succeeded")
+        starts = [Attempt(server.run(job_id), 1).read_start() for job_id in two]
+        (engine,) = {start.engine for start in starts if start is not None}
+        assert engine is not None
+        name = job_name(Path(engine).name, 1)
+        ours = [(job.name, job.state) for job in SlurmCommands().jobs() if job.comment == f"ft-service {tmp_path}"]
+        assert ours == [(name, "RUNNING")], "one batch job for both; it waits for more"
+        cluster.run("scancel", f"--name={name}")
+
+        def engines() -> Any:
+            listed: Any = client.get("/engines", cast_to=object)
+            return listed["data"]
+
+        wait_for(lambda: not engines(), SECONDS, every=0.3)
+    finally:
+        assert server.stop() == 0
 
 
 @pytest.mark.slow

@@ -145,4 +145,5 @@ def remove_ended_engines(store: Store, places: Places) -> None:
     """Remove the directories of engines that ended more than KEEP_SECONDS ago. Raises UnavailableError and OSError."""
     folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
     for engine_id in store.engines.ended_engines(list(folders), KEEP_SECONDS) if folders else ():
+        EngineDirectory(places.engines_dir, engine_id).hide()
         shutil.rmtree(folders[engine_id])

@@ -62,10 +62,15 @@ def start_two(reconciler: Reconciler, store: Store, home: Path) -> tuple[str, st
     one, two = JOBS[:2]
     for job_id in (one, two):
         add_pod_job(store, home, job_id)
-    while any(get(store, job_id).state is State.VALIDATING for job_id in (one, two)):
+    validate(reconciler, store, one, two)
+    return one, two
+
+
+def validate(reconciler: Reconciler, store: Store, *job_ids: str) -> None:
+    """Have all jobs validated before one is placed."""
+    while any(get(store, job_id).state is State.VALIDATING for job_id in job_ids):
         if (claim := reconciler._claim_active()) is not None:
             reconciler._reconcile(*claim)
-    return one, two
 
 
 def are(store: Store, phase: Phase, *job_ids: str) -> bool:
@@ -83,8 +88,9 @@ def live(store: Store) -> EngineRecord:
     return engine
 
 
-def go(home: Path) -> None:
-    (home / "project-runs" / PROJECT / "go").touch()
+def go(home: Path, *job_ids: str) -> None:
+    for job_id in job_ids:
+        (home / "runs" / job_id / "go").touch()
 
 
 def test_two_jobs_share_one_pod_that_sees_their_files_alone(cluster: HarnessCluster, folder: Path, store: Store) -> None:
@@ -113,7 +119,7 @@ def test_two_jobs_share_one_pod_that_sees_their_files_alone(cluster: HarnessClus
     for job_id in two:
         assert (folder / "runs" / job_id).is_symlink()
         assert Places(folder).run(job_id).root == folder / "project-runs" / PROJECT / job_id
-    go(folder)
+    go(folder, *two)
     turn_until(reconciler, lambda: have_succeeded(store, *two))
     assert [(folder / f"files/file-{job_id}").read_text() for job_id in two] == list(two)
     turn_until(reconciler, lambda: not store.engines.live_engines())
@@ -132,7 +138,7 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(cluster: Harne
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
     assert [(job.failures, job.fault_group) for job in (get(store, job_id) for job_id in two)] == [(0, None)] * 2
     assert live(store).id != first.id
-    go(folder)
+    go(folder, *two)
     turn_until(reconciler, lambda: have_succeeded(store, *two))
     turn_until(reconciler, lambda: not store.engines.live_engines())
     reconciler.close()
@@ -144,7 +150,7 @@ def test_a_pod_that_runs_out_of_memory_parts_its_jobs(cluster: HarnessCluster, f
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
     cluster.kubelet.out_of_memory(wait_for(lambda: cluster.pod(object_name(live(store).id, 1), 0)))
     turn_until(reconciler, lambda: all(get(store, job_id).reason is Reason.ENGINE_LOST for job_id in two))
-    go(folder)
+    go(folder, *two)
     turn_until(reconciler, lambda: have_succeeded(store, *two))
     for job_id in two:
         job = get(store, job_id)
@@ -169,7 +175,7 @@ def test_a_service_that_starts_again_finds_its_engine_and_ends_what_is_left_over
     engine = live(store)
     name = object_name(engine.id, 1)
     assert find_orphans(store, launcher) == []
-    go(folder)
+    go(folder, *two)
     turn_until(successor, lambda: have_succeeded(store, *two))
     store.engines.end_engine(engine.id)  # as a database is that was restored
     (orphan,) = find_orphans(store, launcher)
@@ -212,11 +218,12 @@ def test_who_ran_alone_before_moves_and_who_continues_an_adapter_runs_alone(
     for job_id, of in ((two, None), (third, parent)):
         add_pod_job(store, folder, job_id, parent=of)
     store.jobs.request(PROJECT, one, Verb.RESUME)
+    validate(reconciler, store, two, third)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, one, two))
     assert set(live(store).seats) == {one, two}
     assert [start.checkpoint for start in (Attempt(Places(folder).run(one), 2).read_start(),) if start] == ["step-3-a1"]
     assert (RunDir(folder / "runs" / one).root / "adapters/step-3-a1").is_dir(), "by the link that is left there"
-    go(folder)
+    go(folder, one, two)
     turn_until(reconciler, lambda: have_succeeded(store, one, two))
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, third))
     start = Attempt(RunDir(folder / "runs" / third), 1).read_start()

@@ -3,7 +3,7 @@
 SCRIPTS is `JOB:step,step;JOB:step;*:step`: what is done for each job, one step of every seat in a round. Steps are those of
 scripted_worker.py (event, checkpoint=S, succeed, refuse), and
 
-    hold         wait until there is a file `go` in the home (or beside the run directory), or the seat is stopped
+    hold         wait until there is a file `go` in the home or the run directory, or the seat is stopped
     read=FILE    fail unless the file, in the home, can be read and not written
     die          be killed, with every seat
 
@@ -87,7 +87,7 @@ def _turn(seat: Attempt, steps: list[str]) -> bool:
 def _round(seat: Attempt, steps: list[str]) -> ExitReason | None:
     """Do the next step; the reason of the exit if it was the last."""
     step = steps[0]
-    if step == "hold" and not any((folder / "go").exists() for folder in seat.run.root.parents[:2]):
+    if step == "hold" and not any((folder / "go").exists() for folder in (seat.run.root, seat.run.root.parents[1])):
         time.sleep(ROUND_SECONDS)
         return None
     if step == "die":

@@ -15,6 +15,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Outcome, OutcomeKind, Result, Start
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
+from ft_service.spec import DataFileRef
 from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
@@ -252,3 +253,30 @@ def test_the_ranks_of_an_engine_see_a_jobs_data_before_its_order(tmp_path, inner
     launcher.start(one, sharing_spec())
     assert shown == [(ENGINE, False)]
     assert engine.has_order(one)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_an_engine_is_shown_the_data_of_its_jobs_until_it_ends(tmp_path, engine, monkeypatch, has_links: bool) -> None:
+    if not has_links:
+        monkeypatch.setattr("os.link", lambda source, target: (_ for _ in ()).throw(PermissionError))
+    for key in ("files/file-1", "files/file-2", "tokens/1.how/rows", "tokens/2.how/rows"):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_text(key)
+    mine = DataFileRef(name="a", path=str(tmp_path / "files/file-1"), sha256="1")
+    gone = DataFileRef(name="b", path=str(tmp_path / "files/file-3"), sha256="3")
+    for _ in range(2):
+        engine.show(sharing_spec(training_data=mine, validation_data=gone), tmp_path)
+    data = tmp_path / f"engines/{ENGINE}.data"
+    assert sorted(str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()) == [
+        "files/file-1",
+        "tokens/1.how/rows",
+    ]
+    assert (data / "files/file-1").samefile(tmp_path / "files/file-1") is has_links
+    engine.hide()
+    engine.hide()
+    assert not data.exists()
+    assert (tmp_path / "files/file-1").read_text() == "files/file-1"
+    (tmp_path / "engines").mkdir(exist_ok=True)
+    data.write_text("in the way")
+    with pytest.raises(LaunchError, match="cannot be shown to its engine"):
+        engine.show(sharing_spec(training_data=mine), tmp_path)

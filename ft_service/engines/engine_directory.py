@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -154,8 +153,11 @@ def _show(path: Path, shown: Path) -> None:
             shutil.copytree(path, copy, copy_function=_link_or_copy)
         else:
             _link_or_copy(path, copy)
-        with contextlib.suppress(FileExistsError):
+        try:
             copy.rename(shown)
+        except OSError:
+            if not shown.exists():  # else another process of the service was faster
+                raise
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -52,7 +52,8 @@ class EngineLauncher:
             if self._show is not None and spec is not None:
                 self._show(engine, spec)
             engine.order(attempt)
-            self._inner.start(engine.attempt)
+            if not engine.attempt.has_launched():  # else a cluster has it, or has lost it
+                self._inner.start(engine.attempt)
         except LaunchError:
             attempt.write_exit(killed_exit(Reason.LAUNCH_FAILED))
             raise

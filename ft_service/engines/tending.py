@@ -125,6 +125,8 @@ class EngineTending:
             self._launcher.kill(directory.attempt, Reason.USER_CANCELLED)  # so that it cannot start any more
         elif isinstance(seen, Running) and engine.closing_at is not None:
             self._ask_to_end(directory, again=not seen.admitted)
+        elif isinstance(seen, Running) and directory.run.has(directory.attempt.keys.stop):
+            self.close(engine.id, if_idle=False)  # its host takes the place back: its jobs must not join it again
         elif isinstance(seen, Running) and not engine.seats and (not seen.admitted or self._overstays(engine)):
             self.close(engine.id, if_idle=True)
 

@@ -114,7 +114,7 @@ class KubernetesLauncher:
 
     def start(self, attempt: Attempt, spec: JobSpec | None = None) -> None:
         start = attempt.read_start()
-        if start is None or attempt.has_exit() or attempt.has_launched():
+        if start is None or attempt.has_exit():
             return
         seen = visible_to_engine(attempt.run, self._site.files, self._profile)
         if seen is None:

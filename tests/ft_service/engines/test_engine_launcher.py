@@ -12,7 +12,7 @@ from ft_service.jobs.states import ALONE, Absent, Ended, Observation, Running, U
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Outcome, OutcomeKind, Result, Start
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Result, Start
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
@@ -280,3 +280,13 @@ def test_an_engine_is_shown_the_data_of_its_jobs_until_it_ends(tmp_path, engine,
     data.write_text("in the way")
     with pytest.raises(LaunchError, match="cannot be shown to its engine"):
         engine.show(sharing_spec(training_data=mine), tmp_path)
+
+
+def test_an_engine_that_its_cluster_has_lost_is_not_started_again_for_a_job_that_joins(
+    tmp_path, launcher, inner, engine
+) -> None:
+    start_all(launcher, seat(tmp_path, 1))
+    engine.attempt.write_launched(Launched(job="ft-engine-1-1", uid="1"))
+    inner.refusal = "its ranks may have written there"
+    start_all(launcher, seat(tmp_path, 2))
+    assert inner.started == [(ENGINE, 1)]

@@ -12,7 +12,7 @@ from ft_service.engines.tending import EngineOptions, EngineTending, remove_ende
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Running, State
-from ft_service.rundir.documents import Control, Desired, ExitReason
+from ft_service.rundir.documents import Control, Desired, ExitReason, Stop
 from ft_service.rundir.engine import ENGINE, EngineSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, NewEngine
@@ -106,6 +106,14 @@ def test_an_engine_is_asked_to_end_even_if_the_service_is_killed_before_it_says_
     tends.attend()
     assert launcher.signals == [(NAME, 1, Control(generation=2, desired=Desired.PAUSE))]
     assert not tends.close(NAME, if_idle=False)
+
+
+def test_an_engine_whose_place_is_taken_back_takes_no_more_jobs(store, tends, launcher, engine) -> None:
+    starts(engine, launcher)
+    engine.attempt.write_stop(Stop(reason="Slurm takes the allocation back"))
+    tends.look_at(NAME)
+    (live,) = store.engines.live_engines()
+    assert live.closing_at is not None
 
 
 def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, launcher, engine) -> None:

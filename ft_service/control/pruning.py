@@ -196,6 +196,7 @@ def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
     kept = store.files.kept_files()
     for path in sorted([*settings.runs_dir.glob("*"), *settings.files_dir.glob("*")]):
         root = _run_root(path, settings)
+        root = path if root is not None and not root.exists() else root  # what it leads to is gone already
         if root is None or path.name in known or path.name in kept or _changed_at(root) > before:
             continue
         what = "no job" if path.parent == settings.runs_dir else "no file record"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ft_service.engines.engine_directory import PREFIX, EngineDirectory
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Absent, Ended, Observation, Running
+from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.liveness import EventAge
 from ft_service.launcher.protocol import Launcher, LaunchError, ListedAttempt, ListsAttempts
 from ft_service.rundir.attempt import Attempt
@@ -67,11 +67,12 @@ class EngineLauncher:
             if not engine.has_order(attempt):
                 return Absent()
             seen = self._inner.observe(engine.attempt)
-            if isinstance(seen, Running):
+            if isinstance(seen, Running) and (seen.admitted or not _end_unstarted(attempt)):
                 return self._running(attempt, seen)
-            if not isinstance(seen, Ended):
+            if isinstance(seen, Absent | Unknown):
                 return seen
-            engine.settle(seen.exit, attempt)
+            if isinstance(seen, Ended):
+                engine.settle(seen.exit, attempt)
             ended = _seat_exit(attempt)
         return Ended(ended, newest_step(attempt.run), self._delay(engine, attempt), engine.fault_group(attempt))
 
@@ -92,17 +93,11 @@ class EngineLauncher:
         return seen.delay_seconds if isinstance(seen, Ended) else 0.0
 
     def signal(self, attempt: Attempt, control: Control) -> None:
-        """As the inner launcher. A seat's request is a file, which the engine reads once it runs; until then the seat ends
-        here."""
-        engine = self._engine_of(attempt)
-        if engine is None:
+        """As the inner launcher; a seat's request is a file, which the engine reads once it runs, and `observe` until then."""
+        if self._engine_of(attempt) is None:
             self._inner.signal(attempt, control)
-            return
-        attempt.write_control(control)
-        seen = self._inner.observe(engine.attempt) if control.desired is not Desired.RUN else None
-        if isinstance(seen, Running) and not seen.admitted:
-            stopped = exit_of(ExitReason.STOPPED, "The attempt was stopped before it started.")
-            attempt.write_exit(stopped if control.desired is Desired.PAUSE else killed_exit(Reason.USER_CANCELLED))
+        else:
+            attempt.write_control(control)
 
     def kill(self, attempt: Attempt, reason: Reason) -> None:
         """As the inner launcher; a seat is sealed, and the engine drops it at its next round: its processes are those of the
@@ -143,6 +138,16 @@ class ClusterEngineLauncher(EngineLauncher):
 
     def close(self) -> None:
         self._place.close()
+
+
+def _end_unstarted(attempt: Attempt) -> bool:
+    """End a seat that is asked to stop, whose engine has no place yet. False: it is not asked to."""
+    control = attempt.run.readable(attempt.keys.control, Control)
+    if control is None or control.desired is Desired.RUN:
+        return False
+    stopped = exit_of(ExitReason.STOPPED, "The attempt was stopped before it started.")
+    attempt.write_exit(stopped if control.desired is Desired.PAUSE else killed_exit(Reason.USER_CANCELLED))
+    return True
 
 
 def _seat_exit(attempt: Attempt) -> Exit | None:

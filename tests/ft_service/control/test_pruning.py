@@ -306,11 +306,13 @@ def test_a_run_in_its_projects_folder_goes_with_its_link(settings: Settings, sto
     parent = AdapterRef(name="ft:tiny:local::0", job_id="ftjob-kept", path=str(tmp_path / "runs/ftjob-kept/adapters/step-6-a1"))
     add(store, settings, "ftjob-child", State.QUEUED, parent=parent)
     os.utime(root, (0, 0))
+    shutil.rmtree(places.run_of_project(PROJECT, "ftjob-gone").root)
     base = f"project-runs/{PROJECT}"
     assert pruned(settings, store) == [
         f"{base}/ftjob-kept/checkpoints/step-3-a1",
         f"{base}/ftjob-old",
         f"{base}/ftjob-strange",
+        "runs/ftjob-gone",
     ]
     assert {path.name for path in settings.runs_dir.iterdir()} == {"ftjob-kept", "ftjob-tampered", "ftjob-child"}
     assert (settings.runs_dir / "ftjob-kept/adapter/a").exists()

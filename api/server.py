@@ -71,7 +71,7 @@ def reconcile_here(
         meters=meters,
         slot_user=preview,
         preempt_after=None if minutes is None else minutes * 60.0,
-        engines=EngineOptions(most_seats=settings.seats),
+        engines=EngineOptions(most_seats=settings.seats, mounts=settings.launcher == "kubernetes"),
         admission=LateAdmission(store, settings, descriptions),
     )
     Reconciler(store, new_launcher(settings), Places.of(settings), options).run(stop)

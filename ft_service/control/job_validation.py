@@ -32,10 +32,18 @@ class JobValidation:
     """Checks of new jobs, and what becomes of the jobs. For the reconciler's thread."""
 
     def __init__(
-        self, store: Store, places: Places, wake: Callable[[], None], check: Check | None, admission: LateAdmission | None
+        self,
+        store: Store,
+        places: Places,
+        wake: Callable[[], None],
+        check: Check | None,
+        admission: LateAdmission | None,
+        *,
+        shares_adapters: bool = True,
     ) -> None:
-        """`wake`: called in another thread when a check has ended. `check`, `admission`: as in ReconcilerOptions."""
-        self._store, self._admission = store, admission
+        """`wake`: called in another thread when a check has ended. `check`, `admission`: as in ReconcilerOptions.
+        `shares_adapters`: as `share_key`'s."""
+        self._store, self._admission, self._shares_adapters = store, admission, shares_adapters
         self._waiting_for_base: dict[str, Job] = {}
         self._retries: dict[str, int] = {}
         """Job → number of its checks that could not be finished."""
@@ -87,7 +95,7 @@ class JobValidation:
             waits = NewEvent(level="warn", message=f"The job waits. {checked.waits}")
             events = [waits] if job.pending is None else []
             return JobChange(job=replace(job, pending=checked.waits), events=events, rest_seconds=rest), checked
-        job = _with_plan(decisions.validated(job, checked.error, now), checked)
+        job = _with_plan(decisions.validated(job, checked.error, now), checked, self._shares_adapters)
         if job.state is State.FAILED:
             ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
@@ -109,9 +117,9 @@ class JobValidation:
             return False
 
 
-def _with_plan(job: Job, checked: Checked) -> Job:
+def _with_plan(job: Job, checked: Checked, shares_adapters: bool) -> Job:
     """The job with what its check has planned and has chosen for "auto", and with the key of the jobs that it may share an
-    engine with."""
+    engine with. `shares_adapters`: as `share_key`'s."""
     if (planned := checked.planned) is not None:
         names = ("stored_spec", "shapes", "work", "planned_seconds", "seat")
         job = replace(job, **{name: getattr(planned, name) for name in names})
@@ -125,4 +133,4 @@ def _with_plan(job: Job, checked: Checked) -> Job:
         files = files_state(Path(job.spec.model.path))
     except OSError:  # other hosts alone have it
         files = ""
-    return replace(job, share_key=share_key(job.spec, job.seat, files))
+    return replace(job, share_key=share_key(job.spec, job.seat, files, shares_adapters=shares_adapters))

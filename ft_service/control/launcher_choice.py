@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ft_service.engines.engine_launcher import EngineLauncher
+from ft_service.engines.engine_directory import EngineDirectory
+from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
 from ft_service.launcher.kubernetes.manifests import Site
@@ -34,7 +36,9 @@ def new_launcher(settings: Settings) -> Launcher:
     if settings.launcher == "local":
         ranks = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
         return EngineLauncher(ranks, Places.of(settings).engines_dir)
-    return _slurm(settings) if settings.launcher == "slurm" else _kubernetes(settings)
+    if settings.launcher == "slurm":
+        return ClusterEngineLauncher(_slurm(settings), Places.of(settings).engines_dir)
+    return _kubernetes(settings)
 
 
 def _slurm(settings: Settings) -> Launcher:
@@ -68,7 +72,10 @@ def _kubernetes(settings: Settings) -> Launcher:
     cluster, profile, site = _cluster(settings)
     from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 
-    return KubernetesLauncher(cluster, profile, site)
+    launcher = KubernetesLauncher(cluster, profile, site)
+    if settings.storage:  # where there are no engines
+        return launcher
+    return ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, partial(EngineDirectory.show, home=settings.home))
 
 
 def _cluster(settings: Settings) -> tuple[Cluster, PodProfile, Site]:

@@ -14,8 +14,11 @@ COUNT_SECONDS = 300.0
 
 
 def find_orphans(store: Store, launcher: ListsAttempts) -> list[ListedAttempt]:
-    """Return the unfinished attempts whose job has no row. Raises LaunchError if the cluster does not answer,
-    UnavailableError if the database does not."""
+    """Return the unfinished attempts whose job has no row, and the unfinished engines that have none or have ended by it.
+
+    Raises LaunchError if the cluster does not answer, UnavailableError if the database does not.
+    """
     unfinished = launcher.unfinished()
     known = {job.id for job in store.jobs.jobs_by_id([attempt.job_id for attempt in unfinished])}
+    known |= {engine.id for engine in store.engines.live_engines()}
     return [attempt for attempt in unfinished if attempt.job_id not in known]

@@ -7,6 +7,7 @@ unfinished job refers to. Ages count from a job's end, a file's upload, and the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -18,12 +19,15 @@ from typing import Literal
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import DESCRIPTIONS
 from ft_service.data import token_folder
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.jobs.states import TERMINAL, Job
 from ft_service.rundir.checkpoints import remove_marker
+from ft_service.rundir.project_runs import PROJECT_RUNS, run_root
 from ft_service.settings import Settings
 from ft_service.store.records import File
 from ft_service.store.sql import Store
+
+log = logging.getLogger(__name__)
 
 DAY_SECONDS = 86_400.0
 LEFTOVER_SECONDS = DAY_SECONDS
@@ -80,9 +84,10 @@ class _Needed:
     paths: frozenset[str]
 
     @classmethod
-    def now(cls, store: Store) -> _Needed:
+    def now(cls, store: Store, settings: Settings) -> _Needed:
         parents = [job.spec.parent for job in store.jobs.unfinished_jobs()]
-        return cls(frozenset(p.job_id for p in parents if p), frozenset(p.path for p in parents if p))
+        paths = frozenset(str(_run_root(Path(parent.path), settings)) for parent in parents if parent)
+        return cls(frozenset(parent.job_id for parent in parents if parent), paths)
 
 
 def plan_pruning(
@@ -131,15 +136,20 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
     if removal.job is not None:
         for model in removal.hides:  # before the last check, so that no new job can begin to need it
             store.models.delete_model(removal.job.project_id, model)
-        if not _over(store.jobs.get_job(removal.job.project_id, removal.job.id)) or _is_needed(removal, _Needed.now(store)):
+        if not _over(store.jobs.get_job(removal.job.project_id, removal.job.id)) or _is_needed(
+            removal, _Needed.now(store, settings)
+        ):
             return False
     _remove_path(removal.path)
+    if removal.path.parents[1] == settings.home / PROJECT_RUNS:
+        (settings.runs_dir / removal.path.name).unlink(missing_ok=True)
     return True
 
 
 def _of_jobs(settings: Settings, store: Store, limits: RetentionLimits, now: float) -> Iterator[Removal]:
-    folders = {folder.name: folder for folder in settings.runs_dir.glob("*") if folder.is_dir()}
-    needed = _Needed.now(store)
+    roots = {folder.name: _run_root(folder, settings) for folder in settings.runs_dir.glob("*") if folder.is_dir()}
+    folders = {job_id: root for job_id, root in roots.items() if root is not None}
+    needed = _Needed.now(store, settings)
     jobs = store.jobs.jobs_by_id(list(folders))
     deleted = {project_id: store.models.deleted_models(project_id) for project_id in {job.project_id for job in jobs}}
     for job in filter(_over, jobs):
@@ -185,10 +195,25 @@ def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
     known = {job.id for job in store.jobs.jobs_by_id([folder.name for folder in settings.runs_dir.glob("*")])}
     kept = store.files.kept_files()
     for path in sorted([*settings.runs_dir.glob("*"), *settings.files_dir.glob("*")]):
-        if path.name in known or path.name in kept or _changed_at(path) > before:
+        root = _run_root(path, settings)
+        root = path if root is not None and not root.exists() else root  # what it leads to is gone already
+        if root is None or path.name in known or path.name in kept or _changed_at(root) > before:
             continue
         what = "no job" if path.parent == settings.runs_dir else "no file record"
-        yield Removal(kind="leftover", path=path, bytes=size_of(path), why=f"{what} belongs to it")
+        yield Removal(kind="leftover", path=root, bytes=size_of(root), why=f"{what} belongs to it")
+
+
+def _run_root(path: Path, settings: Settings) -> Path | None:
+    """The run directory that a link in `runs` leads to, so that it is measured and removed itself; None: it was replaced by a
+    link, which is not followed. Another path is returned unchanged."""
+    if not path.is_relative_to(settings.runs_dir):
+        return path
+    job_id, *below = path.relative_to(settings.runs_dir).parts
+    try:
+        return run_root(settings.home, job_id).joinpath(*below)
+    except FtError as error:
+        log.warning("%s", error.message)
+        return None
 
 
 def _of_caches(cache: Path | None, tokens: Path | None, limits: RetentionLimits) -> list[Removal]:

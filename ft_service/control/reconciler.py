@@ -126,7 +126,9 @@ class Reconciler:
         self._engines = EngineTending(store, launcher, places, options.engines)
         rules = PlacementRules(lease_seconds=lease_seconds, preempt_after=options.preempt_after)
         self._placement = JobPlacement(store, launcher, self._engines, owner=self._owner, rules=rules)
-        self._validation = JobValidation(store, places, self.wake, options.check, options.admission)
+        self._validation = JobValidation(
+            store, places, self.wake, options.check, options.admission, shares_adapters=not options.engines.mounts
+        )
         self._queue_first = False
         self._orphan_count = Interval(COUNT_SECONDS)
         self._failed_turns: dict[str, int] = {}
@@ -299,7 +301,7 @@ class Reconciler:
             self._meters.queue_wait.observe(max(0.0, now - (job.queued_at or now)))
 
     def _launch(self, turn: _Turn) -> None:
-        job, run, spec = turn.job, turn.run, turn.job.spec
+        job, spec = turn.job, turn.job.spec
         if job.engine_id is None:
             slots = self._store.leases.held_slots(job.id)
         else:
@@ -309,6 +311,8 @@ class Reconciler:
                 self._store.leases.look_again(job.id)
                 time.sleep(SLOT_USER_SECONDS)
             return
+        run = self._engines.run_of(job)
+        attempt = _attempt(run, job)
         if not run.write_if_absent("spec.json", spec) and run.readable("spec.json", JobSpec) is None:
             run.write("spec.json", spec)
         engine = self._engines.prepare(job, spec)
@@ -324,9 +328,9 @@ class Reconciler:
             engine=None if engine is None else str(engine),
             seat=None if engine is None else job.seat,
         )
-        turn.attempt.settle_start(start)
+        attempt.settle_start(start)
         try:
-            self._launcher.start(turn.attempt, spec)
+            self._launcher.start(attempt, spec)
         except LaunchError as error:
             log.warning("the attempt was not started: %s", error)
             failed = decisions.launch_failed(job, str(error), newest_step(run), turn.claim.now)

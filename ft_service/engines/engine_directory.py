@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from ft_service.data.token_folder import IN_HOME, entries_of
 from ft_service.engines.sharing import fault_groups
 from ft_service.jobs.reasons import Reason, Retry
+from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason, Start
-from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, seat_key
+from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, data_folder, seat_key
+from ft_service.spec import JobSpec
 from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
 
 PREFIX = "engine-"
@@ -42,10 +48,18 @@ class EngineDirectory:
         self.run = RunDir(engines_dir / engine_id)
         self.attempt = Attempt(self.run, 1, job_id=engine_id)
 
-    def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int) -> None:
-        """Write what the engine needs to start, unless that is there."""
+    def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int, priority: int) -> None:
+        """Write what the engine needs to start, unless that is there. `priority`: that of its first job."""
         self.run.write_if_absent(ENGINE, spec)
-        own = Start(job_id=spec.engine_id, attempt=1, world_size=ranks, generation=1, checkpoint=None, slots=list(slots))
+        own = Start(
+            job_id=spec.engine_id,
+            attempt=1,
+            world_size=ranks,
+            generation=1,
+            checkpoint=None,
+            slots=list(slots),
+            priority=priority,
+        )
         self.attempt.write_start(own)
 
     def has_order(self, seat: Attempt) -> bool:
@@ -56,6 +70,24 @@ class EngineDirectory:
         order = SeatOrder(job_id=seat.job_id, attempt=seat.number, run_dir=str(seat.run.root))
         self.run.write_if_absent(_key(seat), order)
 
+    def show(self, spec: JobSpec, home: Path) -> None:
+        """Put what the ranks read of a job into the engine's data folder, where they see only that: data files of FT_HOME and
+        their tokens, by hard links if the file system has them. Raises LaunchError if there is no room."""
+        shown = data_folder(self.run.root)
+        try:
+            for data in (spec.training_data, spec.validation_data):
+                if data is None:
+                    continue
+                for path in (Path(data.path), *entries_of(home / IN_HOME, data.sha256)):
+                    if path.is_relative_to(home):
+                        _show(path, shown / path.relative_to(home))
+        except OSError as error:
+            raise LaunchError(f"The job's data cannot be shown to its engine: {error}.") from error
+
+    def hide(self) -> None:
+        """Remove what `show` has put there: the engine has ended."""
+        shutil.rmtree(data_folder(self.run.root), ignore_errors=True)
+
     def fault_group(self, seat: Attempt) -> str | None:
         """Fault group of a job whose seat was lost with the engine; None: its seat was not."""
         losses = self.run.readable(LOSSES, LostSeats)
@@ -65,8 +97,9 @@ class EngineDirectory:
         """Write the exit record of every seat that has none, `asked` among them, after the engine has ended. `ended`: the
         engine's own record; None: it left none.
 
-        An order that a stopped engine has not taken is a stop. Else the seat was lost with the engine: ENGINE_LOST if others
-        were too, and the engine's own reason if it was the only one, or if the host lacked something.
+        An order that a stopped engine has not taken is a stop, and so is the end of every seat if a cluster took the engine's
+        place back, which no job has caused. Else the seat was lost with the engine: ENGINE_LOST if others were too, and the
+        engine's own reason if it was the only one, or if the host lacked something.
         """
         ordered = [self._seat(key) for key in self.run.list(SEATS)]
         seats = {_key(seat): seat for seat in (*ordered, asked) if seat is not None and not seat.has_exit()}
@@ -74,15 +107,22 @@ class EngineDirectory:
             if (result := seat.read_result()) is not None:
                 seat.write_exit(succeeded_exit(result))
                 del seats[key]
-        own, clean = _own_exit(ended), ended is not None and ended.reason in _CLEAN
-        if Reason(own.reason.value).retry is Retry.LATER:
+        if ended is not None and self._is_nobodys(ended):
             for seat in seats.values():
-                seat.write_exit(own)
+                seat.write_exit(ended)
             return
+        own, clean = _own_exit(ended), ended is not None and ended.reason in _CLEAN
         groups = self._lost([seat for seat in seats.values() if not clean or seat.has_segment(0)])
         shared = exit_of(ExitReason.ENGINE_LOST, own.message, own.error) if len(groups) > 1 else own
         for key, seat in seats.items():
             seat.write_exit(shared if key in groups else exit_of(ExitReason.STOPPED, _NOT_TAKEN))
+
+    def _is_nobodys(self, ended: Exit) -> bool:
+        """Whether the engine ended because its host lacked something, or because a cluster took its place back: its ranks did
+        not agree to stop then."""
+        if ended.reason is ExitReason.STOPPED:
+            return not self.attempt.has_outcome()
+        return ended.reason not in _CLEAN and Reason(ended.reason.value).retry is Retry.LATER
 
     def _lost(self, seats: Sequence[Attempt]) -> dict[str, str]:
         """Fault groups of the lost seats, as they were first decided."""
@@ -109,6 +149,32 @@ def engine_of(attempt: Attempt, engines_dir: Path) -> EngineDirectory | None:
     if folder is None or folder.parent != engines_dir or not folder.name.startswith(PREFIX):
         return None
     return EngineDirectory(engines_dir, folder.name)
+
+
+def _show(path: Path, shown: Path) -> None:
+    """Put a file or folder where ranks see it, complete or not at all, unless it is there. A missing one is left to the ranks,
+    which report it."""
+    if shown.exists() or not path.exists():
+        return
+    shown.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=shown.parent) as folder:
+        copy = Path(folder) / shown.name
+        if path.is_dir():
+            shutil.copytree(path, copy, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(path, copy)
+        try:
+            copy.rename(shown)
+        except OSError:
+            if not shown.exists():  # else another process of the service was faster
+                raise
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)
 
 
 def _key(seat: Attempt) -> str:

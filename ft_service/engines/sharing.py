@@ -22,10 +22,11 @@ WORTH_GAIN = 1.15
 _SHAPE = {"nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node", "replicate"}
 
 
-def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "") -> str | None:
+def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, shares_adapters: bool = True) -> str | None:
     """Return the key of what all jobs of an engine have in common, with the same project: base, precision, ranks and how these
     hold the base. None: the job runs alone. `seat`: as planned; None: not planned. `files`: state of the base's files, so
-    that no job is trained on a base that was replaced since.
+    that no job is trained on a base that was replaced since. `shares_adapters`: False: an engine's ranks do not see the
+    adapters that jobs continue from.
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
     the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
@@ -35,6 +36,8 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "") -> s
     if seat is not None and not _is_worth(seat):
         return None
     options = spec.distributed
+    if spec.parent is not None and not shares_adapters:
+        return None
     if spec.engine == "off" or spec.training.neftune_noise_alpha is not None or spec.lora.target_parameters:
         return None
     if options.nnodes > 1 or (options.max_nnodes or 1) > 1 or options.max_nproc_per_node not in (None, options.nproc_per_node):

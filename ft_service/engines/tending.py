@@ -1,4 +1,4 @@
-"""Looks after the engines of one host besides their jobs: their directories, their end, and the slots that they hold."""
+"""Looks after the engines of one place besides their jobs: their directories, their end, and the slots that they hold."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Job, Running
 from ft_service.launcher.protocol import Launcher
 from ft_service.logs import fields
+from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired
 from ft_service.rundir.engine import EngineSpec
 from ft_service.spec import JobSpec
@@ -33,16 +34,19 @@ KEEP_SECONDS = 7 * 86_400.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What engines a host may have."""
+    """What engines a place may have."""
 
     most_seats: int = 0
     """Most jobs that an engine trains at once; 0: no engine is started, and no job joins one."""
     idle_seconds: float = IDLE_SECONDS
     """How long an engine stays without a job."""
+    mounts: bool = False
+    """Whether ranks see only what is mounted for them (Kubernetes). Then the run directories of jobs with a seat are in the
+    folder of their project, and jobs that continue an adapter run alone."""
 
 
 class EngineTending:
-    """Tends the engines of one host. For the reconciler's thread."""
+    """Tends the engines of one place. For the reconciler's thread."""
 
     def __init__(self, store: Store, launcher: Launcher, places: Places, options: EngineOptions) -> None:
         self._store, self._launcher, self._places = store, launcher, places
@@ -74,8 +78,19 @@ class EngineTending:
         closes = self._store.engines.close_engine(engine_id, if_idle=if_idle)
         if closes:
             log.info("an engine is asked to end", extra=fields(engine=engine_id))
-            self._ask_to_end(self._directory(engine_id))
+            try:
+                self._ask_to_end(self._directory(engine_id))
+            except UnavailableError:
+                raise
+            except Exception:  # its place does not answer; `attend` asks again
+                log.exception("an engine could not be asked to end", extra=fields(engine=engine_id))
         return closes
+
+    def run_of(self, job: Job) -> RunDir:
+        """The run directory of a job that is about to start, where the ranks of its engine see it."""
+        if self.options.mounts and job.engine_id is not None:
+            return self._places.run_of_project(job.project_id, job.id)
+        return self._places.run(job.id)
 
     def prepare(self, job: Job, spec: JobSpec) -> Path | None:
         """Write the documents of the engine in which a job has a seat, unless it has ended, and return the engine's directory.
@@ -94,30 +109,34 @@ class EngineTending:
                 room=given.room,
                 idle_seconds=self.options.idle_seconds,
             )
-            engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots)
+            engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots, job.priority)
         return engine.run.root
 
     def _tend(self, engine: EngineRecord) -> None:
         directory = self._directory(engine.id)
         seen = self._launcher.observe(directory.attempt)
         if isinstance(seen, Ended):
+            directory.hide()
+            self._launcher.clean(directory.attempt)  # first: once its row says that it has ended, nobody looks after it
             if self._store.engines.end_engine(engine.id):
                 why = seen.exit.message if seen.exit else "its processes vanished"
                 log.info("an engine has ended: %s", why, extra=fields(engine=engine.id))
-            self._launcher.clean(directory.attempt)
         elif isinstance(seen, Absent) and not engine.seats:
             self._launcher.kill(directory.attempt, Reason.USER_CANCELLED)  # so that it cannot start any more
         elif isinstance(seen, Running) and engine.closing_at is not None:
-            self._ask_to_end(directory)
-        elif isinstance(seen, Running) and not engine.seats and self._overstays(engine):
+            self._ask_to_end(directory, again=not seen.admitted)
+        elif isinstance(seen, Running) and directory.run.has(directory.attempt.keys.stop):
+            self.close(engine.id, if_idle=False)  # its host takes the place back: its jobs must not join it again
+        elif isinstance(seen, Running) and not engine.seats and (not seen.admitted or self._overstays(engine)):
             self.close(engine.id, if_idle=True)
 
     def _overstays(self, engine: EngineRecord) -> bool:
         """Whether an engine without jobs should have ended by itself long ago."""
         return self._store.now() - engine.divided_at > 2 * self.options.idle_seconds + IDLE_SECONDS
 
-    def _ask_to_end(self, engine: EngineDirectory) -> None:
-        if engine.attempt.has_start() and not engine.run.has(engine.attempt.keys.control):
+    def _ask_to_end(self, engine: EngineDirectory, *, again: bool = False) -> None:
+        """`again`: also if it was asked before: its ranks do not run yet, so that only its place can have heard of it."""
+        if engine.attempt.has_start() and (again or not engine.run.has(engine.attempt.keys.control)):
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
     def _directory(self, engine_id: str) -> EngineDirectory:
@@ -128,4 +147,5 @@ def remove_ended_engines(store: Store, places: Places) -> None:
     """Remove the directories of engines that ended more than KEEP_SECONDS ago. Raises UnavailableError and OSError."""
     folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
     for engine_id in store.engines.ended_engines(list(folders), KEEP_SECONDS) if folders else ():
+        EngineDirectory(places.engines_dir, engine_id).hide()
         shutil.rmtree(folders[engine_id])

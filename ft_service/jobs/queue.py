@@ -12,7 +12,8 @@ only if that does not delay its expected start: they are expected to end earlier
 A job that may share a live engine (ft_service/engines/) takes a seat there, without slots, if the engine is idle or too few
 slots are free for the job: where slots are free, two jobs are faster apart. Behind a head that waits for slots it does so only
 if it is expected to end before the engine's other jobs: an engine that takes ever more jobs would never free its slots. On
-slots it starts an engine if those that are left do not suffice for all the jobs that could share it.
+slots it starts an engine if those that are left do not suffice for all the jobs that could share it. Where another scheduler
+assigns the slots, how many are free is not known: there a job with company starts an engine, and others join it.
 
 A job with several shapes is counted as its smallest while it waits. When its turn comes it starts in the largest shape for
 which slots are free at that moment.
@@ -228,8 +229,8 @@ class QueueState:
             if number > LOOK_AHEAD:
                 return None
             engine = self.open_engine(job)
-            idle = engine is not None and not engine.seats
-            if start := (None if idle else self._start_of(job, reserved)) or self._seat_of(job, reserved):
+            joins = engine is not None and (not engine.seats or not self._counts(engine.host))
+            if start := (None if joins else self._start_of(job, reserved)) or self._seat_of(job, reserved):
                 return start
             if self._waits_for_seat(job):
                 continue
@@ -265,19 +266,23 @@ class QueueState:
                 continue
             free = [host for host in self.hosts_for(job, shape) if self.free[host] >= shape.ranks]
             if shape != job.smallest:
-                free = [host for host in free if self._hosts[host].counts]
+                free = [host for host in free if self._counts(host)]
             if reserved is not None:
                 free = [host for host in free if self._does_not_delay(job, shape, host, reserved)]
             if free:  # the fullest, so that free slots stay together
                 host = min(free, key=lambda host: (self.free[host], host))
-                return ExpectedStart(job, host, shape, new_engine=self._starts_engine(job, self.free[host], shape.ranks))
+                return ExpectedStart(job, host, shape, new_engine=self._starts_engine(job, host, shape.ranks))
         return None
 
-    def _starts_engine(self, job: QueuedJob, free: int, ranks: int) -> bool:
+    def _starts_engine(self, job: QueuedJob, host: str, ranks: int) -> bool:
         """Whether a job that starts on `ranks` of a host's free slots starts an engine there."""
-        limit = self._limit(job.project)
+        limit, free = self._limit(job.project), self.free[host] if self._counts(host) else ranks
         left = (free if limit is None else min(free, limit - self.ranks[job.project])) - ranks
         return self._new_engines and job.sharing is not None and job.company * job.slots > left
+
+    def _counts(self, host: str) -> bool:
+        """Whether the service knows which slots of a host are free."""
+        return host not in self._hosts or self._hosts[host].counts
 
     def _reserve(self, job: QueuedJob, host: str) -> _Reservation:
         """When a host is expected to have the slots that a job needs, and how many more."""

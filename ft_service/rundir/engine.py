@@ -5,6 +5,12 @@ An engine's directory is a run directory with exactly one attempt, number 1, in 
     engine.json                   EngineSpec, by the service, before anything runs
     seats/<job>-<attempt>.json    SeatOrder, by the service; nobody removes it
 
+Where ranks see only what is mounted for them (Kubernetes), a folder beside the engine's directory holds what they read of the
+service's files:
+
+    <engine>.data/files/<id>      data files of its jobs
+    <engine>.data/tokens/<key>/   their tokens
+
 A job that an engine trains has a *seat* there. Its attempt stays in the job's own run directory, without a supervisor: the
 engine's ranks write its events, checkpoints, outcome.json and, as the last thing of the seat, exit.json.
 """
@@ -12,12 +18,15 @@ engine's ranks write its events, checkpoints, outcome.json and, as the last thin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.spec import JobSpec
 
+ENGINES = "engines"
+"""Folder of the engines' directories, in FT_HOME."""
 ENGINE = "engine.json"
 SEATS = "seats"
 """Folder of the orders."""
@@ -68,6 +77,11 @@ class SeatOrder(BaseModel):
     attempt: Annotated[int, Field(ge=1)]
     run_dir: str
     """Absolute path of the job's run directory."""
+
+
+def data_folder(engine: Path) -> Path:
+    """Return the folder of what an engine's ranks read. `engine`: its directory, which they may write."""
+    return engine.with_name(f"{engine.name}.data")
 
 
 def seat_key(job_id: str, attempt: int) -> str:

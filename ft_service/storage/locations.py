@@ -17,6 +17,8 @@ from ft_service.data import token_folder
 from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, marker_key
 from ft_service.rundir.directory import MOST_BYTES, RunDir, UnreadableDocumentError
+from ft_service.rundir.engine import ENGINES
+from ft_service.rundir.project_runs import RUNS, move_run, run_root
 from ft_service.settings import Settings
 from ft_service.storage.object_store import ObjectStore
 
@@ -79,9 +81,10 @@ class Places:
         self.files_dir = home / "files"
         self.tokens_dir = token_folder.folder_of(environment or {}, home)
         """Folder for the tokens of data files, on this host or the volume; None: they are not kept."""
-        self._runs_dir = home / "runs"
-        self.engines_dir = home / "engines"
-        """Folder of the engines' directories, on this host."""
+        self._home = home
+        self._runs_dir = home / RUNS
+        self.engines_dir = home / ENGINES
+        """Folder of the engines' directories, on this host or the volume."""
         self._cache_dir = cache_folder.folder_of(environment or {}, home) or home / "cache"
         self._objects = objects
         self._lock = threading.Lock()
@@ -92,9 +95,14 @@ class Places:
         return cls(settings.home, ObjectStore(settings.storage) if settings.storage else None, os.environ)
 
     def run(self, job_id: str) -> RunDir:
-        """Return the run directory of a job."""
-        root = self._runs_dir / job_id
-        return RunDir(root) if self._objects is None else ObjectRunDir(self._objects, f"runs/{job_id}", root)
+        """Return the run directory of a job. Raises FtError as `run_root`."""
+        if self._objects is None:
+            return RunDir(run_root(self._home, job_id))
+        return ObjectRunDir(self._objects, f"runs/{job_id}", self._runs_dir / job_id)
+
+    def run_of_project(self, project_id: str, job_id: str) -> RunDir:
+        """Return the run directory of a job, which does not run, after moving it to the folder of its project."""
+        return RunDir(move_run(self._home, project_id, job_id))
 
     def descriptions(self) -> RunDir:
         """Return the folder of descriptions of bases, which are documents as in a run directory."""

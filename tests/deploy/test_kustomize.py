@@ -131,7 +131,7 @@ def test_the_services_parts_agree(rendered: dict[str, list[Object]], overlay: st
     assert all(profile.mounts(folder) for folder in settings.model_folders())
     claims = {item["metadata"]["name"] for item in rendered[overlay] if item["kind"] == "PersistentVolumeClaim"}
     site = Site("default", settings.home, settings.storage, settings.stop_grace_seconds, tuple(settings.model_folders()))
-    worker = job_manifest(AttemptShape("ftjob-1", 1, 2, profile.ranks_per_node), profile, site)
+    worker = job_manifest(AttemptShape("ftjob-1", 1, 2, profile.ranks_per_node, site.files.run("ftjob-1")), profile, site)
     pods = [*pods_of(rendered[overlay]), *pods_of([worker])]
     wanted = {
         v["persistentVolumeClaim"]["claimName"] for _, pod in pods for v in pod["volumes"] if "persistentVolumeClaim" in v

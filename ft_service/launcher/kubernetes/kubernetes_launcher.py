@@ -32,7 +32,7 @@ from ft_service.launcher.kubernetes.manifests import (
 )
 from ft_service.launcher.kubernetes.placement import Placements
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile
-from ft_service.launcher.kubernetes.volumes import visible_reads
+from ft_service.launcher.kubernetes.volumes import VisibleFiles, visible_reads, visible_to_engine
 from ft_service.launcher.liveness import EventAge, Outage
 from ft_service.launcher.protocol import LaunchError, ListedAttempt
 from ft_service.rundir.attempt import Attempt
@@ -116,9 +116,18 @@ class KubernetesLauncher:
         start = attempt.read_start()
         if start is None or attempt.has_exit():
             return
-        reads = visible_reads(spec, self._site.files, self._profile) if spec is not None else ()
+        seen = visible_to_engine(attempt.run, self._site.files, self._profile)
+        if seen is None:
+            reads = visible_reads(spec, self._site.files, self._profile) if spec is not None else ()
+            seen = VisibleFiles(reads)
         shape = AttemptShape(
-            attempt.job_id, attempt.number, start.nodes, start.world_size // start.nodes, reads, start.priority
+            job_id=attempt.job_id,
+            attempt=attempt.number,
+            nodes=start.nodes,
+            ranks_per_node=start.world_size // start.nodes,
+            run=attempt.run.root,
+            seen=seen,
+            priority=start.priority,
         )
         try:
             if (job := self._create_job(shape)) is not None:

@@ -1,5 +1,5 @@
-"""Kubernetes objects of an attempt: one Indexed Job, the headless Service by which its pods find node 0, and the NetworkPolicy
-that lets them reach each other. Pure.
+"""Kubernetes objects of an attempt, of a job or of an engine: one Indexed Job, the headless Service by which its pods find
+node 0, and the NetworkPolicy that lets them reach each other. Pure.
 
 Only the service retries: the end of any pod ends the Job (`backoffLimit: 0`), and the service starts the next attempt, since a
 pod that is replaced inside a Job could meet the one that it replaces. podFailurePolicy only records the reason.
@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ft_service import __version__
 from ft_service.host.environment import PASS_ENVIRONMENT, STORAGE, child_environment, is_named
 from ft_service.launcher.kubernetes.profile import PodProfile
-from ft_service.launcher.kubernetes.volumes import Home, base_reads, needs_own_home, pod_mounts
+from ft_service.launcher.kubernetes.volumes import Home, VisibleFiles, base_reads, needs_own_home, pod_mounts
 from ft_service.supervisor import command_line
 
 Manifest = dict[str, Any]
@@ -62,8 +62,10 @@ class AttemptShape:
     attempt: int
     nodes: int
     ranks_per_node: int
-    reads: tuple[Path, ...] = ()
-    """Files and folders of the service that its pods see (`volumes.visible_reads`)."""
+    run: Path
+    """Its run directory, the same path in every pod."""
+    seen: VisibleFiles = field(default_factory=VisibleFiles)
+    """Files and folders of the service that its pods see (`volumes.visible_reads`, `volumes.visible_to_engine`)."""
     priority: int = 0
     """Priority of the job."""
 
@@ -87,9 +89,10 @@ class Site:
 
 
 def object_name(job_id: str, attempt: int) -> str:
-    """Return the name of an attempt's Job and Service, in lower case; no two random ids differ only in case."""
+    """Return the name of an attempt's Job and Service, in lower case; no two random ids differ only in case. `job_id`: also the
+    id of an engine."""
     tail = job_id.removeprefix("ftjob-").lower()
-    if not re.fullmatch(r"[a-z0-9]{1,40}", tail):
+    if not re.fullmatch(r"(engine-)?[a-z0-9]{1,40}", tail):
         tail = hashlib.sha256(job_id.encode()).hexdigest()[:24]
     return f"ft-{tail}-{attempt}"
 
@@ -125,7 +128,7 @@ def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, 
     """Return a Job of one pod that describes a base: it reads the models and prints the document. `memory`: limit in bytes.
     `seconds`: deadline, including the wait for a node."""
     labels = {**INSTANCE, **profile.labels, **COMMON_LABELS, **DESCRIBES}
-    shown = pod_mounts(profile, site.files, None, base_reads(folder, site.files, profile))
+    shown = pod_mounts(profile, site.files, None, VisibleFiles(tuple(base_reads(folder, site.files, profile))))
     volumes = [{"name": "tmp", "emptyDir": {}}, *profile.volumes]
     container: Manifest = {
         "name": CONTAINER,
@@ -296,7 +299,7 @@ def _arguments(name: str, attempt: AttemptShape, profile: PodProfile, site: Site
         address="$(POD_IP)" if several else "",
         mirror=site.storage,
     )
-    return options.arguments(f"{site.home}/runs/{attempt.job_id}", attempt.attempt)
+    return options.arguments(attempt.run, attempt.attempt)
 
 
 def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
@@ -333,5 +336,5 @@ def _volumes(attempt: AttemptShape, profile: PodProfile, site: Site) -> tuple[li
         own.append(("cache", CACHE, profile.cache_volume))
     volumes = [{"name": name, **source} for name, _, source in own]
     mounts = [{"name": name, "mountPath": path} for name, path, _ in own]
-    shown = pod_mounts(profile, site.files, attempt.job_id, attempt.reads)
+    shown = pod_mounts(profile, site.files, attempt.run, attempt.seen)
     return [*volumes, *profile.volumes], [*mounts, *shown]

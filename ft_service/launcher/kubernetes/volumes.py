@@ -1,26 +1,33 @@
-"""Files of the service that a worker pod sees: those of its job only. Pure, except `visible_reads`.
+"""Files of the service that a worker pod sees: those of its job only. Pure, except `visible_reads` and `visible_to_engine`.
 
 The operator mounts the whole volume of FT_HOME. A pod gets sub-paths of it: the job's run directory to write, and the files
 that the job names to read, but no keys, uploads or files of other jobs. The kubelet follows links in a sub-path inside its
 volume, so `visible_reads` refuses links in what a worker may have written.
+
+A pod of an engine sees the engine's directory, the run directories of its project's jobs with a seat in some engine
+(rundir/project_runs.py), and in place of FT_HOME/files and FT_HOME/tokens a folder that the service fills as jobs join.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ft_service.data.token_folder import IN_HOME, entries_of
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.launcher.protocol import LaunchError
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.engine import ENGINE, ENGINES, EngineSpec, data_folder
+from ft_service.rundir.project_runs import PROJECT_RUNS, RUNS, project_folder, run_root
 from ft_service.spec import JobSpec
 
 Mount = dict[str, Any]
 
-PRIVATE = ("cache", "credentials", "files", "ft.db", "runs", "server.json", "tokens", "uploads", "wandb")
+FILES = "files"
+PRIVATE = (*("cache", "credentials", ENGINES, FILES, "ft.db", PROJECT_RUNS, RUNS, "server.json", "tokens", "uploads", "wandb"),)
 """Names in FT_HOME that belong to the service: the operator's mounts never show them, or files in them, to a pod."""
 _PER_POD = ("emptyDir", "ephemeral")
 """Kinds of volumes that each pod has for itself, without files of others."""
@@ -40,7 +47,17 @@ class Home:
     """Whether pods share FT_HOME. False: with FT_STORAGE, each pod has its own and downloads its job's files."""
 
     def run(self, job_id: str) -> Path:
-        return self.path / "runs" / job_id
+        return self.path / RUNS / job_id
+
+
+@dataclass(frozen=True)
+class VisibleFiles:
+    """Files and folders of the service that an attempt's pods see, besides its run directory."""
+
+    reads: tuple[Path, ...] = ()
+    writes: tuple[Path, ...] = ()
+    instead: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
+    """Path in the pod → the folder that is read there."""
 
 
 def reads_of(spec: JobSpec, home: Home, profile: PodProfile) -> list[Path]:
@@ -83,6 +100,21 @@ def visible_reads(spec: JobSpec, home: Home, profile: PodProfile) -> tuple[Path,
     return tuple(path for path in [*reads, *_tokens(spec, home)] if path.exists())
 
 
+def visible_to_engine(run: RunDir, home: Home, profile: PodProfile) -> VisibleFiles | None:
+    """Return what the pods of an engine see, after creating what is missing of it; None: the directory is not that of an
+    engine. Its engine.json counts only until it was started: then its ranks may write there."""
+    held = run.readable(ENGINE, EngineSpec) if run.root.parent == home.path / ENGINES else None
+    if held is None:
+        return None
+    shown = data_folder(run.root)
+    instead = {home.path / name: shown / name for name in (FILES, IN_HOME)}
+    runs, cache = project_folder(home.path, held.project_id), cache_below(profile, home)
+    for folder in (*instead.values(), runs, *([cache] if cache is not None else [])):
+        folder.mkdir(parents=True, exist_ok=True)
+    reads = [path for path in base_reads(Path(held.spec.model.path), home, profile) if path.exists()]
+    return VisibleFiles(tuple(reads), (runs,), instead)
+
+
 def _tokens(spec: JobSpec, home: Home) -> list[Path]:
     """Return the cached tokens of the job's data files. A pod without them tokenises the files itself."""
     if not home.shared:
@@ -92,28 +124,33 @@ def _tokens(spec: JobSpec, home: Home) -> list[Path]:
 
 
 def _refuse_link(path: Path, home: Home) -> None:
-    """Refuse a link in a run directory, which workers write: the kubelet would show the pod its target."""
-    runs = home.path / "runs"
-    if path.is_relative_to(runs) and path.resolve() != runs.resolve() / path.relative_to(runs):
+    """Refuse a link in a run directory, which workers write: the kubelet would show the pod its target. The service's own link
+    to the run directory is none of them."""
+    runs, projects = home.path / RUNS, home.path / PROJECT_RUNS
+    if path.is_relative_to(runs):
+        job_id, *below = path.relative_to(runs).parts
+        path = run_root(home.path, job_id).joinpath(*below)
+    folder = projects if path.is_relative_to(projects) else runs
+    if path.is_relative_to(folder) and path.resolve() != folder.resolve() / path.relative_to(folder):
         raise LaunchError(f"The adapter that the job continues is a symbolic link, which is not followed: {path}.")
 
 
-def pod_mounts(profile: PodProfile, home: Home, job_id: str | None, reads: Sequence[Path]) -> list[Mount]:
+def pod_mounts(profile: PodProfile, home: Home, run: Path | None, seen: VisibleFiles) -> list[Mount]:
     """Return the operator's `volume_mounts`; those that show the service's files are replaced by the parts that the job needs.
-    `job_id`: None: the pod belongs to no job, and writes nothing."""
+    `run`: run directory; None: the pod belongs to no job, and writes nothing."""
     narrowed = [mount for mount in profile.volume_mounts if _shows_private(mount, profile, home)]
     kept = [_guarded(mount, profile, home) for mount in profile.volume_mounts if mount not in narrowed]
     cache = cache_below(profile, home)
     written: list[Path] = []
-    if job_id is not None:
-        written = [*([home.run(job_id)] if home.shared else []), *([cache] if cache is not None else [])]
-    of_mount = {path: _mount_of(path, profile) for path in (*written, *reads)}
+    if run is not None:
+        written = [*([run] if home.shared else []), *seen.writes, *([cache] if cache is not None else [])]
+    of_mount = {path: _mount_of(seen.instead.get(path, path), profile) for path in (*written, *seen.reads, *seen.instead)}
 
     def is_part_of_another(path: Path) -> bool:
         return any(path != other and path.is_relative_to(other) and of_mount[other] == of_mount[path] for other in of_mount)
 
     parts = [
-        _part(mount, path, read_only=path not in written)
+        _part(mount, path, seen.instead.get(path, path), read_only=path not in written)
         for path, mount in of_mount.items()
         if mount is not None and mount in narrowed and not is_part_of_another(path)
     ]
@@ -166,9 +203,9 @@ def _guarded(mount: Mount, profile: PodProfile, home: Home) -> Mount:
     return {**mount, "readOnly": True} if inside else mount
 
 
-def _part(mount: Mount, path: Path, *, read_only: bool) -> Mount:
-    """Return a mount of this path alone, taken from a mount that contains it."""
-    below = PurePosixPath(path).relative_to(str(mount["mountPath"])).as_posix()
+def _part(mount: Mount, path: Path, source: Path, *, read_only: bool) -> Mount:
+    """Return a mount that shows `source` alone, at `path`, taken from a mount that contains it."""
+    below = PurePosixPath(source).relative_to(str(mount["mountPath"])).as_posix()
     part = {key: value for key, value in mount.items() if key not in _PLACE} | {"mountPath": str(path)}
     if "subPathExpr" in mount:
         part["subPathExpr"] = f"{mount['subPathExpr']}/{below.replace('$', '$$')}"

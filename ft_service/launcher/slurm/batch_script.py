@@ -1,4 +1,4 @@
-"""Arguments of sbatch and the batch script of an attempt. Pure.
+"""Arguments of sbatch and the batch script of an attempt, of a job or of an engine. Pure.
 
 Every value of a job, a path or a profile is quoted for the shell. The script runs on the first node of an allocation, and
 starts a supervisor on each node with srun. Before the time limit Slurm sends SIGTERM to the script alone (`--signal=B:TERM`).
@@ -70,11 +70,10 @@ def notice_seconds(site: SlurmSite) -> int:
     return math.ceil(site.stop_grace_seconds) + NOTICE_SECONDS
 
 
-def sbatch_arguments(start: Start, profile: SlurmProfile, site: SlurmSite) -> list[str]:
+def sbatch_arguments(start: Start, run: Path, profile: SlurmProfile, site: SlurmSite) -> list[str]:
     """Return the arguments of sbatch, which reads the script from stdin. Slurm must not restart a job, nor run two of one name
-    at a time."""
+    at a time. `run`: run directory of the job, or directory of the engine."""
     ranks = start.world_size // start.nodes
-    run = site.home / "runs" / start.job_id
     given = {
         "partition": profile.partition,
         "account": profile.account,
@@ -103,8 +102,9 @@ def sbatch_arguments(start: Start, profile: SlurmProfile, site: SlurmSite) -> li
     ]
 
 
-def batch_script(start: Start, profile: SlurmProfile, site: SlurmSite) -> str:
-    run, keys = site.home / "runs" / start.job_id, AttemptKeys(start.attempt)
+def batch_script(start: Start, run: Path, profile: SlurmProfile, site: SlurmSite) -> str:
+    """`run`: as for `sbatch_arguments`."""
+    keys = AttemptKeys(start.attempt)
     several = start.nodes > 1
     arguments = command_line.SupervisorOptions(grace_seconds=site.stop_grace_seconds).arguments(run, start.attempt)
     supervisor = [*command_line.program([profile.python]), *arguments]

@@ -84,8 +84,8 @@ class SlurmLauncher:
             jobs = self._jobs(attempt, fresh=True)
             if not jobs:
                 attempt.run.path(attempt.keys.logs).mkdir(parents=True, exist_ok=True)
-                script = batch_script(start, self._profile, self._site)
-                number = self._commands.submit(sbatch_arguments(start, self._profile, self._site), script)
+                described = start, attempt.run.root, self._profile, self._site
+                number = self._commands.submit(sbatch_arguments(*described), batch_script(*described))
             else:
                 number = jobs[0].number
         except SlurmRefusedError as error:

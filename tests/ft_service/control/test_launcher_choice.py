@@ -9,9 +9,9 @@ import yaml
 from ft_service.control import launcher_choice
 from ft_service.control.capacity import capacity_of, refuse_too_many
 from ft_service.control.launcher_choice import new_launcher
-from ft_service.engines.engine_launcher import EngineLauncher
+from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
-from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
+from ft_service.launcher.protocol import ListsAttempts
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
 from tests.support.reconciling import spec_of
@@ -26,7 +26,10 @@ def slurm_settings(folder: Path, profile: dict[str, Any] | None = None, **values
 
 def test_slurm_is_chosen_where_its_commands_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
-    assert isinstance(new_launcher(slurm_settings(tmp_path)), SlurmLauncher)
+    launcher = new_launcher(slurm_settings(tmp_path))
+    assert isinstance(launcher, ClusterEngineLauncher)
+    assert isinstance(launcher, ListsAttempts)
+    assert (launcher.host, launcher.counts, launcher.slots_name_gpus) == ("slurm", False, False)
     monkeypatch.setattr(launcher_choice, "missing_commands", lambda: ["sbatch", "srun"])
     with pytest.raises(SpecError, match="FT_LAUNCHER = slurm: sbatch and srun cannot be found here"):
         new_launcher(slurm_settings(tmp_path))
@@ -62,11 +65,15 @@ def test_slurm_has_the_queue_and_its_nodes_have_a_size(tmp_path: Path) -> None:
     assert capacity_of(slurm_settings(tmp_path, {"gres": None, "hardware": "cpu"})).gpus == 0
 
 
-def test_engines_are_of_this_host_only_and_for_several_jobs(tmp_path) -> None:
-    assert isinstance(new_launcher(Settings(home=tmp_path)), EngineLauncher)
+def test_engines_are_for_several_jobs_whose_files_all_ranks_see(tmp_path) -> None:
+    launcher = new_launcher(Settings(home=tmp_path))
+    assert isinstance(launcher, EngineLauncher)
+    assert not isinstance(launcher, ListsAttempts)
     assert Settings(home=tmp_path).seats == 8
     assert Settings(home=tmp_path, engine_jobs=0).seats == 0
     with pytest.raises(ValueError, match="an engine of one job shares nothing"):
         Settings(home=tmp_path, engine_jobs=1)
-    with pytest.raises(ValueError, match="FT_ENGINE_JOBS = 4 needs FT_LAUNCHER = local"):
-        Settings(home=tmp_path, engine_jobs=4, launcher="slurm")
+    assert slurm_settings(tmp_path).seats == 0, "in a cluster the operator asks for them"
+    assert slurm_settings(tmp_path, engine_jobs=4).seats == 4
+    with pytest.raises(ValueError, match="FT_ENGINE_JOBS = 4 and FT_STORAGE are both set"):
+        Settings(home=tmp_path, engine_jobs=4, launcher="kubernetes", storage="s3://b/ft")

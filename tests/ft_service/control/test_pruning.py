@@ -291,3 +291,28 @@ def test_a_cached_base_that_was_written_anew_meanwhile_stays(
     monkeypatch.setattr(fcntl, "flock", late)
     assert not remove(found, settings, store)
     assert sorted(path.name for path in entry.iterdir()) == ["index.json", "lock"]
+
+
+def test_a_run_in_its_projects_folder_goes_with_its_link(settings: Settings, store: Store, tmp_path: Path) -> None:
+    add(store, settings, "ftjob-old", State.SUCCEEDED, 40)
+    add(store, settings, "ftjob-kept", State.SUCCEEDED, 8)
+    add(store, settings, "ftjob-tampered", State.SUCCEEDED, 40)
+    places = Places(tmp_path)
+    for job_id in ("ftjob-old", "ftjob-kept", "ftjob-tampered", "ftjob-strange"):
+        root = places.run_of_project(PROJECT, job_id).root
+        assert root == tmp_path / "project-runs" / PROJECT / job_id
+    shutil.rmtree(root.parent / "ftjob-tampered")
+    (root.parent / "ftjob-tampered").symlink_to(root.parent / "ftjob-kept")
+    parent = AdapterRef(name="ft:tiny:local::0", job_id="ftjob-kept", path=str(tmp_path / "runs/ftjob-kept/adapters/step-6-a1"))
+    add(store, settings, "ftjob-child", State.QUEUED, parent=parent)
+    os.utime(root, (0, 0))
+    shutil.rmtree(places.run_of_project(PROJECT, "ftjob-gone").root)
+    base = f"project-runs/{PROJECT}"
+    assert pruned(settings, store) == [
+        f"{base}/ftjob-kept/checkpoints/step-3-a1",
+        f"{base}/ftjob-old",
+        f"{base}/ftjob-strange",
+        "runs/ftjob-gone",
+    ]
+    assert {path.name for path in settings.runs_dir.iterdir()} == {"ftjob-kept", "ftjob-tampered", "ftjob-child"}
+    assert (settings.runs_dir / "ftjob-kept/adapter/a").exists()

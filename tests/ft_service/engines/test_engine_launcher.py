@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from ft_service.jobs.states import ALONE, Absent, Ended, Observation, Running, U
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Result, Start
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Result, Start
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
+from ft_service.spec import DataFileRef
 from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
 
 ENGINE = "engine-1"
@@ -170,9 +173,10 @@ def test_a_full_disk_is_nobodys_fault(tmp_path, launcher, inner) -> None:
     assert [ended(launcher.observe(one)) for one in seats] == [(ExitReason.DISK_FULL, None)] * 2
 
 
-def test_an_order_that_a_stopped_engine_did_not_take_is_a_stop(tmp_path, launcher, inner) -> None:
+def test_an_order_that_a_stopped_engine_did_not_take_is_a_stop(tmp_path, launcher, inner, engine) -> None:
     taken, untaken = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
     report(taken)
+    engine.attempt.write_outcome(Outcome(kind=OutcomeKind.STOPPED))
     inner.end(ENGINE, 1, exit_of(ExitReason.STOPPED, "idle"))
     assert ended(launcher.observe(untaken)) == (ExitReason.STOPPED, None)
     assert ended(launcher.observe(taken)) == (ExitReason.WORKER_ERROR, ALONE), "the engine should have said how it ended"
@@ -196,3 +200,93 @@ def test_an_engine_that_cannot_be_started_is_told(tmp_path, launcher, inner) -> 
     with pytest.raises(LaunchError, match="no room"):
         launcher.start(one)
     assert ended(launcher.observe(one))[0] is ExitReason.WORKER_KILLED
+
+
+def test_a_seat_waits_with_its_engine_and_its_time_begins_with_it(tmp_path, launcher, inner) -> None:
+    (one,) = start_all(launcher, seat(tmp_path, 1))
+    queued = Running(note="Slurm: Priority.", level="info", admitted=False, silent_seconds=99.0, fresh=False)
+    inner.set(ENGINE, 1, queued)
+    assert launcher.observe(one) == replace(queued, silent_seconds=0.0)
+    inner.set(ENGINE, 1, Running(note="a pod is taken away", reported=True))
+    seen = launcher.observe(one)
+    assert isinstance(seen, Running)
+    assert (seen.note, seen.admitted, seen.reported) == ("a pod is taken away", True, False)
+
+
+@pytest.mark.parametrize(("wish", "reason"), [(Desired.PAUSE, ExitReason.STOPPED), (Desired.CANCEL, ExitReason.CANCELLED)])
+def test_a_request_is_a_file_and_ends_a_seat_whose_engine_has_no_place_yet(tmp_path, launcher, inner, wish, reason) -> None:
+    one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
+    control = Control(generation=2, desired=wish)
+    launcher.signal(one, control)
+    assert one.read_control() == control
+    assert isinstance(launcher.observe(one), Running), "the engine's ranks obey"
+    inner.set(ENGINE, 1, Running(admitted=False))
+    launcher.signal(two, Control(generation=2, desired=Desired.RUN))
+    assert isinstance(launcher.observe(two), Running)
+    launcher.signal(two, control)
+    assert ended(launcher.observe(two)) == (reason, None)
+    assert inner.signals == inner.cleaned == [], "its place does not know a seat"
+    launcher.clean(two)
+    assert inner.cleaned == []
+
+
+def test_a_place_that_is_taken_back_is_the_fault_of_no_job(tmp_path, launcher, inner) -> None:
+    """Such as by preemption in Slurm, or the drain of a node."""
+    seats = start_all(launcher, *(seat(tmp_path, number) for number in (1, 2, 3)))
+    report(seats[0])
+    inner.set(ENGINE, 1, Ended(exit_of(ExitReason.STOPPED, "preempted"), delay_seconds=60.0))
+    seen = [launcher.observe(one) for one in seats]
+    assert [ended(one) for one in seen] == [(ExitReason.STOPPED, None)] * 3
+    assert [one.delay_seconds for one in seen if isinstance(one, Ended)] == [0.0, 60.0, 60.0], "who trained had a place"
+
+
+def test_a_seat_in_a_lost_node_alone_is_tried_again_as_a_job_is(tmp_path, launcher, inner) -> None:
+    (one,) = start_all(launcher, seat(tmp_path, 1))
+    inner.end(ENGINE, 1, exit_of(ExitReason.HOST_LOST, "A node of the attempt has failed."))
+    assert ended(launcher.observe(one)) == (ExitReason.HOST_LOST, ALONE)
+
+
+def test_the_ranks_of_an_engine_see_a_jobs_data_before_its_order(tmp_path, inner, engine) -> None:
+    shown: list[tuple[str, bool]] = []
+    one = seat(tmp_path, 1)
+    launcher = EngineLauncher(inner, tmp_path / "engines", lambda to, spec: shown.append((to.engine_id, to.has_order(one))))
+    launcher.start(one, sharing_spec())
+    assert shown == [(ENGINE, False)]
+    assert engine.has_order(one)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_an_engine_is_shown_the_data_of_its_jobs_until_it_ends(tmp_path, engine, monkeypatch, has_links: bool) -> None:
+    if not has_links:
+        monkeypatch.setattr("os.link", lambda source, target: (_ for _ in ()).throw(PermissionError))
+    for key in ("files/file-1", "files/file-2", "tokens/1.how/rows", "tokens/2.how/rows"):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_text(key)
+    mine = DataFileRef(name="a", path=str(tmp_path / "files/file-1"), sha256="1")
+    gone = DataFileRef(name="b", path=str(tmp_path / "files/file-3"), sha256="3")
+    for _ in range(2):
+        engine.show(sharing_spec(training_data=mine, validation_data=gone), tmp_path)
+    data = tmp_path / f"engines/{ENGINE}.data"
+    assert sorted(str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()) == [
+        "files/file-1",
+        "tokens/1.how/rows",
+    ]
+    assert (data / "files/file-1").samefile(tmp_path / "files/file-1") is has_links
+    engine.hide()
+    engine.hide()
+    assert not data.exists()
+    assert (tmp_path / "files/file-1").read_text() == "files/file-1"
+    (tmp_path / "engines").mkdir(exist_ok=True)
+    data.write_text("in the way")
+    with pytest.raises(LaunchError, match="cannot be shown to its engine"):
+        engine.show(sharing_spec(training_data=mine), tmp_path)
+
+
+def test_an_engine_that_its_cluster_has_lost_is_not_started_again_for_a_job_that_joins(
+    tmp_path, launcher, inner, engine
+) -> None:
+    start_all(launcher, seat(tmp_path, 1))
+    engine.attempt.write_launched(Launched(job="ft-engine-1-1", uid="1"))
+    inner.refusal = "its ranks may have written there"
+    start_all(launcher, seat(tmp_path, 2))
+    assert inner.started == [(ENGINE, 1)]

@@ -184,7 +184,9 @@ def test_the_job_that_ends_its_engines_fails_and_the_others_succeed(folder: Path
     (folder / "go").touch()
     turn_until(reconciler, lambda: get(store, "ftjob-5").state is State.FAILED)
     job = get(store, "ftjob-5")
-    assert (job.reason, job.failures, job.fault_group) == (Reason.WORKER_KILLED, decisions.MAX_FAILURES, ALONE)
+    assert (job.reason, job.failures) == (Reason.WORKER_KILLED, decisions.MAX_FAILURES)
+    last = Attempt(RunDir(folder / "runs" / job.id), job.attempt).read_start()
+    assert (last and last.engine) is None, "it died alone, at the last"
     lost = [folder for folder in (folder / "engines").iterdir() if (folder / "losses.json").exists()]
     assert 1 <= len(lost) <= 4
     others = [job_id for job_id in eight if job_id != "ftjob-5"]

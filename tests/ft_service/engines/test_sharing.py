@@ -12,7 +12,7 @@ from ft_service.bases.describing import files_state
 from ft_service.engines.sharing import fault_groups, share_key
 from ft_service.jobs.states import ALONE
 from ft_service.rundir.engine import SeatSize
-from ft_service.spec import BaseModelRef, JobSpec, LoraOptions, PrecisionOptions
+from ft_service.spec import AdapterRef, BaseModelRef, JobSpec, LoraOptions, PrecisionOptions
 from ft_service.spec.options import DistributedOptions, Prefetch, TrainingOptions, WrapBySize
 from tests.support.engines import SETTLED, sharing_spec
 
@@ -39,6 +39,12 @@ def with_training(**options: Any) -> JobSpec:
 )
 def test_what_is_a_seats_own_is_not_in_the_key(other: JobSpec) -> None:
     assert share_key(other) == share_key(sharing_spec()) is not None
+
+
+def test_who_continues_an_adapter_runs_alone_where_ranks_do_not_see_it() -> None:
+    parent = AdapterRef(name="ft:tiny:local::0", job_id="ftjob-0", path="/runs/ftjob-0/adapter")
+    assert share_key(sharing_spec(parent=parent)) == share_key(sharing_spec(), shares_adapters=False) is not None
+    assert share_key(sharing_spec(parent=parent), shares_adapters=False) is None
 
 
 @pytest.mark.parametrize(

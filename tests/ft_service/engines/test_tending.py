@@ -12,7 +12,7 @@ from ft_service.engines.tending import EngineOptions, EngineTending, remove_ende
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Running, State
-from ft_service.rundir.documents import Control, Desired, ExitReason
+from ft_service.rundir.documents import Control, Desired, ExitReason, Stop
 from ft_service.rundir.engine import ENGINE, EngineSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, NewEngine
@@ -108,6 +108,14 @@ def test_an_engine_is_asked_to_end_even_if_the_service_is_killed_before_it_says_
     assert not tends.close(NAME, if_idle=False)
 
 
+def test_an_engine_whose_place_is_taken_back_takes_no_more_jobs(store, tends, launcher, engine) -> None:
+    starts(engine, launcher)
+    engine.attempt.write_stop(Stop(reason="Slurm takes the allocation back"))
+    tends.look_at(NAME)
+    (live,) = store.engines.live_engines()
+    assert live.closing_at is not None
+
+
 def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, launcher, engine) -> None:
     starts(engine, launcher)
     leave(store)
@@ -117,6 +125,37 @@ def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, lau
         connection.execute(text("UPDATE engines SET divided_at = divided_at - 71"))
     tends.attend()
     assert [signal[0] for signal in launcher.signals] == [NAME]
+
+
+def test_an_engine_that_waits_for_its_place_without_a_job_is_asked_to_end_until_its_place_hears(
+    store, tends, launcher, engine, monkeypatch
+) -> None:
+    starts(engine, launcher)
+    launcher.set(NAME, 1, Running(admitted=False))
+    leave(store)
+    away = monkeypatch.context()
+    with away as patched:
+        patched.setattr(launcher, "signal", lambda attempt, control: attempt.write_control(control) or 1 / 0)
+        tends.attend()
+    assert launcher.signals == []
+    (live,) = store.engines.live_engines()
+    assert live.closing_at is not None
+    tends.attend()
+    assert launcher.signals == [(NAME, 1, Control(generation=2, desired=Desired.PAUSE))]
+
+
+def test_what_a_place_keeps_of_an_engine_is_removed_though_the_service_is_killed_meanwhile(
+    store, tends, launcher, engine, monkeypatch
+) -> None:
+    starts(engine, launcher)
+    launcher.end(NAME, 1, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(launcher, "clean", lambda attempt: 1 / 0)
+        tends.attend()
+    assert is_live(store)
+    tends.attend()
+    assert not is_live(store)
+    assert launcher.cleaned == [(NAME, 1)]
 
 
 def test_an_engine_that_cannot_be_observed_keeps_no_other_waiting(store, tends, launcher, engine, monkeypatch) -> None:

@@ -315,6 +315,21 @@ def test_a_job_starts_an_engine_if_the_slots_left_do_not_suffice_for_its_company
     assert not start.new_engine
 
 
+def test_where_a_cluster_counts_jobs_with_company_share_however_many_slots_it_is_said_to_have() -> None:
+    cluster = {"h": Host(slots=4096, counts=False)}
+
+    def start(waiting: QueuedJob, *live: LiveEngine) -> tuple[str | None, bool]:
+        found = next_start(replace(with_engines(waiting, engines=live), hosts=cluster))
+        assert found is not None
+        return found.engine, found.new_engine
+
+    assert start(sharer("w", company=0)) == (None, False)
+    assert start(sharer("w", company=1)) == (None, True)
+    assert start(sharer("w", company=1), engine(seats=1)) == ("e", False)
+    assert start(sharer("w", company=2), engine(seats=2)) == (None, True), "that one is full"
+    assert start(job("other", 1, slots=2), engine(seats=1)) == (None, False)
+
+
 @pytest.mark.parametrize(("seconds", "joins"), [(99.0, True), (101.0, False), (None, False)])
 def test_behind_a_head_that_waits_for_slots_only_those_join_that_do_not_keep_it_waiting(
     seconds: float | None, joins: bool

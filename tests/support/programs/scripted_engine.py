@@ -3,7 +3,8 @@
 SCRIPTS is `JOB:step,step;JOB:step;*:step`: what is done for each job, one step of every seat in a round. Steps are those of
 scripted_worker.py (event, checkpoint=S, succeed, refuse), and
 
-    hold         wait until there is a file `go` in the home, or the seat is stopped
+    hold         wait until there is a file `go` in the home or the run directory, or the seat is stopped
+    read=FILE    fail unless the file, in the home, can be read and not written
     die          be killed, with every seat
 
 The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's control.json and its own, and
@@ -12,6 +13,7 @@ ends when it was idle for as long as engine.json says.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -85,17 +87,26 @@ def _turn(seat: Attempt, steps: list[str]) -> bool:
 def _round(seat: Attempt, steps: list[str]) -> ExitReason | None:
     """Do the next step; the reason of the exit if it was the last."""
     step = steps[0]
-    if step == "hold" and not (seat.run.root.parents[1] / "go").exists():
+    if step == "hold" and not any((folder / "go").exists() for folder in (seat.run.root, seat.run.root.parents[1])):
         time.sleep(ROUND_SECONDS)
         return None
     if step == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if step == "refuse":
         seat.write_outcome(Outcome(kind=OutcomeKind.FAILED, permanent=True))
+    elif step.startswith("read="):
+        _read(seat.run.root.parents[2] / step.removeprefix("read="))
     elif step != "hold":
         play(step, seat.run.root, seat.number)
     steps.pop(0)
     return _REASONS.get(step)
+
+
+def _read(path: Path) -> None:
+    path.read_bytes()
+    with contextlib.suppress(OSError):
+        path.write_text("changed")
+        raise AssertionError(f"{path} can be written")
 
 
 def _end(seat: Attempt, reason: ExitReason) -> None:

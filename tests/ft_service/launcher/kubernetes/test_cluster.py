@@ -92,7 +92,9 @@ def plane(tmp_path: Path) -> Iterator[tuple[ApiServer, str]]:
         server.state.create("namespaces", "", {"metadata": {"name": NAMESPACE}})
         server.state.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "ft-worker"}})
         body = job_manifest(
-            AttemptShape("ftjob-1", 1, 2, 1), profile_for(tmp_path, "succeed"), Site(NAMESPACE, tmp_path, "", 20.0)
+            AttemptShape("ftjob-1", 1, 2, 1, tmp_path / "runs/ftjob-1"),
+            profile_for(tmp_path, "succeed"),
+            Site(NAMESPACE, tmp_path, "", 20.0),
         )
         job = server.state.create("jobs", NAMESPACE, body)
         wait_for(lambda: len(server.state.list("pods")) == 2, SECONDS)

@@ -21,6 +21,7 @@ from ft_service.launcher.kubernetes.manifests import (
     owned_manifests,
 )
 from ft_service.launcher.kubernetes.profile import PodProfile
+from ft_service.launcher.kubernetes.volumes import VisibleFiles
 from tests.cluster.versions import KUBERNETES_VERSIONS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,6 +31,8 @@ JOB = "ftjob-aB3dE5gH7jK9mN1pQ3sT5vX7"
 
 
 HOME = Path("/var/lib/ft")
+ENGINE_ID = "engine-aB3dE5gH7jK9mN1pQ3sT5vX7"
+RUN = HOME / "runs" / JOB
 
 
 LOCAL = {"image": "ft-worker:dev", "gpu_resource": None, "slots": 4, "ranks_per_node": 2}
@@ -43,12 +46,28 @@ LOCAL |= {
 
 CASES: dict[str, tuple[AttemptShape, dict[str, Any], dict[str, Any]]] = {
     "one-cpu-pod": (
-        AttemptShape(JOB, 1, 1, 2, (HOME / "models", HOME / "files/file-1", HOME / "runs/ftjob-0/adapter")),
+        AttemptShape(JOB, 1, 1, 2, RUN, VisibleFiles((HOME / "models", HOME / "files/file-1", HOME / "runs/ftjob-0/adapter"))),
         {**LOCAL, "termination_grace_seconds": 25},
         {"models": (HOME / "models",)},
     ),
+    "engine": (
+        AttemptShape(
+            ENGINE_ID,
+            1,
+            1,
+            2,
+            HOME / "engines" / ENGINE_ID,
+            VisibleFiles(
+                (HOME / "models",),
+                (HOME / "project-runs/proj_1",),
+                {HOME / name: HOME / "engines" / f"{ENGINE_ID}.data" / name for name in ("files", "tokens")},
+            ),
+        ),
+        {**LOCAL, "queue": "training"},
+        {"models": (HOME / "models",)},
+    ),
     "two-gpu-nodes": (
-        AttemptShape(JOB, 12, 2, 8),
+        AttemptShape(JOB, 12, 2, 8, RUN),
         {
             "image": "registry.example/ft-worker@sha256:" + "0" * 64,
             "image_pull_secrets": ["registry"],
@@ -117,7 +136,7 @@ def test_a_pod_ends_within_the_notice_that_its_node_gets(longest: int | None, as
     profile = PodProfile.model_validate({**LOCAL, "termination_grace_seconds": longest})
     site = Site("training", HOME, stop_grace_seconds=asked)
     assert grace_periods(profile, site) == (ranks, pod)
-    spec = job_manifest(AttemptShape(JOB, 1, 1, 1), profile, site)["spec"]["template"]["spec"]
+    spec = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, site)["spec"]["template"]["spec"]
     words = spec["containers"][0]["args"]
     assert (spec["terminationGracePeriodSeconds"], words[words.index("--grace") + 1]) == (pod, f"{ranks:g}")
 
@@ -127,7 +146,7 @@ def test_ranks_get_the_profiles_variables_and_no_credential_of_the_pod() -> None
     plain = {"NCCL_DEBUG": "INFO", "MY_PLUGIN": "1", "AWS_ENDPOINT_URL": "http://s3"}
     env = [{"name": "AWS_SECRET_ACCESS_KEY", **secret}, *({"name": key, "value": value} for key, value in plain.items())]
     profile = PodProfile.model_validate({**LOCAL, "env": env})
-    spec = job_manifest(AttemptShape(JOB, 1, 1, 1), profile, Site("training", HOME))["spec"]["template"]["spec"]
+    spec = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, Site("training", HOME))["spec"]["template"]["spec"]
     pod = {entry["name"]: entry.get("value", "secret") for entry in spec["containers"][0]["env"]}
     assert {"AWS_SECRET_ACCESS_KEY", *plain} <= set(pod)
     ranks = child_environment(pod)
@@ -137,7 +156,7 @@ def test_ranks_get_the_profiles_variables_and_no_credential_of_the_pod() -> None
 def test_pods_carry_the_common_labels_and_the_operator_names_the_instance() -> None:
     for given, instance in (({}, "ft"), ({"app.kubernetes.io/instance": "blue"}, "blue")):
         profile = PodProfile.model_validate({**LOCAL, "labels": given})
-        labels = job_manifest(AttemptShape(JOB, 1, 1, 1), profile, Site("training", HOME))["spec"]["template"]["metadata"][
+        labels = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, Site("training", HOME))["spec"]["template"]["metadata"][
             "labels"
         ]
         common = {key.partition("/")[2]: value for key, value in labels.items() if key.startswith("app.kubernetes.io/")}
@@ -155,3 +174,4 @@ def test_names_are_deterministic_and_fit_a_host_name() -> None:
     assert object_name(JOB, 3) == "ft-ab3de5gh7jk9mn1pq3st5vx7-3"
     assert object_name("some other id!", 1) == object_name("some other id!", 1) != object_name("some other id?", 1)
     assert len(f"{object_name(JOB, 99_999)}-511") <= 63
+    assert object_name(ENGINE_ID, 1) == "ft-engine-ab3de5gh7jk9mn1pq3st5vx7-1"

@@ -59,7 +59,7 @@ def test_a_jobs_priority_becomes_the_clusters_classes(priority: int, queue_class
             "priority_classes": {5: "soon"},
         }
     )
-    job = job_manifest(AttemptShape(JOB, 1, 1, 1, priority=priority), profile, Site("training", HOME))
+    job = job_manifest(AttemptShape(JOB, 1, 1, 1, HOME / "runs" / JOB, priority=priority), profile, Site("training", HOME))
     for version in KUBERNETES_VERSIONS:
         kubernetes_validate.validate(job, version, strict=True)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == queue_class

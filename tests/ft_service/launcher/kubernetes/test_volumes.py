@@ -11,7 +11,7 @@ import pytest
 
 from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, job_manifest
 from ft_service.launcher.kubernetes.profile import PodProfile
-from ft_service.launcher.kubernetes.volumes import Home, reads_of, visible_reads
+from ft_service.launcher.kubernetes.volumes import Home, VisibleFiles, reads_of, visible_reads
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
@@ -56,7 +56,9 @@ def mounts_of(
 ) -> list[dict[str, Any]]:
     site = Site("default", HOME, storage, models=(Path(models),))
     reads = tuple(reads_of(job, site.files, profile))
-    pod = job_manifest(AttemptShape(job.job_id, 1, 1, 1, reads), profile, site)["spec"]["template"]["spec"]
+    pod = job_manifest(AttemptShape(job.job_id, 1, 1, 1, HOME / "runs" / job.job_id, VisibleFiles(reads)), profile, site)[
+        "spec"
+    ]["template"]["spec"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     return [{**mount, "volume": volumes[mount["name"]]} for mount in pod["containers"][0]["volumeMounts"]]
 
@@ -210,7 +212,9 @@ def test_a_pod_sees_the_tokens_of_its_own_data_alone(tmp_path: Path) -> None:
     Path(data.path).touch()
     reads = visible_reads(spec("/in/image", training_data=data, validation_data=None), Home(tmp_path), profile)
     assert reads == (Path(data.path), tmp_path / "tokens/0.a", tmp_path / "tokens/0.b")
-    pod = job_manifest(AttemptShape(JOB, 1, 1, 1, reads), profile, Site("default", tmp_path))["spec"]["template"]["spec"]
+    pod = job_manifest(
+        AttemptShape(JOB, 1, 1, 1, tmp_path / "runs" / JOB, VisibleFiles(reads)), profile, Site("default", tmp_path)
+    )["spec"]["template"]["spec"]
     shown = {mount.get("subPath"): mount.get("readOnly") for mount in pod["containers"][0]["volumeMounts"]}
     assert (shown["tokens/0.a"], shown["tokens/0.b"]) == (True, True)
     assert not shown.keys() & {"tokens", "tokens/1.a", ""}

@@ -37,7 +37,8 @@ def test_the_arguments_of_sbatch() -> None:
             "options": ["--reservation=tuning", "--exclusive"],
         }
     )
-    found = sbatch_arguments(start_of(nodes=2, each=4), profile, SlurmSite(Path("/srv/ft%"), 30.5))
+    run = Path("/srv/ft%/runs/ftjob-x")
+    found = sbatch_arguments(start_of(nodes=2, each=4), run, profile, SlurmSite(Path("/srv/ft%"), 30.5))
     assert found == [
         "--parsable",
         "--job-name=ft-ftjob-x-3",
@@ -64,6 +65,19 @@ def test_the_arguments_of_sbatch() -> None:
     ]
 
 
+def test_an_engine_is_a_batch_job_in_its_own_directory(tmp_path: Path) -> None:
+    start = start_of(job_id="engine-Ab1").model_copy(update={"attempt": 1})
+    run, profile, site = tmp_path / "engines/engine-Ab1", SlurmProfile(ranks_per_node=8), SlurmSite(tmp_path)
+    found = sbatch_arguments(start, run, profile, site)
+    assert {f"--chdir={run}", f"--output={run}/attempts/1/logs/slurm.log", "--gres=gpu:2", "--nodes=1"} < set(found)
+    assert "--job-name=ft-engine-Ab1-1" in found
+    assert attempt_of("ft-engine-Ab1-1") == ("engine-Ab1", 1)
+    script = batch_script(start, run, profile, site)
+    assert f"{run} 1 " in script
+    assert f"{run}/attempts/1/stop.json" in script
+    assert "runs" not in script
+
+
 def test_the_name_of_a_batch_job_tells_its_attempt() -> None:
     assert attempt_of(job_name("ftjob-a-1", 12)) == ("ftjob-a-1", 12)
     assert attempt_of("ft-x") is attempt_of("other-ftjob-1") is attempt_of("ft-ftjob-1-x") is None
@@ -80,7 +94,8 @@ def fake_srun(folder: Path, body: str) -> dict[str, str]:
 
 def script_for(folder: Path, start: Start, python: str, **values: object) -> str:
     profile = {"ranks_per_node": 8, "python": python, "scratch": str(folder / "scratch"), **values}
-    script = batch_script(start, SlurmProfile.model_validate(profile), SlurmSite(folder / "home's $HOME"))
+    site = SlurmSite(folder / "home's $HOME")
+    script = batch_script(start, site.home / "runs" / start.job_id, SlurmProfile.model_validate(profile), site)
     return script.replace("/usr/local/bin:/usr/bin:/bin", f"{folder}/bin:/usr/local/bin:/usr/bin:/bin")
 
 

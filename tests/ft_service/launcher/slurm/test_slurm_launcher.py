@@ -5,13 +5,15 @@ from __future__ import annotations
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from ft_service.engines.engine_launcher import ClusterEngineLauncher
+from ft_service.engines.tending import EngineOptions
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.user_actions import Verb
@@ -26,8 +28,9 @@ from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Star
 from ft_service.spec import DistributedOptions
 from tests.cluster.slurm import SlurmCluster, missing_parts
 from tests.support.attempts import wait_for
+from tests.support.engines import ENGINE_PROGRAM, add_sharing_job
 from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
-from tests.support.service import Server, submit, wait_until, wait_until_step
+from tests.support.service import Server, submit, upload, wait_until, wait_until_step
 
 pytestmark = pytest.mark.skipif(bool(missing_parts()), reason=f"Slurm is not installed ({', '.join(missing_parts())})")
 SECONDS = 120.0
@@ -210,6 +213,42 @@ def test_an_attempt_whose_node_is_lost_is_tried_again(tmp_path: Path, cluster: S
     store.close()
 
 
+def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(tmp_path: Path, cluster: SlurmCluster) -> None:
+    store, two = new_store(tmp_path), ("ftjob-one", "ftjob-two")
+    interpreter = tmp_path / "python"
+    play = "*:event,checkpoint=4,hold,succeed"
+    interpreter.write_text(f"#!/bin/bash\nexec {sys.executable} \"$@\" --command {sys.executable} {ENGINE_PROGRAM} '{play}'\n")
+    interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
+    profile = SlurmProfile.model_validate(profile_for(tmp_path, python=str(interpreter), partition="all"))
+    launcher = ClusterEngineLauncher(SlurmLauncher(profile, SlurmSite(tmp_path)), tmp_path / "engines")
+    engines = EngineOptions(most_seats=8, idle_seconds=0.5)
+    reconciler = new_reconciler(tmp_path, store, launcher, engines=engines)
+    for job_id in two:
+        add_sharing_job(store, job_id)
+    while any(get(store, job_id).state is State.VALIDATING for job_id in two):
+        if (claim := reconciler._claim_active()) is not None:
+            reconciler._reconcile(*claim)
+
+    def turn(what: Callable[[], bool]) -> None:
+        wait_for(lambda: reconciler.step() and what(), SECONDS, every=0.1)
+
+    turn(lambda: all(get(store, job_id).phase is Phase.TRAINING for job_id in two))
+    (engine,) = store.engines.live_engines()
+    assert engine.seats == two
+    assert [one.job_id for one in launcher.unfinished()] == [engine.id]
+    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    assert cluster.run("sbatch", "--parsable", *urgent).returncode == 0
+    turn(lambda: all(get(store, job_id).attempt == 2 for job_id in two))
+    (tmp_path / "go").touch()
+    turn(lambda: all(get(store, job_id).state is State.SUCCEEDED for job_id in two))
+    assert [(job.attempt, job.failures, job.fault_group) for job in (get(store, job_id) for job_id in two)] == [
+        (2, 0, None)
+    ] * 2
+    wait_for(lambda: (reconciler.step() or True) and not store.engines.live_engines(), SECONDS, every=0.3)
+    reconciler.close()
+    store.close()
+
+
 def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(tmp_path: Path, cluster: SlurmCluster) -> None:
     store = new_store(tmp_path)
     values = {"options": ["--reservation=none-yet"]}
@@ -313,11 +352,57 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def slurm_server(folder: Path, models: Path) -> Server:
+def slurm_server(folder: Path, models: Path, engine_jobs: int = 0) -> Server:
     profile = folder / "slurm-profile.yaml"
     profile.write_text(yaml.safe_dump(profile_for(folder)))
     database = f"sqlite:///{folder / 'service.db'}"
-    return Server(folder, models, FT_LAUNCHER="slurm", FT_SLURM_PROFILE=str(profile), FT_DATABASE_URL=database)
+    return Server(
+        folder,
+        models,
+        FT_LAUNCHER="slurm",
+        FT_SLURM_PROFILE=str(profile),
+        FT_DATABASE_URL=database,
+        FT_ENGINE_JOBS=str(engine_jobs),
+    )
+
+
+def test_two_jobs_share_an_engine_that_is_one_batch_job(
+    tmp_path: Path, data: Path, models: Path, cluster: SlurmCluster
+) -> None:
+    server = slurm_server(tmp_path, models, engine_jobs=4)
+    server.start()
+    try:
+        client = server.client()
+        file = upload(client, data)
+        body = {
+            "model": "tiny",
+            "training_file": file,
+            "validation_file": file,
+            "precision": {"default": "nf4"},
+            "lora": {"r": 4},
+            "training": {"max_steps": 3, "batch_size": 16, "tokens_per_micro_batch": 256},
+            "distributed": {"nproc_per_node": 2, "replicate": 1, "activation_checkpointing": "none", "compile": False},
+            "sweep": {"training.learning_rate": [1e-3, 2e-3]},
+        }
+        sweep: Any = client.post("/fine_tuning/sweeps", body=body, cast_to=object)
+        two = [job["id"] for job in sweep["jobs"]]
+        for job_id in two:
+            wait_until(client, job_id, "succeeded")
+        starts = [Attempt(server.run(job_id), 1).read_start() for job_id in two]
+        (engine,) = {start.engine for start in starts if start is not None}
+        assert engine is not None
+        name = job_name(Path(engine).name, 1)
+        ours = [(job.name, job.state) for job in SlurmCommands().jobs() if job.comment == f"ft-service {tmp_path}"]
+        assert ours == [(name, "RUNNING")], "one batch job for both; it waits for more"
+        cluster.run("scancel", f"--name={name}")
+
+        def engines() -> Any:
+            listed: Any = client.get("/engines", cast_to=object)
+            return listed["data"]
+
+        wait_for(lambda: not engines(), SECONDS, every=0.3)
+    finally:
+        assert server.stop() == 0
 
 
 @pytest.mark.slow

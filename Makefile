@@ -37,9 +37,8 @@ help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
 
 quickstart: $(READY)
-	@$(BIN)/python examples/quickstart.py || { code=$$?; [ $$code = 130 ] || exit $$code; } # paused: nothing went wrong
+	@$(BIN)/ft quickstart --called "make quickstart" || { code=$$?; [ $$code = 130 ] || exit $$code; } # paused: nothing went wrong
 
-serve: export FT_MODELS ?= $(FT_HOME)/models:$(CURDIR)/examples/models
 serve: $(READY)
 	@$(BIN)/ft serve
 
@@ -79,7 +78,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch into $(VENV) (once; the largest part)"
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)",-c constraints.txt torch) $(SHOW)
 	@echo "Installing everything else"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,examples,dev]' $(SHOW)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,quickstart,dev]' $(SHOW)
 	@touch $@
 	@echo "Set-up is done."
 

@@ -19,7 +19,7 @@ from tests.support.blocks import PAGES, ROOT, Block, blocks
 
 SECONDS = 600.0
 ELSEWHERE = {
-    r"git clone|TORCH_INDEX=|make quickstart$": "set-up needs a network; tests/examples/test_quickstart_run.py has the rest",
+    r"git clone|TORCH_INDEX=|make quickstart$": "set-up needs a network; tests/ft_service/cli/quickstart has the rest",
     r"\b(kubectl|kind|docker)\b|<ID>": "a cluster; tests/cluster and tests/deploy",
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",
     r"pg_dump|rsync": "PostgreSQL's and rsync's own",

@@ -26,6 +26,8 @@ def root_of(package: Path) -> Path:
 ROOT = root_of(Path(__file__).absolute().parent)
 SAMPLE_MODELS = ROOT / "examples" / "models"
 """Folder of the sample base; an installation may be without it, as images of containers are."""
+SAMPLE_DESCRIPTIONS = ROOT / "examples" / "descriptions"
+"""Folder with the description of the sample base, NAME.json, for machines without the workers' packages."""
 SAMPLE_DATA = ROOT / "examples" / "data"
 SAMPLE_SPEC = ROOT / "deploy" / "examples" / "quickstart.yaml"
 """SPEC of the quickstart, which names its data relative to itself."""

@@ -1,5 +1,6 @@
 # make quickstart   one fine-tuning job on this machine, from upload to adapter
 # make serve        the server in the foreground, with the sample base model
+# make wheel        everything as one file for pip, in dist
 # make test         every test that needs no GPU        make test-all   the long ones too
 # make bench        every benchmark; results go to benchmarks/results
 # make gpu-report   what one GPU shows of the workers, in 8 minutes: right numbers, speed, memory; without a GPU: that it would run
@@ -31,7 +32,7 @@ GPU := $(wildcard /dev/nvidia0)
 # Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart serve test test-all bench gpu-report check
+.PHONY: help quickstart serve wheel test test-all bench gpu-report check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
@@ -41,6 +42,11 @@ quickstart: $(READY)
 
 serve: $(READY)
 	@$(BIN)/ft serve
+
+wheel: $(READY)
+	@rm -f dist/ft_service-*.whl
+	@$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps -w dist .
+	@ls dist/ft_service-*.whl
 
 test: $(READY) $(TRITON)
 	@$(PYTEST) -m "not slow$(if $(GPU),, and not gpu)"

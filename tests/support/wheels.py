@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SECONDS = 300.0
 
 
 def build_wheel(folder: Path) -> Path:
@@ -48,11 +49,11 @@ class WheelEnvironment:
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return {**inherited, "PATH": path, "HOME": str(self.folder), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120", **settings}
 
-    def run(self, *words: str | Path, seconds: float = 300.0, **settings: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run one of its programs to its end, in its folder."""
         command = [str(self.folder / "bin" / words[0]), *map(str, words[1:])]
         return subprocess.run(
-            command, cwd=self.folder, env=self.environment(**settings), capture_output=True, text=True, timeout=seconds
+            command, cwd=self.folder, env=self.environment(**settings), capture_output=True, text=True, timeout=SECONDS
         )
 
     def output(self, *words: str | Path, **settings: str) -> str:

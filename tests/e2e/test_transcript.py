@@ -156,5 +156,5 @@ def test_the_blocks_of_readme_and_docs_do_what_they_say(newcomer: Newcomer) -> N
     assert "is unchanged since it was written" in guide
     assert "FutureWarning" not in guide
     assert "Step 6/6: training loss=" in guide, "what rank 0 prints tells of training"
-    assert re.search(r"training\.learning_rate +0\.001 +0\.003", guide)
+    assert re.search(r"training\.learning_rate\s+0\.001\s+0\.003", guide)
     assert "The merged model is in my-job/merged" in guide

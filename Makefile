@@ -1,5 +1,6 @@
 # make quickstart   one fine-tuning job on this machine, from upload to adapter
 # make serve        the server in the foreground, with the sample base model
+# make wheel        everything as one file for pip, in dist
 # make test         every test that needs no GPU        make test-all   the long ones too
 # make bench        every benchmark; results go to benchmarks/results
 # make gpu-report   what one GPU shows of the workers, in 8 minutes: right numbers, speed, memory; without a GPU: that it would run
@@ -31,17 +32,21 @@ GPU := $(wildcard /dev/nvidia0)
 # Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart serve test test-all bench gpu-report check
+.PHONY: help quickstart serve wheel test test-all bench gpu-report check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
 
 quickstart: $(READY)
-	@$(BIN)/python examples/quickstart.py || { code=$$?; [ $$code = 130 ] || exit $$code; } # paused: nothing went wrong
+	@$(BIN)/ft quickstart --called "make quickstart" || { code=$$?; [ $$code = 130 ] || exit $$code; } # paused: nothing went wrong
 
-serve: export FT_MODELS ?= $(FT_HOME)/models:$(CURDIR)/examples/models
 serve: $(READY)
 	@$(BIN)/ft serve
+
+wheel: $(READY)
+	@rm -f dist/ft_service-*.whl
+	@$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps -w dist .
+	@ls dist/ft_service-*.whl
 
 test: $(READY) $(TRITON)
 	@$(PYTEST) -m "not slow$(if $(GPU),, and not gpu)"
@@ -79,7 +84,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch into $(VENV) (once; the largest part)"
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)",-c constraints.txt torch) $(SHOW)
 	@echo "Installing everything else"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,examples,dev]' $(SHOW)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,quickstart,dev]' $(SHOW)
 	@touch $@
 	@echo "Set-up is done."
 

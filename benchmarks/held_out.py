@@ -37,10 +37,10 @@ import yaml
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "examples")]
 
-from quickstart_processes import Server
 from sample_task import REQUESTS, make_example
 
 from benchmarks.machine import RESULTS, machine, save
+from ft_service.cli.quickstart.quickstart_processes import Server
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
 

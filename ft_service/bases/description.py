@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from ft_service import __version__, installation
 from ft_service.bases.base_files import MAX_ENTRIES, open_base_file, read_bytes
 from ft_service.bases.module_rules import WeightNames, kept_plain
 from ft_service.bases.safetensors_header import HEADER
@@ -108,24 +109,31 @@ class Versions:
     def installed(cls) -> Versions:
         """Versions of this environment, read without an import. Raises LookupError if a package is not installed."""
         try:
-            named = (version(name) for name in ("transformers", "torch", "peft", "ft-service"))
-            return cls(*named, sources=sources_digest(Path(__file__).parents[2]))
+            return cls(
+                transformers=version("transformers"),
+                torch=version("torch"),
+                peft=version("peft"),
+                ft_service=__version__,
+                sources=sources_digest(installation.ROOT, Path(__file__).parents[1]),
+            )
         except PackageNotFoundError as error:
             raise LookupError(f"{error.name} is not installed here") from None
 
 
-_SOURCES = ("workers/base", "workers/layers", "workers/model", "workers/patches", "ft_service/bases")
+_WORKERS_SOURCES = ("base", "layers", "model", "patches")
 
 
 @cache
-def sources_digest(root: Path) -> str:
-    """Digest of the source files that decide what a description says: 16 hexadecimal digits. `root`: parent of the packages."""
+def sources_digest(root: Path, core: Path) -> str:
+    """Digest of the source files that decide what a description says: 16 hexadecimal digits, the same in the repository and
+    in its wheel. `root`: the folder with `workers`; `core`: that of `ft_service`."""
     digest = hashlib.sha256()
-    for path in [
-        root / "workers" / "describe.py",
-        *(path for name in _SOURCES for path in sorted((root / name).rglob("*.py"))),
-    ]:
-        digest.update(f"\n{path.relative_to(root)}\n".encode() + (path.read_bytes() if path.is_file() else b""))
+    workers = root / "workers"
+    paths = [workers / "describe.py", *(path for name in _WORKERS_SOURCES for path in sorted((workers / name).rglob("*.py")))]
+    named = [(path.relative_to(root).as_posix(), path) for path in paths]
+    named += [(f"ft_service/{path.relative_to(core).as_posix()}", path) for path in sorted((core / "bases").rglob("*.py"))]
+    for name, path in named:
+        digest.update(f"\n{name}\n".encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()[:16]
 
 

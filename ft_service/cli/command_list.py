@@ -156,6 +156,11 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "export": CommandEntry("export_command", _MODELS, "Write a tuned model as another program reads it."),
     "verify": CommandEntry("jobs.verify_command", _MODELS, "Check an adapter's manifest, checksums and shapes."),
     "serve": CommandEntry("serve_command", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."),
+    "quickstart": CommandEntry(
+        "quickstart.quickstart_command",
+        _SERVICE,
+        "Fine-tune the sample base on this machine, from upload to adapter, with a server of its own.",
+    ),
     "open": CommandEntry(
         "serve_command",
         _SERVICE,

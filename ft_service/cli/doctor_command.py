@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ft_service.cli.local_store import local_store
+from ft_service.cli.local_store import local_store, with_sample_base
 from ft_service.cli.output import Json, load_settings, print_json, print_note, print_table, print_text
 from ft_service.errors import UnavailableError
 
@@ -28,7 +28,7 @@ def doctor(
     from ft_service.control.orphans import find_orphans
     from ft_service.launcher.protocol import LaunchError, ListsAttempts
 
-    settings = load_settings()
+    settings = with_sample_base(load_settings())
     for line in describe_bases.models_report(settings):
         print_note(line)
     with local_store(settings) as store:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from ft_service.cli.output import load_settings
 from ft_service.host.home import create_home
 from ft_service.host.running_servers import living_servers
+from ft_service.installation import ROOT, SAMPLE_MODELS, is_installed
 from ft_service.settings import Settings
 
 if TYPE_CHECKING:
     from ft_service.store.sql import Store
 
 PROJECT = "default"
-SAMPLES = Path(__file__).parents[2] / "examples" / "models"
-"""Sample base of a source folder; an installed package has none."""
 MAKES = ".ft"
 """Home that `make` uses, in the source folder."""
 
@@ -41,14 +40,20 @@ def local_store(settings: Settings) -> Iterator[Store]:
 
 def settings_with_models() -> Settings:
     """Return the environment's settings; without FT_MODELS, with the model folders of the home's newest running server, or,
-    if none runs, those of `make serve`: FT_HOME/models and the sample base. Raises SpecError."""
+    if none runs, those of `ft serve`. Raises SpecError."""
     settings = load_settings()
     if settings.models:
         return settings
     folders = next((server.models for server in living_servers(settings.home) if server.models), None)
-    return settings.model_copy(
-        update={"models": folders or [*settings.model_folders(), *([SAMPLES] if SAMPLES.is_dir() else [])]}
-    )
+    return settings.model_copy(update={"models": folders}) if folders else with_sample_base(settings)
+
+
+def with_sample_base(settings: Settings) -> Settings:
+    """Return the settings with FT_HOME/models and the sample base as folders of models, unless FT_MODELS names others. A
+    cluster's pods do not see this host's folders, and get no sample base."""
+    if settings.models or settings.launcher == "kubernetes" or not SAMPLE_MODELS.is_dir():
+        return settings
+    return settings.model_copy(update={"models": [*settings.model_folders(), SAMPLE_MODELS]})
 
 
 def settings_of_server() -> Settings:
@@ -58,7 +63,7 @@ def settings_of_server() -> Settings:
     if "FT_HOME" in os.environ:
         return settings
     here = Path.cwd()
-    makes = [folder / MAKES for folder in (here, *here.parents, SAMPLES.parents[1])]
+    makes = [folder / MAKES for folder in (here, *here.parents, *([] if is_installed() else [ROOT]))]
     running = (home for home in (settings.home, *makes) if _is_ours(home) and living_servers(home))
     return settings.model_copy(update={"home": next(running, settings.home)})
 

@@ -12,7 +12,7 @@ from ft_service.bases import hub
 from ft_service.bases.catalogue import MAX_DEPTH, is_model_name
 from ft_service.bases.description import Described
 from ft_service.bases.origin import read_origin
-from ft_service.cli.local_store import SAMPLES, settings_with_models
+from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import (
     Json,
     connect,
@@ -29,6 +29,7 @@ from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.hub_data import FOLDER, PREFIX, pull_data
 from ft_service.errors import FtError, SpecError
 from ft_service.host.home import create_home
+from ft_service.installation import SAMPLE_MODELS
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.spec import is_tuned
 
@@ -136,7 +137,7 @@ def _model_folder(called: str) -> Path:
             "hidden, that begins with neither '-' nor 'ft:', the beginning of tuned models' names.",
             param="as",
         )
-    folders = [folder for folder in settings_with_models().model_folders() if folder.absolute() != SAMPLES]
+    folders = [folder for folder in settings_with_models().model_folders() if folder.absolute() != SAMPLE_MODELS]
     if not folders:
         raise SpecError("FT_MODELS names the sample's folder only: add one for what is pulled.", param="FT_MODELS")
     return folders[0].absolute()

@@ -13,6 +13,7 @@ import typer
 
 from ft_service import __version__
 from ft_service.cli.jobs.job_argument import complete_job, find_job
+from ft_service.cli.local_store import with_sample_base
 from ft_service.cli.output import Json, connect, load_settings, print_json_line, print_note
 from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
@@ -39,13 +40,13 @@ def serve(
     """Serve the REST API and run jobs on this machine, until Ctrl-C."""
     if with_parent:
         die_with_parent(with_signal=signal.SIGTERM)
-    settings = load_settings(port=port, bind=host)
+    settings = with_sample_base(load_settings(port=port, bind=host))
     _server().serve(settings, api_only=api_only, as_json=as_json)
 
 
 def reconcile(as_json: Json = False) -> None:
     """Move jobs, deliver webhooks and remove what is no longer needed, without serving the API, until Ctrl-C."""
-    _server().reconcile_only(load_settings(), as_json=as_json)
+    _server().reconcile_only(with_sample_base(load_settings()), as_json=as_json)
 
 
 def migrate(as_json: Json = False) -> None:

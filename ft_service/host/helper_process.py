@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from ft_service import installation
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.host import helper_start
 from ft_service.host.environment import child_environment
@@ -335,6 +336,7 @@ def _starter(_pid: int) -> ThreadPoolExecutor:
 
 def _popen(program: Program) -> subprocess.Popen[bytes]:
     limits = (os.getpid(), program.memory_bytes or 0, program.niceness, int(program.expendable))
+    variables = {installation.PYTHONPATH: installation.python_path(os.environ), **program.variables}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", helper_start.__file__, *map(str, limits), *program.command],
         stdin=subprocess.PIPE,
@@ -342,7 +344,7 @@ def _popen(program: Program) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE if program.own_errors else None,
         bufsize=0,
         cwd=program.folder,
-        env=child_environment(os.environ, *program.needs, **program.variables),
+        env=child_environment(os.environ, *program.needs, **variables),
         pass_fds=program.descriptors,
         start_new_session=True,  # Ctrl-C reaches only this process, and the whole session can be killed
     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_service import installation
 from ft_service.bases import cache_folder
 from ft_service.data import token_folder
 from ft_service.host.environment import child_environment
@@ -108,6 +109,7 @@ def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: N
     interfaces, GPU memory, the cache) keep their values."""
     threads = max(1, len(os.sched_getaffinity(0)) * start.nodes // start.world_size)
     fixed = {
+        installation.PYTHONPATH: installation.python_path(inherited),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         RANKS_LOCK_PATH: str(node.ranks_lock(run, start)),

@@ -1,10 +1,12 @@
 """Worker processes without a GPU that produce files from a job's output: the adapter of a checkpoint, a merged model.
 
 They need torch, so each runs in a process of its own, which answers with one line of JSON.
+`python -m ft_service.supervisor.worker_tasks RUN_DIR CHECKPOINT OUT` writes the adapter of a checkpoint by hand.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -26,6 +28,8 @@ from ft_service.rundir.checkpoints import (
 )
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of, unfinished
 from ft_service.rundir.verified_files import adapter_faults
+
+CONSOLIDATE = "workers.tasks.consolidate"
 
 
 class WorkersMissingError(FtError):
@@ -104,12 +108,12 @@ def _damaged(name: str, fault: str) -> NotFoundError:
 
 def _consolidate(run: RunDir, name: str, folder: Path) -> None:
     try:
-        run_worker("workers.tasks.consolidate", [str(run.root), name, str(folder)])
+        run_worker(CONSOLIDATE, [str(run.root), name, str(folder)])
     except WorkersMissingError:
         raise NotFoundError(
             f"Checkpoint {name} contains shards and no adapter, and the service has no torch to convert them. Checkpoints "
             "contain their adapters if FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
-            f"the run directory can be read, run: python -m workers.tasks.consolidate RUN_DIR {name} OUT",
+            f"the run directory can be read, run: python -m ft_service.supervisor.worker_tasks RUN_DIR {name} OUT",
             param="checkpoint",
             code="no_adapter",
         ) from None
@@ -129,3 +133,10 @@ def name_of_step(run: RunDir, step: int) -> str:
             code="no_checkpoint",
         )
     return max(names, key=lambda name: int(name.rpartition("a")[2]))
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(run_worker(CONSOLIDATE, sys.argv[1:])))
+    except FtError as failed:
+        sys.exit(failed.message)

@@ -35,6 +35,13 @@ def test_the_api_has_no_torch() -> None:
     assert "workers," not in text
 
 
+def test_every_image_tag_is_the_version() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "deploy").rglob("*") if path.suffix in (".yaml", ".Dockerfile"))
+    tags = re.findall(r"(?:\bft-(?:api|worker):|newTag: |kubernetes\.io/version: )([\w.]+)", text)
+    assert len(tags) > 5
+    assert set(tags) - {"dev"} == {__version__}, "but for images that one builds oneself"
+
+
 def test_compose_keeps_its_secrets_in_files_and_listens_on_the_host_only() -> None:
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     service = compose["services"]["ft"]

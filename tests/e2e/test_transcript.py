@@ -19,7 +19,8 @@ from tests.support.blocks import PAGES, ROOT, Block, blocks
 
 SECONDS = 600.0
 ELSEWHERE = {
-    r"git clone|TORCH_INDEX=|make quickstart$": "set-up needs a network; tests/examples/test_quickstart_run.py has the rest",
+    r"git clone|TORCH_INDEX=|make quickstart$": "set-up needs a network; tests/ft_service/cli/quickstart has the rest",
+    r"^pip install": "a package index; tests/e2e/test_installed_wheel.py has the rest",
     r"\b(kubectl|kind|docker)\b|<ID>": "a cluster; tests/cluster and tests/deploy",
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",
     r"pg_dump|rsync": "PostgreSQL's and rsync's own",
@@ -155,5 +156,5 @@ def test_the_blocks_of_readme_and_docs_do_what_they_say(newcomer: Newcomer) -> N
     assert "is unchanged since it was written" in guide
     assert "FutureWarning" not in guide
     assert "Step 6/6: training loss=" in guide, "what rank 0 prints tells of training"
-    assert re.search(r"training\.learning_rate +0\.001 +0\.003", guide)
+    assert re.search(r"training\.learning_rate\s+0\.001\s+0\.003", guide)
     assert "The merged model is in my-job/merged" in guide

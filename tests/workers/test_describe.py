@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft_service.bases.description import read_described
+from ft_service.bases.description import description_key, read_described, write_described
 from ft_service.errors import SpecError
+from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
 from ft_service.plan.weight_storage import layout_of, stored_weights
 from tests.support.bases import TINY, llama_shapes, save_base, save_headers, spec_on
 from tests.support.training.causal_types import save_type
@@ -32,6 +34,14 @@ def test_the_process_prints_one_document(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.q_proj.weight" in names
     assert base.layout in ("bf16", "fp32")
     assert len(document.key) == 64
+
+
+def test_the_description_that_comes_with_the_sample_base_is_current() -> None:
+    """Otherwise: python -m workers.describe examples/models/tiny-llama > examples/descriptions/tiny-llama.json"""
+    folder = SAMPLE_MODELS / "tiny-llama"
+    shipped = read_described((SAMPLE_DESCRIPTIONS / "tiny-llama.json").read_bytes())
+    assert shipped.key == description_key(folder, shipped.versions)
+    assert write_described(replace(shipped, base=describe(str(folder)))) == write_described(shipped)
 
 
 def test_a_folder_that_is_no_base_is_refused_in_words(tmp_path: Path) -> None:

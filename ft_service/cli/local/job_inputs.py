@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ft_service.bases.catalogue import has_tokenizer
 from ft_service.bases.describing import Descriptions, NotDescribedError
-from ft_service.bases.description import Described, Description, read_described
+from ft_service.bases.description import Described, Description, description_key, read_described
 from ft_service.cli.output import connect
 from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.data_file import Counts, DataReport, Param, check_lines
@@ -22,6 +22,7 @@ from ft_service.data.statistics import DataStatistics, Level, Measure, messages
 from ft_service.data.token_folder import folder_of
 from ft_service.errors import DataError, FtError, SpecError
 from ft_service.host.home import create_home
+from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.settings import Settings
@@ -95,8 +96,9 @@ SILENT_SECONDS = 1.0
 
 
 def describe_base(folder: Path, name: str, settings: Settings, notify: Callable[[str], None]) -> Description:
-    """Return the description of a base: from the cache, made now, or from the server if the workers' packages are not
-    installed. `name`: the base's name on the server. `notify`: called if it takes longer than SILENT_SECONDS.
+    """Return the description of a base: from the cache, or made now; if the workers' packages are not installed, the one that
+    comes with the sample, or the server's. `name`: the base's name on the server. `notify`: called if it takes longer than
+    SILENT_SECONDS.
 
     Raises SpecError for a base that cannot be tuned, NotDescribedError if nothing describes it.
     """
@@ -110,7 +112,16 @@ def describe_base(folder: Path, name: str, settings: Settings, notify: Callable[
             described = descriptions.describe(folder)
         finally:
             notice.cancel()
-    return (described or _of_server(folder, name, descriptions, descriptions.missing or "")).description()
+    return (described or _of_sample(folder) or _of_server(folder, name, descriptions, descriptions.missing or "")).description()
+
+
+def _of_sample(folder: Path) -> Described | None:
+    """Return the description that comes with the sample base; None: it is another base, or its files were changed."""
+    file = SAMPLE_DESCRIPTIONS / f"{folder.name}.json"
+    if folder.parent != SAMPLE_MODELS or not file.is_file():
+        return None
+    document = read_described(file.read_bytes())
+    return document if document.key == description_key(folder, document.versions) else None
 
 
 def _of_server(folder: Path, name: str, descriptions: Descriptions, missing: str) -> Described:

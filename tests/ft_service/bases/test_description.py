@@ -21,16 +21,21 @@ from tests.support.describing import VERSIONS, small_description, small_document
 
 def test_a_change_of_the_code_that_describes_is_another_key(tmp_path: Path) -> None:
     digests = set[str]()
-    for name, text in (("workers/describe.py", "1"), ("workers/describe.py", "2"), ("workers/model/probes.py", "")):
+    for name, text in (
+        ("workers/describe.py", "1"),
+        ("workers/describe.py", "2"),
+        ("workers/model/probes.py", ""),
+        ("ft_service/bases/x.py", ""),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        digests.add(sources_digest.__wrapped__(tmp_path))
-    assert len(digests) == 3
+        digests.add(sources_digest.__wrapped__(tmp_path, tmp_path / "ft_service"))
+    assert len(digests) == 4
 
     base = save_base(tmp_path / "base")
-    assert len({description_key(base, replace(VERSIONS, sources=digest)) for digest in digests}) == 3
+    assert len({description_key(base, replace(VERSIONS, sources=digest)) for digest in digests}) == 4
     root = Path(__file__).parents[3]
-    assert Versions.installed().sources == sources_digest(root)
+    assert Versions.installed().sources == sources_digest(root, root / "ft_service")
 
 
 def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:

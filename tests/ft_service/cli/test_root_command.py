@@ -23,7 +23,7 @@ COMMANDS = {
     "data",
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
-        *("eval", "sweep", "engines"),
+        *("eval", "sweep", "engines", "quickstart"),
         "audit",
         "pull",
         "projects",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_service import installation
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, Start
 from tests.support.attempts import wait_for
@@ -39,6 +40,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "train.py").write_text(WORKERS)
+    package.with_name("ft_service").symlink_to(installation.ROOT / "ft_service")  # workers are taken from beside it
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_service import installation
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
@@ -117,6 +118,7 @@ def test_a_real_torchrun_listens_on_nothing_and_dies_with_its_supervisor(
     (stand_in / "workers").mkdir()
     (stand_in / "workers" / "__init__.py").touch()
     (stand_in / "workers" / "train.py").write_text(WORKERS)
+    (stand_in / "ft_service").symlink_to(installation.ROOT / "ft_service")  # workers are taken from beside it
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")]))
     run = new_run(folder)
     (run.root / "workers").mkdir()

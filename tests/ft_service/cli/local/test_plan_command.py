@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ft_service.host.running_servers import announced
+from ft_service.installation import SAMPLE_SPEC
 from ft_service.plan.plan_text import time_text
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
@@ -53,6 +54,16 @@ def test_the_readmes_example_needs_no_setting(ft: Ft) -> None:
     assert ended.code == 0
     assert ended.err == ""
     assert "150 steps over " in ended.out
+
+
+def test_the_sample_base_is_planned_without_the_workers_packages(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed() -> None:
+        raise LookupError("torch is not installed here")
+
+    monkeypatch.setattr("ft_service.control.describe_bases.Versions.installed", installed)
+    assert "150 steps over " in ft("plan", SAMPLE_SPEC, "--hardware", "H100").out
+    monkeypatch.setattr("ft_service.cli.local.job_inputs.SAMPLE_DESCRIPTIONS", ROOT)
+    assert "since torch is not installed here: pip install" in ft("plan", SAMPLE_SPEC, "--hardware", "H100").err
 
 
 def test_a_plan_needs_neither_weights_nor_tokenizer(ft: Ft, spec: Path) -> None:

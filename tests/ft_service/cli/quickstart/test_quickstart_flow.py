@@ -1,4 +1,4 @@
-"""The quickstart's decisions and drawings; test_quickstart_run.py runs it."""
+"""The quickstart's decisions and drawings; test_quickstart_processes.py runs it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from openai.resources.fine_tuning.jobs import Jobs
-from quickstart_flow import OPENAI_FIELDS, SPEC, Remembered, choose, create_arguments
-from quickstart_report import change, curve, decode_metrics, draw_losses, has_command, percent, side_by_side
 
+from ft_service.cli.quickstart.quickstart_flow import OPENAI_FIELDS, Remembered, choose, create_arguments
+from ft_service.cli.quickstart.quickstart_report import change, curve, decode_metrics, draw_losses, percent, side_by_side
+from ft_service.installation import SAMPLE_SPEC
 from ft_service.local.spec_file import load_spec_file
 
 LAST = Remembered("ftjob-1", "digest")
@@ -38,7 +39,7 @@ def test_a_second_run_goes_on_only_where_that_makes_sense(
 
 
 def test_what_openais_client_has_no_argument_for_rides_in_extra_body() -> None:
-    arguments = create_arguments(load_spec_file(SPEC).body, "file-1", "file-2")
+    arguments = create_arguments(load_spec_file(SAMPLE_SPEC).body, "file-1", "file-2")
     assert (arguments["training_file"], arguments["validation_file"]) == ("file-1", "file-2")
     assert arguments["extra_body"]["precision"] == {"default": "nf4"}
     known = set(Jobs.create.__code__.co_varnames)
@@ -77,8 +78,3 @@ def test_answers_stand_below_each_other_and_fit_the_screen() -> None:
         '  tuned     {"action": "book",',
         '            "guests": 2}',
     ]
-
-
-def test_a_command_is_recommended_only_where_there_is_one() -> None:
-    assert has_command("watch")
-    assert not has_command("fly")

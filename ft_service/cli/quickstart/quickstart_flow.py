@@ -1,4 +1,4 @@
-"""What the quickstart does, step by step: see quickstart.py, which starts it."""
+"""What the quickstart does, step by step: see quickstart_command.py, which starts it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -16,35 +17,33 @@ from typing import Any, Literal
 
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.fine_tuning import FineTuningJob
-from quickstart_processes import Evaluation, ProcessError, Server
-from quickstart_report import (
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.cli.output import print_json_line
+from ft_service.cli.quickstart.quickstart_processes import Evaluation, Server
+from ft_service.cli.quickstart.quickstart_report import (
     LOADING,
     change,
     curve,
     decode_metrics,
     draw_losses,
-    has_command,
     new_folder,
     percent,
     side_by_side,
 )
-from rich.console import Console
-
-from ft_service.cli.display import Display, display_for
 from ft_service.client.client import Client
 from ft_service.client.connection import Connection
 from ft_service.client.progress import clock
 from ft_service.errors import FtError
 from ft_service.host.home import create_home
 from ft_service.host.lifetime import try_lock
+from ft_service.installation import SAMPLE_DATA, SAMPLE_MODELS, SAMPLE_SPEC
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.local.spec_file import SpecFile, load_spec_file
 from ft_service.rundir.events import Metrics
 
-ROOT = Path(__file__).resolve().parent.parent
-SPEC = ROOT / "deploy/examples/quickstart.yaml"
-MODELS = ROOT / "examples/models"
-HELD_OUT = ROOT / "examples/data/heldout.jsonl"
+HELD_OUT = SAMPLE_DATA / "heldout.jsonl"
 FINISHED = frozenset(map(str, TERMINAL))
 RESTING = FINISHED | {str(State.PAUSED)}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,53 +73,74 @@ class Choice:
     text: str
 
 
-def main(spec_path: Path = SPEC) -> int:
-    """Train a SPEC on the sample model; the exit code. Only for a process's main thread: it catches the signals that end it."""
+@dataclass(frozen=True)
+class Results:
+    """What a finished run leaves, as --json prints it."""
+
+    job_id: str
+    accuracy_before: float
+    """Share of held-out messages that the base turned into the right JSON, 0 to 1."""
+    accuracy: float
+    adapter: str
+    loss_curve: str
+
+
+def main(home: Path, spec_path: Path = SAMPLE_SPEC, *, called: str, as_json: bool = False) -> int:
+    """Train a SPEC on the sample model; the exit code. Only for a process's main thread: it catches the signals that end it.
+
+    `called`: what the user typed. `as_json`: print the results as JSON, and everything else on stderr. Raises FtError.
+    """
+    console.stderr = as_json
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
-    home = Path(os.environ.get("FT_HOME", ROOT / ".ft")).absolute()
     create_home(home)
     lock = try_lock(home / "quickstart.lock")
     if lock is None:
-        return _fail(f"another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
+        raise FtError(f"Another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
     try:
-        return _run(home, spec_path)
+        results = _run(home, spec_path, called)
     except KeyboardInterrupt:
-        console.print("\nStopped. `make quickstart` starts again.")
+        console.print(f"\nStopped. `{called}` starts again.")
         return INTERRUPTED
-    except (ProcessError, FtError, OpenAIError) as error:
-        return _fail(str(error))
+    except OpenAIError as error:
+        raise FtError(str(error)) from error
     finally:
         os.close(lock)
+    if as_json and results is not None:
+        print_json_line(asdict(results))
+    return INTERRUPTED if results is None else 0
 
 
-def _run(home: Path, spec_path: Path) -> int:
+def _run(home: Path, spec_path: Path, called: str) -> Results | None:
+    """Train and measure; None: the user has stopped it, and the job is paused."""
     began = time.monotonic()
     spec = load_spec_file(spec_path)
-    model = MODELS / spec.request.model
+    model = SAMPLE_MODELS / spec.request.model
     memory = home / "quickstart.json"
-    with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
+    with Evaluation(model, HELD_OUT) as before, Server(home, SAMPLE_MODELS) as server:
         _line("server", f"{server.connection.base_url}, for this run only")
         with Client(server.connection) as ours:
             _line("page", ours.sign_in_link("/jobs"))
         client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
+        results: Results | None = None
         try:
             job = _follow(client, _begin(client, spec, memory))
-            if job.status != State.SUCCEEDED:
-                reason = job.error.message if job.error else f"it is {job.status}."
-                return _fail(f"the job did not succeed: {reason} The server's log: {server.log}")
-            adapter = _show_results(client, server.connection, job, before, model, home / "quickstart" / job.id)
+            if job.status == State.SUCCEEDED:
+                results = _show_results(client, server.connection, job, before, model, home / "quickstart" / job.id)
         except KeyboardInterrupt:
-            return _pause(client, memory)
+            _pause(client, memory, called)
+            return None
         except BaseException:
-            _pause(client, memory)
+            _pause(client, memory, called)
             raise
+    if results is None:
+        reason = job.error.message if job.error else f"it is {job.status}."
+        raise FtError(f"The job did not succeed: {reason} The server's log: {server.log}")
     console.print()
     _line("time", f"{clock(time.monotonic() - began)}\n")
-    console.print(LOADING.format(model=_shown(model), adapter=_shown(adapter)), soft_wrap=True)
-    if has_command("chat"):
-        console.print(f"Chat with it:\n\n  FT_HOME={_shown(home)} .venv/bin/ft chat {job.id}\n", soft_wrap=True)
-    return 0
+    console.print(LOADING.format(model=_shown(model), adapter=_shown(Path(results.adapter))), soft_wrap=True)
+    console.print(f"Chat with it:\n\n  {_ft_command(home)} chat {job.id}\n", soft_wrap=True)
+    return results
 
 
 def choose(remembered: Remembered | None, inputs: str, status: str | None) -> Choice:
@@ -196,8 +216,8 @@ def _show_events(client: OpenAI, job_id: str, seen: str | None, display: Display
 
 def _show_results(
     client: OpenAI, connection: Connection, job: FineTuningJob, before: Evaluation, model: Path, folder: Path
-) -> Path:
-    """Fetch the adapter and the metrics into a folder, measure, print; where the adapter is."""
+) -> Results:
+    """Fetch the adapter and the metrics into a folder, measure, print."""
     new_folder(folder)
     with Client(connection) as ours:  # OpenAI's client has no call for an adapter
         adapter = ours.download_adapter(job.id, folder / "adapter")
@@ -215,26 +235,25 @@ def _show_results(
     console.print("\nHeld-out messages, and what the base and the tuned model answer:")
     for line in side_by_side(answers, console.width):
         console.print(line, markup=False, soft_wrap=True)
-    return adapter
+    return Results(job.id, first[0] / first[1], last[0] / last[1], str(adapter), str(picture))
 
 
-def _pause(client: OpenAI, memory: Path) -> int:
-    """Pause the job, if there is one that is not over, and wait until it rests; 130."""
+def _pause(client: OpenAI, memory: Path, called: str) -> None:
+    """Pause the job, if there is one that is not over, and wait until it rests."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     try:
         remembered = _recall(memory)
         job = _find_job(client, remembered.job_id) if remembered else None
         if job is None or job.status in FINISHED:
-            console.print("\nStopped; no job is running. `make quickstart` starts a new one.")
-            return INTERRUPTED
+            console.print(f"\nStopped; no job is running. `{called}` starts a new one.")
+            return
         console.print("\nStopping: the job saves a checkpoint first.")
         job = _wait_for_rest(client, client.fine_tuning.jobs.pause(job.id))
         further = "starts a new one" if job.status in FINISHED else "continues with it"
-        console.print(f"The job is {job.status}{_at_step(job)}. `make quickstart` {further}.", soft_wrap=True)
+        console.print(f"The job is {job.status}{_at_step(job)}. `{called}` {further}.", soft_wrap=True)
     except OpenAIError as error:
-        console.print(f"The job was not paused ({error}). `make quickstart` finds it again.", soft_wrap=True)
-    return INTERRUPTED
+        console.print(f"The job was not paused ({error}). `{called}` finds it again.", soft_wrap=True)
 
 
 def _wait_for_rest(client: OpenAI, job: FineTuningJob) -> FineTuningJob:
@@ -299,9 +318,11 @@ def _line(title: str, text: str) -> None:
     console.print(f"  {title:<10}{text}", soft_wrap=True)
 
 
-def _fail(message: str) -> int:
-    print(f"quickstart: {message}", file=sys.stderr)
-    return 1
+def _ft_command(home: Path) -> str:
+    """Return how this `ft` is called in this terminal for the same home."""
+    own, found = Path(sys.executable).with_name("ft"), shutil.which("ft")
+    name = "ft" if found is not None and Path(found).resolve() == own.resolve() else _shown(own)
+    return f"FT_HOME={_shown(home)} {name}" if "FT_HOME" in os.environ else name
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -10,11 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from ft_service.cli.root_command import app
 
 Point = tuple[int, float]
 
@@ -80,8 +77,3 @@ def side_by_side(answers: Sequence[tuple[str, str, str]], width: int) -> list[st
             whole = " ".join(text.split()) or "(nothing)"
             lines += textwrap.wrap(whole, width, initial_indent=f"  {title:<10}", subsequent_indent=" " * 12)
     return lines
-
-
-def has_command(name: str) -> bool:
-    """Whether `ft` has a command of that name."""
-    return name in getattr(typer.main.get_command(app), "commands", {})

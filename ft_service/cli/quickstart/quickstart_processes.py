@@ -15,13 +15,15 @@ from typing import IO, Any, Self
 
 import httpx2
 
+from ft_service import installation
 from ft_service.client.connection import Connection, find_connection
+from ft_service.errors import FtError
 from ft_service.host.home import create_home
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.1
-EVALUATE = Path(__file__).with_name("evaluate.py")
+EVALUATE = installation.ROOT / "examples" / "evaluate.py"
 RUN_BOUND = (
     "import runpy, sys; from ft_service.host.lifetime import die_with_parent; die_with_parent(); "
     "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -29,7 +31,7 @@ RUN_BOUND = (
 """Python code that runs the script in its first argument, and dies with the process that started it."""
 
 
-class ProcessError(Exception):
+class ProcessError(FtError):
     """A process did not do what it was started for; the message says how, and where its output is."""
 
 
@@ -62,13 +64,13 @@ class Server:
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise ProcessError(f"the server did not start: {_last_line(self.log)} Its log: {self.log}")
+                raise ProcessError(f"The server did not start: {_last_line(self.log)} Its log: {self.log}")
             with contextlib.suppress(OSError, ValueError, KeyError, httpx2.TransportError):
                 started = json.loads((self.home / "server.json").read_text())
                 if started["pid"] == self._process.pid and _is_ready(started["url"]):
                     return find_connection({}, self.home, base_url=started["url"])
             time.sleep(POLL_SECONDS)
-        raise ProcessError(f"the server was not ready after {READY_SECONDS:.0f} seconds. Its log: {self.log}")
+        raise ProcessError(f"The server was not ready after {READY_SECONDS:.0f} seconds. Its log: {self.log}")
 
 
 class Evaluation:
@@ -102,7 +104,7 @@ class Evaluation:
         self._process.wait()
         if self._process.returncode:
             self._errors.seek(0)
-            raise ProcessError(f"the evaluation failed:\n{self._errors.read().decode(errors='replace')}")
+            raise ProcessError(f"The evaluation failed:\n{self._errors.read().decode(errors='replace')}")
         self._output.seek(0)
         return json.loads(self._output.read())
 
@@ -110,7 +112,12 @@ class Evaluation:
 def _start(command: list[str], env: dict[str, str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """A Python process in a session of its own, so that Ctrl-C in the terminal reaches the quickstart alone."""
     return subprocess.Popen(
-        [sys.executable, *command], env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+        [sys.executable, "-P", *command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        start_new_session=True,
     )
 
 

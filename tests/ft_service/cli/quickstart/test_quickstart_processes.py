@@ -11,20 +11,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quickstart_flow import MODELS, SPEC
-from quickstart_processes import ProcessError, Server
 
+from ft_service.cli.quickstart.quickstart_processes import ProcessError, Server
 from ft_service.client.client import Client
 from ft_service.host import processes
 from ft_service.host.lifetime import RANKS_LOCK, is_locked
+from ft_service.installation import ROOT, SAMPLE_MODELS, SAMPLE_SPEC
 from tests.support.attempts import kill_leftovers, wait_for
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 SECONDS = 120.0
-FLOW = "import sys, pathlib, quickstart_flow; sys.exit(quickstart_flow.main(pathlib.Path(sys.argv[1])))"
+FLOW = """
+import sys
+from pathlib import Path
+from ft_service.cli.quickstart.quickstart_flow import main
+sys.exit(main(*map(Path, sys.argv[1:]), called="make it"))
+"""
 HOLD = """
-import sys, pathlib, time, quickstart_processes
-with quickstart_processes.Server(*map(pathlib.Path, sys.argv[1:])):
+import sys, time
+from pathlib import Path
+from ft_service.cli.quickstart.quickstart_processes import Server
+with Server(*map(Path, sys.argv[1:])):
     time.sleep(600)
 """
 
@@ -36,7 +43,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 def start(home: Path, code: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "FT_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    env = {**os.environ, "FT_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
     home.mkdir(exist_ok=True)
     with (home / "output").open("wb") as output:
         command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -48,7 +55,7 @@ def output(home: Path) -> str:
 
 
 def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path) -> None:
-    with Server(home, MODELS) as server, Client(server.connection) as client:
+    with Server(home, SAMPLE_MODELS) as server, Client(server.connection) as client:
         assert home.stat().st_mode & 0o777 == 0o700
         assert [model.id for model in client.models()] == ["tiny-llama"]
         server_process = processes.of(json.loads((home / "server.json").read_text())["pid"])
@@ -59,12 +66,12 @@ def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path)
 def test_a_server_that_does_not_start_says_why(home: Path) -> None:
     home.mkdir()
     (home / "ft.db").write_text("not a database, and longer than its header" * 10)
-    with pytest.raises(ProcessError, match=r"the server did not start: .*database"), Server(home, MODELS):
+    with pytest.raises(ProcessError, match=r"The server did not start: .*database"), Server(home, SAMPLE_MODELS):
         pass
 
 
 def test_the_server_dies_with_the_quickstart(home: Path) -> None:
-    quickstart = start(home, HOLD, home, MODELS)
+    quickstart = start(home, HOLD, home, SAMPLE_MODELS)
     wait_for(lambda: (home / "server.json").exists() or quickstart.poll() is not None, SECONDS)
     server = processes.of(json.loads((home / "server.json").read_text())["pid"])
     quickstart.kill()
@@ -75,20 +82,21 @@ def test_the_server_dies_with_the_quickstart(home: Path) -> None:
 @pytest.mark.slow
 def test_interrupted_it_pauses_and_leaves_nothing_and_the_next_run_finishes(home: Path) -> None:
     spec = home.parent / "spec.yaml"
-    text = SPEC.read_text().replace("../../examples", str(EXAMPLES)).replace("max_steps: 150", "max_steps: 40")
+    text = SAMPLE_SPEC.read_text().replace("../../examples", str(EXAMPLES)).replace("max_steps: 150", "max_steps: 40")
     text = text.replace("batch_size: 32", "batch_size: 4").replace("train_batch_size: 16", "train_batch_size: 2")
     spec.write_text(text)
 
-    first = start(home, FLOW, spec)
+    first = start(home, FLOW, home, spec)
     wait_for(lambda: "step 4/40" in output(home) or first.poll() is not None, SECONDS)
     first.send_signal(signal.SIGINT)
     assert first.wait(SECONDS) == 130
     assert "The job is paused at step " in output(home)
+    assert "`make it` continues with it." in output(home)
     assert not (home / "server.json").exists()
     [run_dir] = (home / "runs").iterdir()
     assert not is_locked(run_dir / RANKS_LOCK)
 
-    second = start(home, FLOW, spec)
+    second = start(home, FLOW, home, spec)
     assert second.wait(2 * SECONDS) == 0, output(home)
     assert "resumed from its checkpoint" in output(home)
     assert " of 100 held-out messages" in output(home)

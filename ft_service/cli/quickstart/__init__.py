@@ -1,0 +1,1 @@
+"""`ft quickstart`: one job on the sample base, from upload to adapter."""

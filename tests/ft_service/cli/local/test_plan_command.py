@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--hardware", "B17"), "--hardware = 'B17': not known. There are B200, H200, H100"),
+        (("--hardware", "B17"), "--hardware = 'B17': not known. There are B300, B200, GH200"),
         (("--memory", "much"), "--memory = 'much': expected a size such as 24GiB"),
     ],
 )

@@ -27,11 +27,13 @@ ASSUMED = {
     "limit of arithmetic, FLOP/s": 790e12,
     "bf16 products, FLOP/s": 700e12,
     "FP8 products, FLOP/s": 1200e12,
-    "attention, FLOP/s": 300e12,
+    "attention forward, FLOP/s": 300e12,
+    "attention backward, FLOP/s": 220e12,
     "memory, bytes/s": 4.0e12,
 }
-ELEMENTWISE_BYTES = {"eager": 1_500_000, "compiled": 500_000}
-"""Moved a token and layer by norms, rotary positions, SwiGLU and residuals, forward and backward; compiled they are fused."""
+ELEMENTWISE_BYTES = {"eager": 1_940_000, "compiled": 500_000}
+"""Moved a token and layer by norms, rotary positions, SwiGLU and residuals, forward and backward. Eager: counted operator by
+operator on fake tensors of this shape (PyTorch 2.11, transformers 5.17). Compiled they are fused: an estimate."""
 LORA_BYTES = 8
 """Moved a token for each row and each column of an adapted weight: input and gradient are read twice more, and the adapter's
 part is added into either result in place."""
@@ -39,6 +41,8 @@ LOGIT_BYTES = 24
 """Moved a logit: log-softmax 6, the largest 4, exponential 8, to bf16 6."""
 ROUNDED_BYTES = 3
 """Moved a number that is rounded for an FP8 product: 2 read, 1 written."""
+TRANSPOSED_BYTES = 2
+"""Moved a weight in FP8 in a backward, which multiplies with its transposed codes: 1 read, 1 written."""
 OPTIMIZER_BYTES = 40
 """Moved a number of the adapters in a step: norm, clip, AdamW's five tensors read and four written."""
 HOST_SECONDS = 0.005
@@ -86,13 +90,15 @@ def terms(base: Description, adapters: list[AdapterShape], quantised: int, in_fp
     rate = ASSUMED["FP8 products, FLOP/s" if in_fp8 else "bf16 products, FLOP/s"]
     # Inputs are rounded once for all that share them (two norms, attention, the product of the feed-forward), gradients each.
     rounded = 2 * shape.hidden + shape.q + shape.intermediate + sum(a.rows for a in adapters) // shape.layers
+    converted = ROUNDED_BYTES * rounded * shape.layers * TOKENS + TRANSPOSED_BYTES * frozen
+    attention = 2 / ASSUMED["attention forward, FLOP/s"] + 4 / ASSUMED["attention backward, FLOP/s"]
     head = 4 * TOKENS * shape.vocabulary * shape.hidden / ASSUMED["bf16 products, FLOP/s"]
     return {
         "frozen products": 4 * frozen * TOKENS / rate,
-        "rounding to FP8": ROUNDED_BYTES * rounded * shape.layers * TOKENS / memory if in_fp8 else 0.0,
+        "rounding to FP8, transposing": in_fp8 * converted / memory,
         "dequantise": 2 * quantised / memory,
         "LoRA": LORA_BYTES * sum(a.rows + a.cols for a in adapters) * TOKENS / memory,
-        "attention": 6 * shape.layers * LENGTH * shape.q * TOKENS / ASSUMED["attention, FLOP/s"],
+        "attention": attention * shape.layers * LENGTH * shape.q * TOKENS,
         "norms, RoPE, SwiGLU": ELEMENTWISE_BYTES[mode] * shape.layers * TOKENS / memory,
         "head and loss": head + LOGIT_BYTES * shape.vocabulary * TOKENS / memory,
         "optimizer and host": OPTIMIZER_BYTES * sum(a.numel for a in adapters) / memory + HOST_SECONDS,

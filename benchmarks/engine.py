@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--jobs 8] [--steps 20]
 
-A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 48 tokens a rank
+A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 32 tokens a rank
 and step. The quantised base and the tokens of the data are in their caches, as a service has them. The clock starts with the
 first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job are
 compared between both.
@@ -89,7 +89,7 @@ def save_base(folder: Path) -> tuple[Path, int]:
 
 
 def spec_of(base: Path, number: int, steps: int) -> JobSpec:
-    training = {"max_steps": steps, "batch_size": RANKS, "max_length": 48, "learning_rate": 1e-3}
+    training = {"max_steps": steps, "batch_size": RANKS, "max_length": 32, "learning_rate": 1e-3}
     body = {
         "model": "base",
         "training_file": "file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -11,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+SET_BY_MAKE = ("FT_HOME", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
+"""Variables that `make test` passes to the tests."""
 
 
 @pytest.fixture
@@ -21,7 +24,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *arguments], cwd=checkout, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name not in SET_BY_MAKE}
+    return subprocess.run(["make", *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 
 def fake_python(checkout: Path, version: str, lacks: str) -> str:

@@ -127,6 +127,7 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
     assert f"Training continues without the server: {job_id}" in out
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(tmp_path: Path) -> None:
     with server(tmp_path) as long:
         started(tmp_path, long).close()

@@ -188,6 +188,7 @@ def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tm
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 
 
+@pytest.mark.slow
 def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_path: Path) -> None:
     whole, precision = RunDir(tmp_path / "whole"), spec.precision.model_copy(update={"compute": "bf16"})
     whole.write("spec.json", spec.model_copy(update={"precision": precision}))

@@ -246,7 +246,8 @@ def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:
     engine_on_rank(rank, world, root)
 
 
-@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [True, False])
 def test_jobs_of_a_killed_engine_go_on_as_if_nothing_had_happened(
     together: bool, specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ def test_the_kernels_of_fp8_compile_for_every_gpu_that_multiplies_it(tmp_path: P
     run_with_triton(COMPILES, tmp_path)
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_kernels_of_fp8_round_as_the_processor_does(tmp_path: Path, twice: bool) -> None:
     """Also where a GPU casts by way of fp16, which would round some numbers twice."""
     run_with_triton(COMPUTES, tmp_path, str(int(twice)), TRITON_INTERPRET="1")

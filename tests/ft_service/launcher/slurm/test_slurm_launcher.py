@@ -119,7 +119,7 @@ def test_an_attempt_runs_on_each_node_and_ends_as_its_ranks_say(tmp_path: Path, 
     assert not list(tmp_path.glob("ft-*")), "nothing stays in the scratch folder"
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_pause_and_a_cancel_reach_the_ranks_on_all_nodes(tmp_path: Path, nodes: int) -> None:
     pause = OneAttempt(tmp_path, "event,checkpoint=4,wait", nodes)
     pause.launcher.start(pause.handle)
@@ -155,6 +155,7 @@ def test_the_time_limit_is_told_in_time_and_the_ranks_stop_at_a_checkpoint(tmp_p
     assert stop.reason == "Slurm takes the allocation back"
 
 
+@pytest.mark.slow
 def test_an_attempt_that_an_operator_cancels_is_no_failure(tmp_path: Path, cluster: SlurmCluster) -> None:
     store, home = new_store(tmp_path), tmp_path
     launcher = SlurmLauncher(SlurmProfile.model_validate(profile_for(home, "event,checkpoint=4,wait/succeed")), SlurmSite(home))
@@ -213,6 +214,7 @@ def test_an_attempt_whose_node_is_lost_is_tried_again(tmp_path: Path, cluster: S
     store.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(tmp_path: Path, cluster: SlurmCluster) -> None:
     store, two = new_store(tmp_path), ("ftjob-one", "ftjob-two")
     interpreter = tmp_path / "python"
@@ -234,7 +236,7 @@ def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(tmp_path: Path, cl
 
     turn(lambda: all(get(store, job_id).phase is Phase.TRAINING for job_id in two))
     (engine,) = store.engines.live_engines()
-    assert engine.seats == two
+    assert [seat.id for seat in engine.seats] == list(two)
     assert [one.job_id for one in launcher.unfinished()] == [engine.id]
     urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     assert cluster.run("sbatch", "--parsable", *urgent).returncode == 0
@@ -276,6 +278,7 @@ def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(tmp_path: Path, 
     store.close()
 
 
+@pytest.mark.slow
 def test_while_slurmctld_is_away_nothing_is_known_and_nothing_starts_twice(tmp_path: Path, cluster: SlurmCluster) -> None:
     one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
     one.launcher.start(one.handle)

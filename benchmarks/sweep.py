@@ -123,7 +123,7 @@ def serving(home: Path, engine_jobs: int) -> Iterator[Client]:
         process.wait()
 
 
-def losses(run: RunDir) -> list[float]:
+def losses(run: RunDir) -> list[float | None]:
     """Training losses, in the order of the steps, over all attempts."""
     attempts = sorted(int(path.name) for path in run.path("attempts").iterdir() if path.name.isdigit())
     events = [event for number in attempts for segment in read_segments(run, number) for event in segment.events]

@@ -112,7 +112,7 @@ def test_none_of_many_jobs_is_lost_or_doubled(seed: int, folder: Path, store: St
         starts = [Attempt(run, number).read_start() for number in range(1, job.attempt + 1)]
         engines = [start.engine for start in starts if start is not None]
         assert len(engines) == job.attempt
-        assert job.stored_spec.spec.engine == "auto" or not any(engines)
+        assert job.spec.engine == "auto" or not any(engines)
         shared += any(engines)
         told = [event.message for event in store.jobs.list_events(job.project_id, job.id, limit=1_000).data]
         assert sum("successfully completed" in message for message in told) == 1

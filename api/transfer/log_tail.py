@@ -23,10 +23,10 @@ def attempt_logs(places: Places, job_id: str, number: int, rank: int | None = No
     """
     if not number:
         return {}
-    attempt = Attempt(places.run(job_id), number)
+    attempt = Attempt(places.run(job_id), number, job_id=job_id)
     files = log_files(attempt.find_logs(), rank)
     engine = engine_of(attempt, places.engines_dir)
-    if engine is not None:
+    if engine is not None and engine.has_order(attempt):  # workers may write start.json, but no order into others' engines
         files |= {f"engine {source}": path for source, path in log_files(engine.attempt.find_logs(), rank).items()}
     return files
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.output import print_json_line
-from ft_service.cli.quickstart.quickstart_processes import Evaluation, Server
+from ft_service.cli.quickstart.quickstart_processes import EvaluationProcess, QuickstartServer
 from ft_service.cli.quickstart.quickstart_report import (
     LOADING,
     change,
@@ -68,7 +68,7 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class Choice:
+class NextAction:
     action: Literal["start", "resume", "join"]
     text: str
 
@@ -117,7 +117,7 @@ def _run(home: Path, spec_path: Path, called: str) -> Results | None:
     spec = load_spec_file(spec_path)
     model = SAMPLE_MODELS / spec.request.model
     memory = home / "quickstart.json"
-    with Evaluation(model, HELD_OUT) as before, Server(home, SAMPLE_MODELS) as server:
+    with EvaluationProcess(model, HELD_OUT) as before, QuickstartServer(home, SAMPLE_MODELS) as server:
         _line("server", f"{server.connection.base_url}, for this run only")
         with Client(server.connection) as ours:
             _line("page", ours.sign_in_link("/jobs"))
@@ -143,19 +143,19 @@ def _run(home: Path, spec_path: Path, called: str) -> Results | None:
     return results
 
 
-def choose(remembered: Remembered | None, inputs: str, status: str | None) -> Choice:
+def choose(remembered: Remembered | None, inputs: str, status: str | None) -> NextAction:
     """What to do, given the last run and its job's status (None: there is no such job any more)."""
     if remembered is None:
-        return Choice("start", "a new job")
+        return NextAction("start", "a new job")
     if status is None:
-        return Choice("start", "a new one; the last run's is gone")
+        return NextAction("start", "a new one; the last run's is gone")
     if remembered.inputs != inputs:
-        return Choice("start", "a new one, since the data or the spec have changed")
+        return NextAction("start", "a new one, since the data or the spec have changed")
     if status in FINISHED:
-        return Choice("start", f"a new one; the last run's has {_ended(status)}")
+        return NextAction("start", f"a new one; the last run's has {_ended(status)}")
     if status == State.PAUSED:
-        return Choice("resume", "the last run's, resumed from its checkpoint")
-    return Choice("join", f"the last run's, still {status}")
+        return NextAction("resume", "the last run's, resumed from its checkpoint")
+    return NextAction("join", f"the last run's, still {status}")
 
 
 def create_arguments(body: dict[str, Any], training_file: str, validation_file: str) -> dict[str, Any]:
@@ -215,14 +215,14 @@ def _show_events(client: OpenAI, job_id: str, seen: str | None, display: Display
 
 
 def _show_results(
-    client: OpenAI, connection: Connection, job: FineTuningJob, before: Evaluation, model: Path, folder: Path
+    client: OpenAI, connection: Connection, job: FineTuningJob, before: EvaluationProcess, model: Path, folder: Path
 ) -> Results:
     """Fetch the adapter and the metrics into a folder, measure, print."""
     new_folder(folder)
     with Client(connection) as ours:  # OpenAI's client has no call for an adapter
         adapter = ours.download_adapter(job.id, folder / "adapter")
     rows = decode_metrics(client.files.content(job.result_files[0]).read())
-    with Evaluation(model, HELD_OUT, adapter) as after, console.status("Asking the tuned model what it has not seen"):
+    with EvaluationProcess(model, HELD_OUT, adapter) as after, console.status("Asking the tuned model what it has not seen"):
         picture = draw_losses(rows, folder / "loss.png")
         first, last = before.accuracy(), after.accuracy()
         answers = [

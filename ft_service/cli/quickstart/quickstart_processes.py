@@ -35,7 +35,7 @@ class ProcessError(FtError):
     """A process did not do what it was started for; the message says how, and where its output is."""
 
 
-class Server:
+class QuickstartServer:
     """`ft serve` on a free port, used in a `with`: ready at its start, gone after its end."""
 
     def __init__(self, home: Path, models: Path) -> None:
@@ -73,7 +73,7 @@ class Server:
         raise ProcessError(f"The server was not ready after {READY_SECONDS:.0f} seconds. Its log: {self.log}")
 
 
-class Evaluation:
+class EvaluationProcess:
     """`evaluate.py` in a process of its own, used in a `with`; `accuracy` and `answers` wait for it."""
 
     def __init__(self, model: Path, data: Path, adapter: Path | None = None) -> None:

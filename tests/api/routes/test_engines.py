@@ -38,5 +38,7 @@ def test_an_engines_output_is_that_of_its_jobs(service: Service) -> None:
     logs = f"/v1/fine_tuning/jobs/{job_id}/logs"
     assert service.http("GET", logs).text == "==> supervisor.log <==\nown\n"
     attempt.settle_start(elsewhere.model_copy(update={"engine": str(engine.run.root)}))
+    assert service.http("GET", logs).text == "==> supervisor.log <==\nown\n", "the engine has no order for it"
+    engine.order(attempt)
     assert "==> engine supervisor.log <==\nstarted\n" in service.http("GET", logs).text
     assert service.http("GET", logs, params={"rank": 1}).text == "==> engine rank 1 stdout <==\nhello\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli.quickstart.quickstart_processes import ProcessError, Server
+from ft_service.cli.quickstart.quickstart_processes import ProcessError, QuickstartServer
 from ft_service.client.client import Client
 from ft_service.host import processes
 from ft_service.host.lifetime import RANKS_LOCK, is_locked
@@ -30,8 +30,8 @@ sys.exit(main(*map(Path, sys.argv[1:]), called="make it"))
 HOLD = """
 import sys, time
 from pathlib import Path
-from ft_service.cli.quickstart.quickstart_processes import Server
-with Server(*map(Path, sys.argv[1:])):
+from ft_service.cli.quickstart.quickstart_processes import QuickstartServer
+with QuickstartServer(*map(Path, sys.argv[1:])):
     time.sleep(600)
 """
 
@@ -55,7 +55,7 @@ def output(home: Path) -> str:
 
 
 def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path) -> None:
-    with Server(home, SAMPLE_MODELS) as server, Client(server.connection) as client:
+    with QuickstartServer(home, SAMPLE_MODELS) as server, Client(server.connection) as client:
         assert home.stat().st_mode & 0o777 == 0o700
         assert [model.id for model in client.models()] == ["tiny-llama"]
         server_process = processes.of(json.loads((home / "server.json").read_text())["pid"])
@@ -66,7 +66,7 @@ def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path)
 def test_a_server_that_does_not_start_says_why(home: Path) -> None:
     home.mkdir()
     (home / "ft.db").write_text("not a database, and longer than its header" * 10)
-    with pytest.raises(ProcessError, match=r"The server did not start: .*database"), Server(home, SAMPLE_MODELS):
+    with pytest.raises(ProcessError, match=r"The server did not start: .*database"), QuickstartServer(home, SAMPLE_MODELS):
         pass
 
 

@@ -40,7 +40,7 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
 from sample_task import REQUESTS, make_example
 
 from benchmarks.machine import RESULTS, machine, save
-from ft_service.cli.quickstart.quickstart_processes import Server
+from ft_service.cli.quickstart.quickstart_processes import QuickstartServer
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
 
@@ -213,7 +213,7 @@ class Bench:
         own = {name: value for name, value in TRAINING.items() if name != "learning_rate"}  # which the sweep tries
         (home / "spec.yaml").write_text(yaml.safe_dump(spec | {"training": {**own, "max_steps": SWEEP_STEPS}}))
         began = time.monotonic()
-        with Server(home, BASE.parent):
+        with QuickstartServer(home, BASE.parent):
             environment = {**_plain(), "FT_HOME": str(home)}
             command = [sys.executable, "-m", "ft_service.cli", "sweep", "submit", "--watch", "--json"]
             command.append(str(home / "spec.yaml"))

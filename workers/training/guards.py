@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from workers.ranks.runtime import TrainingError
 from workers.training.objective import BatchSums
 
 STEPS_UNTIL_CHANGE = 3
-"""Optimizer steps of an attempt after which some lora_B must have changed."""
+"""Optimizer steps of an attempt after which some lora_B must have changed, and each of these on all ranks with rows of it."""
 _CHUNK = 1 << 22
 
 
@@ -120,7 +121,10 @@ def _checksums_by_rows(weight: Tensor, ranks: int) -> list[list[int]]:
 
 
 class AdapterWatch:
-    """Whether training changes the adapter at all, and every part of it."""
+    """Whether training changes the adapter at all, every part of it, and each part on every rank that holds rows of it.
+
+    A rank whose gradients get lost does not show in the loss: the others' rows learn, and 1/N of every lora_B is trained.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], warn: Callable[[str], None]) -> None:
         """`warn`: called with a sentence on the modules whose adapters do not change."""
@@ -131,18 +135,23 @@ class AdapterWatch:
         self._steps = 0
 
     def after_step(self, learning_rate: float) -> None:
-        """Call after every optimizer step, on all ranks. Raises TrainingError if nothing has changed for too long.
+        """Call after every optimizer step, on all ranks. Raises TrainingError if for too long nothing has changed, or rows of
+        some ranks only.
 
-        The first step that changes anything says which adapters get no gradient.
+        The first step after which each adapter has changed everywhere or nowhere says which get no gradient.
         """
         if learning_rate <= 0 or self._steps >= STEPS_UNTIL_CHANGE:
             return
         self._steps += 1
-        changed = self._changed_anywhere()
-        if not any(changed) and self._steps < STEPS_UNTIL_CHANGE:
+        ranks = self._ranks_by_adapter()
+        changed = [count.changed > 0 for count in ranks]
+        partly = [i for i, count in enumerate(ranks) if 0 < count.changed < count.holding]
+        if (partly or not any(changed)) and self._steps < STEPS_UNTIL_CHANGE:
             return
         self._steps = STEPS_UNTIL_CHANGE
-        unchanged = [name.removeprefix("base_model.model.") for name, it in zip(self._names, changed, strict=True) if not it]
+        if partly:
+            raise _partly_changed([self._names[i] for i in partly], ranks[partly[0]])
+        unchanged = [_module(name) for name, it in zip(self._names, changed, strict=True) if not it]
         if any(changed) and unchanged:
             more = f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else ""
             self._warn(
@@ -156,15 +165,43 @@ class AdapterWatch:
                 code="adapter_unchanged",
             )
 
-    def _changed_anywhere(self) -> list[bool]:
-        """Whether each adapter has changed on any rank."""
+    def _ranks_by_adapter(self) -> list[_Ranks]:
+        """How many ranks hold rows of each adapter, and on how many of them these have changed."""
         here = [now != before for now, before in zip(self._checksums(), self._before, strict=True)]
-        changed = torch.tensor(here, dtype=torch.uint8, device=_device(self._parameters))
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX)
-        return changed.bool().tolist()
+        holds = [_local(parameter).numel() > 0 for parameter in self._parameters]
+        counts = torch.tensor([here, holds], dtype=torch.int32, device=_device(self._parameters))
+        dist.all_reduce(counts)
+        return [_Ranks(*of_adapter) for of_adapter in counts.t().tolist()]
 
     def _checksums(self) -> list[int]:
-        return [checksum(p.to_local() if isinstance(p, DTensor) else p) for p in self._parameters]
+        return [checksum(_local(parameter)) for parameter in self._parameters]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Numbers of ranks: those on which an adapter has changed, and those that hold rows of it."""
+
+    changed: int
+    holding: int
+
+
+def _partly_changed(names: list[str], ranks: _Ranks) -> TrainingError:
+    """The error for adapters that have changed on some of their ranks. `ranks`: those of the first."""
+    return TrainingError(
+        f"{len(names)} adapters are trained on some ranks only, the first: of the lora_B of {_module(names[0])} the rows on "
+        f"{ranks.changed} of {ranks.holding} ranks have changed in {STEPS_UNTIL_CHANGE} optimizer steps, those on the others "
+        "never. Gradients are lost between the ranks. This is a fault of the service or of its torch version, not of the job; "
+        "please report it.",
+        code="adapter_partly_unchanged",
+    )
+
+
+def _module(name: str) -> str:
+    return name.removeprefix("base_model.model.")
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _device(parameters: list[nn.Parameter]) -> torch.device:

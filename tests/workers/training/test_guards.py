@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import VOCABULARY, save_tiny_llama, spec_for
-from workers.base.load import load
+from tests.support.training.parity import batches_of, constructed, samples
+from workers.base.load import adapters, load
+from workers.job.training_state import JobState
 from workers.model.build import build
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import COMPUTE_DTYPE, TrainingError
-from workers.ranks.sharding import shard
+from workers.ranks.sharding import Gradients, shard
 from workers.training.guards import STEPS_UNTIL_CHANGE, AdapterWatch, check_gathered_weights, check_step, checksum
-from workers.training.step import Sums
+from workers.training.step import Sums, forward_backward
 
 CPU = torch.device("cpu")
 
@@ -104,17 +107,17 @@ def test_possible_steps_pass() -> None:
     check_step(9, Sums(0.0, 0, 0), 0.0)
 
 
-def watch(rank: int, world: int, changes_on: int, learning_rate: float, changes_at: int) -> tuple[str, int]:
-    """What is said, and after which step."""
-    parameter, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+def watch(rank: int, world: int, changes_on: list[int], learning_rate: float, changes_at: int) -> tuple[str, int]:
+    """What is said, and after which step. The last of three ranks holds no rows."""
+    parameter, other = (nn.Parameter(torch.zeros(4 if rank < 2 else 0)) for _ in range(2))
     told: list[str] = []
     name = "base_model.model.{}.lora_B.default.weight"
     watched = AdapterWatch({name.format("layer"): parameter, name.format("dt_proj"): other}, told.append)
     step = 0
     try:
         for step in range(1, STEPS_UNTIL_CHANGE + 1):
-            if rank == changes_on and step == changes_at:
-                parameter.data[2] = 1.0
+            if rank in changes_on and step >= changes_at:
+                parameter.data[2] += 1.0
             watched.after_step(learning_rate)
             if told:
                 return told[0], step
@@ -124,11 +127,50 @@ def watch(rank: int, world: int, changes_on: int, learning_rate: float, changes_
 
 
 @pytest.mark.parametrize(
-    ("changes_on", "changes_at", "learning_rate", "code"),
-    [(1, 1, 0.1, ""), (1, STEPS_UNTIL_CHANGE, 0.1, ""), (-1, STEPS_UNTIL_CHANGE, 0.1, "adapter_unchanged"), (-1, 0, 0.0, "")],
+    ("changes_on", "changes_at", "learning_rate", "code", "said_at"),
+    [
+        ([0, 1], 1, 0.1, "", 1),
+        ([0, 1], STEPS_UNTIL_CHANGE, 0.1, "", STEPS_UNTIL_CHANGE),
+        ([], 1, 0.1, "adapter_unchanged", STEPS_UNTIL_CHANGE),
+        ([1], 1, 0.1, "adapter_partly_unchanged", STEPS_UNTIL_CHANGE),
+        ([], 1, 0.0, "", 0),
+    ],
 )
-def test_an_adapter_that_never_changes_is_noticed(changes_on: int, changes_at: int, learning_rate: float, code: str) -> None:
-    """A part of it at once, the whole of it after a few steps."""
+def test_an_adapter_that_never_changes_is_noticed(
+    changes_on: list[int], changes_at: int, learning_rate: float, code: str, said_at: int
+) -> None:
+    """A part of it at once, the whole of it, and rows of some ranks, after a few steps."""
     told = "The adapters of 1 modules get no gradient and stay as they were: dt_proj. Leave them out of lora.target_modules."
-    expected = (told if changes_on >= 0 else code), changes_at
-    assert run_on_ranks(watch, 2, changes_on, learning_rate, changes_at) == [expected, expected]
+    expected = (told if changes_on and not code else code), said_at
+    assert run_on_ranks(watch, 3, changes_on, learning_rate, changes_at) == [expected] * 3
+
+
+def train_with_lost_gradients(rank: int, world: int, spec: JobSpec, lost_on: int) -> str:
+    """Optimizer steps on sharded adapters, of which the gradients of every lora_B get lost on one rank; the error's text."""
+    built = constructed(spec, world)
+    job = JobState(dict(adapters(built.peft_model)), spec.training)
+    watched = AdapterWatch(job.parameters, pytest.fail)
+    batches, targets = batches_of(samples(), rank, world, spec), sum(sample.target_count for sample in samples())
+    try:
+        for _ in range(STEPS_UNTIL_CHANGE):
+            forward_backward(built.peft_model, batches, targets, world, gradients=Gradients(built.peft_model, world))
+            for name, parameter in job.parameters.items():
+                if ".lora_B." in name and rank == lost_on:
+                    assert isinstance(parameter.grad, DTensor)
+                    parameter.grad.to_local().zero_()
+            job.update(1e-3, max_grad_norm=1.0)
+            watched.after_step(1e-3)
+    except TrainingError as error:
+        return error.message
+    return ""
+
+
+def test_an_adapter_of_which_one_ranks_rows_stay_untrained_fails_the_job(tmp_path: Path) -> None:
+    """The fault by which 1/N of every lora_B was trained: losses fall, and every adapter changes on some rank."""
+    model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY)
+    spec = spec_for(model, ranks=2, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4})
+    (said, *others), whole = (run_on_ranks(train_with_lost_gradients, 2, spec, lost_on) for lost_on in (1, -1))
+    assert others == [said], "all ranks say the same"
+    assert "14 adapters are trained on some ranks only, the first: of the lora_B of model.layers.0.self_attn.q_proj" in said
+    assert "the rows on 1 of 2 ranks have changed in 3 optimizer steps, those on the others never" in said
+    assert whole == ["", ""]

@@ -16,6 +16,8 @@ from tests.support.training.tested_types import TESTED
 
 QUICK = ("modernbert-decoder",)
 """Its head holds a linear layer that is a group of its own, and has an adapter."""
+GATED_ATTENTION = ("beam",)
+"""Types with experts whose attention has a gate_proj as well: PEFT takes that for an expert's, and has no dropout for it."""
 
 
 def both_ways(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any]:
@@ -33,7 +35,8 @@ def test_a_type_is_trained_as_alone(kind: str, tmp_path: Path) -> None:
         "training": {"per_device_train_batch_size": 2},
         "distributed": {"activation_checkpointing": "none"},
     }
-    specs = [spec_for(tmp_path, lora=lora, **options) for lora in ({"r": 4, "lora_dropout": 0.1}, {"r": 8})]
+    dropout = 0.0 if kind in GATED_ATTENTION else 0.1
+    specs = [spec_for(tmp_path, lora=lora, **options) for lora in ({"r": 4, "lora_dropout": dropout}, {"r": 8})]
     ((alone, together),) = run_on_ranks(both_ways, 1, specs)
     for found, expected in zip(together, alone, strict=True):
         assert_same(found, expected)

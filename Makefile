@@ -4,7 +4,8 @@
 # make test         every test that needs no GPU        make test-all   the long ones too
 # make bench        every benchmark; results go to benchmarks/results
 # make gpu-report   what one GPU shows of the workers, in 8 minutes: right numbers, speed, memory; without a GPU: that it would run
-# make check        format, lint, types and the direction of imports
+# make check        format, lint, types, the direction of imports, and links and anchors of the documentation
+# make docs         make the pages that are made from the code, and the documentation's site in build/site
 #
 # Everything is installed into .venv, state is kept in .ft. Variables:
 #   PYTHON=python3.12   the interpreter to build .venv with (3.11, 3.12 or 3.13)
@@ -32,7 +33,7 @@ GPU := $(wildcard /dev/nvidia0)
 # Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart serve wheel test test-all bench gpu-report check
+.PHONY: help quickstart serve wheel test test-all bench gpu-report docs check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
@@ -69,6 +70,11 @@ check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m docs.site.build
+
+docs: $(READY)
+	@$(BIN)/python -m docs.site.generated
+	@$(BIN)/python -m docs.site.build
 
 # Set-up ------------------------------------------------------------------------------------------------------------------
 # PyTorch comes first and alone, so that TORCH_INDEX is asked for nothing else. Of what pip says, only large downloads are shown.
@@ -84,7 +90,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch into $(VENV) (once; the largest part)"
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)",-c constraints.txt torch) $(SHOW)
 	@echo "Installing everything else"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,quickstart,dev]' $(SHOW)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,quickstart,docs,dev]' $(SHOW)
 	@touch $@
 	@echo "Set-up is done."
 

@@ -21,7 +21,7 @@ class Settings(BaseSettings):
     ft_service/host/environment.py decides which other variables child processes get, FT_PASS_ENVIRONMENT among them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     home: Path = Path("~/.ft")
     """State: database, uploaded files, run directories, credentials."""

@@ -1,0 +1,1 @@
+"""The documentation's site: pages that are made from the code, and the build."""

@@ -1,8 +1,9 @@
 """`python -m workers.serving`: the preview's process, which reads requests from stdin and writes answers to stdout.
 
 Lines of JSON both ways. First the base: {op: base, load, path, precision, threads, memory}, and later another in its place;
-then requests {op: complete, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n}. Answers carry their request's id
-(engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends when its input does.
+then requests {op: complete, …}, {op: sample, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n} (requests.py). Answers
+carry their request's id (answers.py, engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends
+when its input does.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ class PreviewWorker:
             case "adapter" if self._engine is not None:
                 self._engine.prepare(**message)
             case "complete" if self._engine is not None:
-                self._engine.add(_request(message))
-            case "complete":
+                self._engine.add(_chat_request(message))
+            case "sample" if self._engine is not None:
+                self._engine.add_tokens(_token_request(message))
+            case "complete" | "sample":
                 self._wire.say({"kind": "error", "id": message["id"], **self._failure})
 
     def _load(self, wanted: dict[str, Any]) -> None:
@@ -129,10 +132,16 @@ def main() -> int:
             worker.step()
 
 
-def _request(message: dict[str, Any]) -> Any:
-    from workers.serving.engine import Request
+def _chat_request(message: dict[str, Any]) -> Any:
+    from workers.serving.requests import ChatRequest
 
-    return Request(**message)
+    return ChatRequest(**message)
+
+
+def _token_request(message: dict[str, Any]) -> Any:
+    from workers.serving.requests import TokenRequest
+
+    return TokenRequest(**message)
 
 
 def _set_threads(count: int) -> None:

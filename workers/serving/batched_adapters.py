@@ -16,6 +16,8 @@ from workers.model.peft_adapter import PeftAdapter, Update
 
 KEPT = 32
 """Most adapters that stay loaded; beyond that, the least recently used ones are removed."""
+KEPT_BYTES = 2 * 1024**3
+"""Most bytes of adapters that stay loaded, except that the one used last always does."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Matrices:
 
 Adapter = dict[str, Matrices]
 """Matrices by the full name of the module that they change."""
+
+
+def _bytes(adapter: Adapter) -> int:
+    return sum(own.a.nbytes + own.b.nbytes for own in adapter.values())
 
 
 @dataclass(frozen=True)
@@ -53,16 +59,17 @@ class Adapters:
         self.spans: Sequence[AdapterSpan] = ()
 
     def get(self, folder: str) -> Adapter:
-        """The adapter of a PEFT folder, loaded at its first use. Raises SpecError for one that does not fit the base."""
+        """The adapter of a PEFT folder, loaded at its first use: another version has a folder of another name. Raises SpecError
+        for one that does not fit the base, or is not there."""
         adapter = self._loaded.get(folder)
         if adapter is None:
-            adapter = self._load(PeftAdapter(Path(folder)))
+            adapter = self._load(_files(folder))
             for name in adapter.keys() - self._hooked:
                 self._hooked.add(name)
                 self._linears[name].register_forward_hook(_Adding(self, name))
             self._loaded[folder] = adapter
         self._loaded.move_to_end(folder)
-        while len(self._loaded) > KEPT:
+        while len(self._loaded) > KEPT or (len(self._loaded) > 1 and sum(map(_bytes, self._loaded.values())) > KEPT_BYTES):
             self._loaded.popitem(last=False)  # sequences that still use it hold it themselves
         return adapter
 
@@ -96,6 +103,15 @@ class Adapters:
             raise SpecError(f"The adapter has a magnitude for {name} (DoRA), which is not served here: merge it.")
         if (update.a.shape[1], update.b.shape[0]) != (linear.in_features, linear.out_features):
             raise SpecError(f"The adapter is of another base: its matrices for {name} do not fit that layer.")
+
+
+def _files(folder: str) -> PeftAdapter:
+    try:
+        return PeftAdapter(Path(folder))
+    except (OSError, ValueError, TypeError) as error:
+        raise SpecError(
+            f"The adapter's folder is not there, or cannot be read ({type(error).__name__}).", param="model"
+        ) from error
 
 
 class _Adding:

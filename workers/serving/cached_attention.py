@@ -7,6 +7,7 @@ It stands where transformers' attention stood, for the architectures that let it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,15 @@ class KeyValueCache:
         kept = self._layers.setdefault(layer, _LayerCache())
         return kept.extend(key, value)
 
+    def fork(self) -> KeyValueCache:
+        """The cache of another sequence that begins with the same tokens. Keys and values are shared until one of the two is
+        extended; what the architecture itself keeps is copied.
+        """
+        forked = KeyValueCache()
+        forked._layers = {layer: kept.fork() for layer, kept in self._layers.items()}
+        forked.state = copy.deepcopy(self.state)
+        return forked
+
     @property
     def bytes(self) -> int:
         return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._layers.values())
@@ -59,6 +69,10 @@ class _LayerCache:
         self.values[:, :, self.count : end] = value
         self.count = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def fork(self) -> _LayerCache:
+        """A cache without spare capacity, so that its first extension copies it and writes nothing into this one."""
+        return _LayerCache(self.keys[:, :, : self.count], self.values[:, :, : self.count], self.count)
 
 
 def _grown(kept: Tensor, like: Tensor, count: int, capacity: int) -> Tensor:

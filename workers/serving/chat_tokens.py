@@ -35,7 +35,11 @@ class Chats:
 
     def __init__(self, path: str) -> None:
         """Raises SpecError for a base without a usable tokenizer."""
-        of_base = partial(ChatTokenizer, path, load_tokenizer(path))
+        self.tokenizer: Any = load_tokenizer(path)
+        named = {self.tokenizer.eos_token_id, *stops_of(Path(path))}
+        self.ends = frozenset(token for token in named if isinstance(token, int))
+        """Tokens that end an answer whatever the chat template: the tokenizer's and those of generation_config.json."""
+        of_base = partial(ChatTokenizer, path, self.tokenizer)
         self._own = lru_cache(maxsize=1)(of_base)  # apart, so that no number of others takes its place
         self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
 

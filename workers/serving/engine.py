@@ -1,7 +1,7 @@
 """Continuous batching: every step computes the next token of every running answer, and a part of the waiting prompts.
 
 All of that is one row of one forward, whatever the adapters. A new answer joins at the next step, and a long prompt is read in
-parts, so that no request delays the others.
+parts, so that no request delays the others. Several answers to one prompt read it once.
 """
 
 from __future__ import annotations
@@ -9,78 +9,71 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ft_service.errors import FtError, SpecError
-from workers.serving.answer_text import AnswerText
+from workers.serving.answers import Answer, ChatAnswer, Say, TokenAnswer
 from workers.serving.batched_adapters import Adapter
 from workers.serving.cached_attention import KeyValueCache, Span
 from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.model import ServedModel, TokenSpan
+from workers.serving.requests import ChatRequest, TokenRequest
+from workers.serving.sampling import Sampling, choose, scores
 
 MOST_SEQUENCES = 32
-"""Most answers at a time; more requests wait."""
+"""Most answers at a time; more wait."""
+MOST_OF_REQUEST = MOST_SEQUENCES // 2
+"""Most answers of one request at a time while others wait."""
 PROMPT_TOKENS = 512
 """Most tokens of prompts that are read in one step."""
+SCORED_LOGITS = 2**24
+"""Most logits of prompts' tokens in one step: 64 MiB in fp32, and as much for their log-probabilities."""
 PROMPT_SECONDS = 0.01
 """Wait for a prompt that is being rendered, before it is looked for new requests again."""
 DEFAULT_MAX_TOKENS = 2048
 """Most tokens of an answer whose request names no limit, if the base's context has room."""
-
-Say = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request as it arrives (ft_service/serving/chat_request.py makes it)."""
-
-    id: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    adapter: str | None = None
-    n: int = 1
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: list[str] = field(default_factory=list)
-    seed: int | None = None
-    top_logprobs: int | None = None
-    probes: list[list[int]] = field(default_factory=list)
-    """Tokens whose log-probabilities show that the adapter's model answers."""
-    parallel_tool_calls: bool = True
 
 
 @dataclass
 class _Sequence:
     """One answer of a request."""
 
-    request: Request
-    chat: ChatTokenizer
-    index: int
+    request_id: str
     ids: list[int]
-    """Prompt and answer."""
+    """Prompt and answer; while it waits, the prompt that all answers of its request share."""
     prompt: int
     limit: int
     """Tokens of the answer at most."""
     adapter: Adapter | None
-    text: AnswerText
+    sampling: Sampling
     generator: torch.Generator
+    answer: Answer
+    scored: int = 0
+    """Tokens at the prompt's end whose log-probabilities are to be reported."""
+    top: int = 0
+    """Likeliest tokens to report at each of their places."""
+    others: list[_Sequence] = field(default_factory=list)
+    """Answers to the same prompt, which wait until this one has read it."""
     memory: KeyValueCache = field(default_factory=KeyValueCache)
     read: int = 0
     """Tokens that the memory knows."""
-    unsaid: list[dict[str, Any]] = field(default_factory=list)
-    """Log-probabilities of tokens whose text is kept back."""
+    first: Tensor | None = None
+    """Logits of the first token, fp32 [words], and `memory` is to be forked, if another answer has read the prompt."""
 
     @property
     def answered(self) -> int:
         return len(self.ids) - self.prompt
+
+    @property
+    def unscored(self) -> int:
+        """Place of the token whose logits give the next log-probability to report; the last of the prompt: there is none."""
+        return self.prompt - 1 - self.scored
 
 
 class Engine:
@@ -88,7 +81,7 @@ class Engine:
 
     def __init__(self, model: ServedModel, chats: Chats, say: Say) -> None:
         self._model, self._chats, self._say = model, chats, say
-        self._rendering: dict[str, tuple[Request, ChatTokenizer]] = {}
+        self._rendering: dict[str, tuple[ChatRequest, ChatTokenizer]] = {}
         """Requests whose prompts are being rendered."""
         self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
         self._waiting: deque[_Sequence] = deque()
@@ -102,7 +95,7 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._rendering or self._waiting or self._running)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: ChatRequest) -> None:
         """Start to render a request's prompt, while current answers continue."""
         try:
             chat = self._chats.of(request.adapter)
@@ -115,6 +108,13 @@ class Engine:
         prompt = chat.prompt(request.messages, request.tools)
         prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
 
+    def add_tokens(self, request: TokenRequest) -> None:
+        """Queue a request of tokens, whose prompt needs no rendering."""
+        try:
+            self._queue(request, self._continuations(request))
+        except FtError as error:
+            self._fail(request.id, error)
+
     def take_rendered(self, seconds: float = 0.0) -> None:
         """Queue the requests whose prompts are rendered, and report errors. `seconds`: wait so long for the first."""
         while True:
@@ -126,21 +126,25 @@ class Engine:
             if (request := self._rendering.pop(request_id, None)) is not None:  # else it was cancelled
                 self._begin(*request, prompt)
 
-    def _begin(self, request: Request, chat: ChatTokenizer, prompt: Future[str]) -> None:
+    def _begin(self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[str]) -> None:
         try:
-            sequences = self._sequences(request, chat, chat.tokens(prompt.result()))
+            self._queue(request, self._answers(request, chat, chat.tokens(prompt.result())))
         except FtError as error:
             self._fail(request.id, error)
-            return
-        self._say({"id": request.id, "kind": "begun", "prompt_tokens": sequences[0].prompt})
+
+    def _queue(self, request: ChatRequest | TokenRequest, sequences: list[_Sequence]) -> None:
+        """Queue the answers of a request: the first of them reads the prompt for all."""
+        first, *others = sequences
+        first.others = others
+        self._say({"id": request.id, "kind": "begun", "prompt_tokens": first.prompt})
         self._tokens[request.id] = 0
-        self._waiting.extend(sequences)
+        self._waiting.append(first)
 
     def drop(self, request_id: str) -> None:
         """Cancel a request."""
         self._rendering.pop(request_id, None)
-        self._waiting = deque(one for one in self._waiting if one.request.id != request_id)
-        self._running = [one for one in self._running if one.request.id != request_id]
+        self._waiting = deque(one for one in self._waiting if one.request_id != request_id)
+        self._running = [one for one in self._running if one.request_id != request_id]
         self._tokens.pop(request_id, None)
 
     def prepare(self, adapter: str, probes: Sequence[Sequence[int]]) -> None:
@@ -152,43 +156,85 @@ class Engine:
     def step(self) -> None:
         """Run one forward, or wait a little for a prompt if nothing else is to be done."""
         self.take_rendered(0.0 if self._waiting or self._running else PROMPT_SECONDS)
-        while self._waiting and len(self._running) < MOST_SEQUENCES:
-            self._running.append(self._waiting.popleft())
+        self._admit()
         for group in self._groups():
             try:
                 self._forward(group)
             except torch.OutOfMemoryError:
                 for one in group:
                     text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
-                    self._fail(one.request.id, SpecError(text, code="out_of_memory"))
+                    self._fail(one.request_id, SpecError(text, code="out_of_memory"))
 
-    def _sequences(self, request: Request, chat: ChatTokenizer, prompt: list[int]) -> list[_Sequence]:
+    def _admit(self) -> None:
+        """Let waiting answers run while there are places."""
+        while self._waiting and len(self._running) < MOST_SEQUENCES:
+            one = self._next()
+            one.ids = list(one.ids)
+            self._running.append(one)
+            if one.first is not None:
+                first, one.first = one.first, None
+                one.memory = _forked(one.memory)
+                self._advance(one, first)
+
+    def _next(self) -> _Sequence:
+        """The first that waits, unless its request has many places already and another one waits."""
+        places = Counter(one.request_id for one in self._running)
+        for place, one in enumerate(self._waiting):
+            if places[one.request_id] < MOST_OF_REQUEST:
+                del self._waiting[place]
+                return one
+        return self._waiting.popleft()
+
+    def _answers(self, request: ChatRequest, chat: ChatTokenizer, prompt: list[int]) -> list[_Sequence]:
+        room = self._room(prompt, request.max_tokens, "messages", "the messages")
+        limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
+        answers = [ChatAnswer.of(request, index, chat, self._say) for index in range(request.n)]
+        return self._sequences(request, prompt, limit, answers)
+
+    def _continuations(self, request: TokenRequest) -> list[_Sequence]:
+        room = self._room(request.prompt, request.max_tokens, "prompt", "the prompt")
+        for name, tokens in (("prompt", request.prompt), ("stop", request.stop_tokens)):
+            for place, token in enumerate(tokens):
+                if not 0 <= token < self._model.vocabulary:
+                    known = f"the base's tokens are 0 to {self._model.vocabulary - 1}"
+                    raise SpecError(f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name)
+        answers = [TokenAnswer.of(request, index, self._chats, self._say) for index in range(request.n)]
+        sequences = self._sequences(request, request.prompt, request.max_tokens or room, answers)
+        sequences[0].scored, sequences[0].top = request.scored, request.top_prompt_logprobs
+        return sequences
+
+    def _room(self, prompt: Sequence[int], wanted: int | None, param: str, which: str) -> int:
+        """Tokens that fit behind a prompt. Raises SpecError if there are not as many as are wanted."""
         room = self._model.context - len(prompt)
-        wanted = request.max_tokens
         if room < (wanted or 1):
             more = f" and {wanted} were requested" if wanted else ""
             raise SpecError(
-                f"The base's context is {self._model.context} tokens: the prompt has {len(prompt)}{more}. Shorten the messages"
+                f"The base's context is {self._model.context} tokens: the prompt has {len(prompt)}{more}. Shorten {which}"
                 f"{' or max_tokens' if wanted else ''}.",
-                param="messages",
+                param=param,
                 code="context_length_exceeded",
             )
+        return room
+
+    def _sequences(
+        self, request: ChatRequest | TokenRequest, prompt: list[int], limit: int, answers: Sequence[Answer]
+    ) -> list[_Sequence]:
+        """The sequences of a request's answers, each with a generator of its own: what is drawn depends on the seed and the
+        place of the answer alone."""
         adapter = None if request.adapter is None else self._adapter(request.adapter, request.probes)
-        calls = chat.calls if request.tools else None
         seed = random.getrandbits(48) if request.seed is None else request.seed
         return [
             _Sequence(
-                request,
-                chat,
-                index,
-                list(prompt),
+                request.id,
+                prompt,
                 len(prompt),
-                wanted or min(room, DEFAULT_MAX_TOKENS),
+                limit,
                 adapter,
-                AnswerText(chat.tokenizer, request.stop, calls.prefix if calls else None, keep_special=calls is not None),
+                request.sampling,
                 torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63)),
+                answer,
             )
-            for index in range(request.n)
+            for index, answer in enumerate(answers)
         ]
 
     def _adapter(self, folder: str, probes: Sequence[Sequence[int]]) -> Adapter:
@@ -206,58 +252,101 @@ class Engine:
         return [ordered] if self._model.mixes and ordered else [[one] for one in ordered]
 
     def _forward(self, sequences: Sequence[_Sequence]) -> None:
-        pieces, ends, place, budget = [], [], 0, PROMPT_TOKENS
+        pieces: list[TokenSpan] = []
+        ran: list[_Sequence] = []
+        place, budget, scored = 0, PROMPT_TOKENS, self._scored_at_once
         for one in sequences:
             unread = len(one.ids) - one.read
-            taken = unread if unread == 1 or self._model.by_state else min(unread, budget)
+            taken = unread
+            if self._model.by_state:
+                if not self._score_apart(one):
+                    continue
+            elif unread > 1:
+                taken = min(unread, budget, one.unscored + scored - one.read if one.scored else unread)
             if taken == 0:
                 continue
             budget -= taken if unread > 1 else 0
+            end = one.read + taken
+            rows = max(0, end - one.unscored) if one.scored else 0
+            scored -= rows
             span = Span(one.memory, place, place + taken)
-            pieces.append(TokenSpan(one.ids[one.read : one.read + taken], span, one.read, one.adapter))
-            ends.append(one)
-            one.read += taken
+            pieces.append(TokenSpan(one.ids[one.read : end], span, one.read, one.adapter, max(1, rows)))
+            ran.append(one)
             place += taken
-        logits = self._model.forward(pieces).cpu()
-        for one, row in zip(ends, logits, strict=True):
-            if one.read == len(one.ids):
-                self._advance(one, choose(row, _sampling(one.request), one.generator))
-
-    def _advance(self, one: _Sequence, choice: Choice) -> None:
-        one.ids.append(choice.token)
-        if choice.token in one.chat.ends:
-            self._finish(one, "stop")
+        if not pieces:
             return
-        if choice.logprob is not None:
-            one.unsaid.append(_shown(one.chat, choice))
-        self._tell(one, one.text.push(choice.token))
-        if one.text.stopped:
+        logits = self._model.forward(pieces).split([piece.rows for piece in pieces])
+        last = torch.stack([own[-1] for own in logits]).cpu()
+        for one, piece, own, row in zip(ran, pieces, logits, last, strict=True):
+            self._take(one, piece, own, row)
+
+    @property
+    def _scored_at_once(self) -> int:
+        return max(1, SCORED_LOGITS // self._model.words)
+
+    def _score_apart(self, one: _Sequence) -> bool:
+        """Report log-probabilities of a prompt that is read at once, except the last ones, whose logits fit into that forward:
+        by forwards of its beginnings. False: the request has failed."""
+        while one.scored and one.prompt - one.unscored > self._scored_at_once:
+            end = one.unscored + self._scored_at_once
+            span = Span(KeyValueCache(), 0, end)
+            logits = self._model.forward([TokenSpan(one.ids[:end], span, 0, one.adapter, self._scored_at_once)])
+            if not self._score(one, logits, end - len(logits)):
+                return False
+        return True
+
+    def _take(self, one: _Sequence, piece: TokenSpan, logits: Tensor, last: Tensor) -> None:
+        """Continue with a sequence after a forward of its next tokens. `last`: the logits of the last one, on the CPU."""
+        if one.request_id not in self._tokens:  # another of its answers has failed in this step
+            return
+        one.read = piece.first + len(piece.ids)
+        if one.scored and one.read > one.unscored and not self._score(one, logits, one.read - len(logits)):
+            return
+        if one.read == len(one.ids):
+            self._share(one, last)
+            self._advance(one, last)
+
+    def _score(self, one: _Sequence, logits: Tensor, place: int) -> bool:
+        """Report the log-probabilities of a prompt's tokens behind those from `place` on, whose logits these are, fp32 [tokens,
+        words]. False: the request has failed."""
+        after = one.ids[place + 1 : min(place + 1 + len(logits), one.prompt)]
+        try:
+            logprobs, top = scores(logits[: len(after)], after, one.top)
+        except FtError as error:
+            self._fail(one.request_id, error)
+            return False
+        one.scored -= len(after)
+        said = {"id": one.request_id, "kind": "scores", "place": place + 1, "logprobs": logprobs}
+        self._say({**said, "top": top} if one.top else said)
+        return True
+
+    def _share(self, one: _Sequence, last: Tensor) -> None:
+        """Queue the other answers to a prompt that is read now, ahead of what waits: so few prompts are kept for answers."""
+        others, one.others = one.others, []
+        kept = _forked(one.memory) if others else one.memory
+        for other in others:
+            other.memory, other.read, other.first = kept, one.read, last
+        self._waiting.extendleft(reversed(others))
+
+    def _advance(self, one: _Sequence, logits: Tensor) -> None:
+        """Draw a sequence's next token."""
+        try:
+            choice = choose(logits, one.sampling, one.generator)
+        except FtError as error:
+            self._fail(one.request_id, error)
+            return
+        one.ids.append(choice.token)
+        if one.answer.push(choice):
             self._finish(one, "stop")
         elif one.answered >= one.limit:
             self._finish(one, "length")
 
-    def _tell(self, one: _Sequence, text: str, *, last: bool = False) -> None:
-        if not text and not (last and one.unsaid):
-            return
-        said: dict[str, Any] = {"id": one.request.id, "kind": "text", "index": one.index, "text": text}
-        if one.request.top_logprobs is not None:
-            said["logprobs"], one.unsaid = one.unsaid, []
-        self._say(said)
-
     def _finish(self, one: _Sequence, reason: str) -> None:
-        rest = one.text.end()
-        calls: list[dict[str, Any]] = []
-        if one.request.tools and one.chat.calls is not None:
-            found = one.chat.calls.parse(one.text.whole)
-            if found is not None:
-                reason, calls = "tool_calls", found[1] if one.request.parallel_tool_calls else found[1][:1]
-                rest = ""
-        self._tell(one, rest, last=True)
+        one.answer.end(reason)
         self._running.remove(one)
-        self._say({"id": one.request.id, "kind": "end", "index": one.index, "reason": reason, "calls": calls})
-        self._tokens[one.request.id] += one.answered
-        if not any(other.request.id == one.request.id for other in (*self._running, *self._waiting)):
-            self._say({"id": one.request.id, "kind": "done", "completion_tokens": self._tokens.pop(one.request.id)})
+        self._tokens[one.request_id] += one.answered
+        if not any(other.request_id == one.request_id for other in (*self._running, *self._waiting)):
+            self._say({"id": one.request_id, "kind": "done", "completion_tokens": self._tokens.pop(one.request_id)})
 
     def _fail(self, request_id: str, error: FtError) -> None:
         self.drop(request_id)
@@ -265,52 +354,6 @@ class Engine:
         self._say({"id": request_id, "kind": "error", "wrong": isinstance(error, SpecError), **said})
 
 
-def _sampling(request: Request) -> Sampling:
-    return Sampling(request.temperature, request.top_p, request.top_logprobs)
-
-
-def _shown(chat: ChatTokenizer, choice: Choice) -> dict[str, Any]:
-    top = [{**chat.token(token), "logprob": logprob} for token, logprob in choice.top]
-    return {**chat.token(choice.token), "logprob": choice.logprob, "top_logprobs": top}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn."""
-
-    temperature: float = 1.0
-    """0: the most likely token."""
-    top_p: float = 1.0
-    top_logprobs: int | None = None
-    """Alternatives to report for each token; None: no log-probabilities at all."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A token, and with `top_logprobs` its log-probability in nats and the likeliest ones (token, log-probability)."""
-
-    token: int
-    logprob: float | None = None
-    top: Sequence[tuple[int, float]] = ()
-
-
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
-    """`logits`: fp32 [words], on the CPU. Log-probabilities are the model's own, before temperature and top_p."""
-    if sampling.temperature == 0:
-        token = int(logits.argmax())
-    else:
-        token = _drawn(logits / sampling.temperature, sampling.top_p, generator)
-    if sampling.top_logprobs is None:
-        return Choice(token)
-    logs = logits.log_softmax(dim=-1)
-    values, tokens = logs.topk(min(sampling.top_logprobs, len(logs)))
-    return Choice(token, float(logs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True)))
-
-
-def _drawn(logits: Tensor, top_p: float, generator: torch.Generator) -> int:
-    shares = logits.softmax(dim=-1)
-    if top_p >= 1:
-        return int(torch.multinomial(shares, 1, generator=generator))
-    ordered, tokens = shares.sort(descending=True)
-    kept = ordered.cumsum(dim=-1) - ordered < top_p  # the first one always
-    return int(tokens[torch.multinomial(ordered * kept, 1, generator=generator)])
+@torch.inference_mode()
+def _forked(memory: KeyValueCache) -> KeyValueCache:
+    return memory.fork()

@@ -43,6 +43,8 @@ class TokenSpan:
     first: int
     """Position of the first of them in the sequence."""
     adapter: Adapter | None
+    rows: int = 1
+    """Tokens at its end whose logits are wanted."""
 
 
 class ServedModel:
@@ -73,23 +75,28 @@ class ServedModel:
         self.adapters = Adapters(model, compute, device)
         self._last: Tensor | None = None
         head: Any = model.get_output_embeddings()
+        read: Any = model.get_input_embeddings()
         head.register_forward_pre_hook(self._only_last)
         self.words: int = head.weight.shape[0]
+        self.vocabulary: int = min(self.words, len(read.weight))
+        """Ids below are tokens that can be read and written."""
         if self.by_state:
             self._require_kept_state(decoder.config.model_type, compute)
         self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[TokenSpan]) -> Tensor:
-        """The logits after the last token of each piece, fp32 [pieces, words]. Pieces of one adapter should be neighbours."""
-        self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
+        """The logits after the last `rows` tokens of each piece, fp32 [rows of all pieces, words]. Pieces of one adapter should
+        be neighbours."""
+        wanted = [torch.arange(piece.span.end - piece.rows, piece.span.end) for piece in pieces]
+        self._last = torch.cat(wanted).to(self.device)
         return self._row(pieces)
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
         """Log-probabilities of each token but the first, in nats, after those before it."""
-        self._last = torch.arange(len(tokens) - 1, device=self.device)
-        logits = self._row([TokenSpan(tokens, Span(KeyValueCache(), 0, len(tokens)), 0, adapter)])
+        before = tokens[:-1]
+        logits = self.forward([TokenSpan(before, Span(KeyValueCache(), 0, len(before)), 0, adapter, rows=len(before))])
         after = torch.tensor(tokens[1:], device=self.device)[:, None]
         return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
 

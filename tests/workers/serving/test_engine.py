@@ -18,8 +18,9 @@ from tests.support.bases import SAMPLE
 from workers.serving import chat_tokens as chat_module
 from workers.serving import engine as engine_module
 from workers.serving.chat_tokens import Chats, ChatTokenizer
-from workers.serving.engine import Engine, Request
+from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
+from workers.serving.requests import ChatRequest
 
 CHATS = [json.loads(line)["messages"][:-1] for line in (SAMPLE.parents[1] / "data/heldout.jsonl").read_text().splitlines()[:4]]
 LIMIT = 12
@@ -65,7 +66,7 @@ class Heard:
 
     def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
         """Ask, and wait until the prompt is rendered."""
-        self.engine.add(Request(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
+        self.engine.add(ChatRequest(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
         while not self.of(name, "begun") and not self.of(name, "error"):
             self.engine.take_rendered(1.0)
 
@@ -173,7 +174,7 @@ def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = f"{{% if messages[0].content == 'boom' %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    heard.engine.add(Request("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path)))
+    heard.engine.add(ChatRequest("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path)))
     chats.of(str(tmp_path))._known.result()
     heard.ask("other")
     while not heard.of("other", "done"):

@@ -1,0 +1,60 @@
+"""The requests that the engine answers, as they arrive: of conversations, and of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.serving.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Answers to a conversation (ft_service/serving/chat_request.py makes it)."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    adapter: str | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: list[str] = field(default_factory=list)
+    seed: int | None = None
+    top_logprobs: int | None = None
+    probes: list[list[int]] = field(default_factory=list)
+    """Tokens whose log-probabilities show that the adapter's model answers."""
+    parallel_tool_calls: bool = True
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, top_logprobs=self.top_logprobs)
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """Continuations of a prompt of tokens (ft_service/serving/sampling.py makes it, and says what the fields mean)."""
+
+    id: str
+    prompt: list[int]
+    adapter: str | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_texts: list[str] = field(default_factory=list)
+    stop_tokens: list[int] = field(default_factory=list)
+    ends: bool = True
+    """Whether the tokens that end the base's answers end a continuation too."""
+    top_logprobs: int = 0
+    scored: int = 0
+    """Tokens at the prompt's end whose log-probabilities are reported, fewer than it has."""
+    top_prompt_logprobs: int = 0
+    probes: list[list[int]] = field(default_factory=list)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.top_logprobs)

@@ -1,0 +1,142 @@
+"""Commands to the ranks of a job whose client runs the training loop, and their results: files of the run directory.
+
+    commands/<seq>     written once by the service, in any order; the ranks carry them out in the order of their numbers
+    results/<seq>      written by rank 0; a client reads it as often as it likes
+
+A checkpoint says up to which command it holds the job's state. What came later is carried out again after a restart, from the
+same files, and gives the same bits: a command is lost by nobody's end, and none takes effect twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_service.errors import FtError
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+
+COMMANDS, RESULTS = "commands", "results"
+MOST_BYTES = 64 * 1024**2
+"""Limit of a command's file, and of a result's."""
+MOST_SEQ = 999_999_999
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    seq: int
+    """Its number, from 1."""
+    op: str
+    """forward_backward, optim_step, save_weights, save_weights_for_sampler, load_weights, finish, or refused: one that the
+    service could not accept, which has a number all the same."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    body: bytes = b""
+    """forward_backward: the client's message."""
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command has come to."""
+
+    document: Mapping[str, Any]
+    """JSON of the wire; with `error` and `category` if the command failed."""
+    body: bytes = b""
+    """forward_backward: `ForwardBackwardOutput`."""
+
+    @classmethod
+    def failed(cls, error: str, *, by_user: bool = True) -> CommandResult:
+        return cls({"error": error, "category": "user" if by_user else "server"})
+
+
+class CommandLog:
+    """The commands and results in a run directory."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def put(self, command: Command) -> bool:
+        """Store a command unless its number has one. Returns whether it is new."""
+        head = {"op": command.op, "options": dict(command.options)}
+        return self.run.put_if_absent(_key(COMMANDS, command.seq), _file(head, command.body))
+
+    def has(self, seq: int) -> bool:
+        return self.run.has(_key(COMMANDS, seq))
+
+    def command(self, seq: int) -> Command | None:
+        """Raises UnreadableDocumentError for a file that is none."""
+        found = self._read(COMMANDS, seq)
+        return None if found is None else Command(seq, str(found[0]["op"]), found[0]["options"], found[1])
+
+    def put_result(self, seq: int, result: CommandResult) -> None:
+        self.run.put_if_absent(_key(RESULTS, seq), _file(dict(result.document), result.body))
+
+    def has_result(self, seq: int) -> bool:
+        return self.run.has(_key(RESULTS, seq))
+
+    def result(self, seq: int) -> CommandResult | None:
+        found = self._read(RESULTS, seq)
+        return None if found is None else CommandResult(*found)
+
+    def newest(self) -> int:
+        """Number of the newest command that is stored; 0: there is none."""
+        return max(self._numbers(COMMANDS), default=0)
+
+    def has_unanswered(self) -> bool:
+        """Whether a command waits for its result."""
+        answered = set(self._numbers(RESULTS))
+        return any(seq not in answered for seq in self._numbers(COMMANDS))
+
+    def last_used(self) -> float:
+        """Time (seconds since the epoch, by the disk's clock) at which a command or a result came last; 0: never."""
+        folders = [self.run.path(folder) for folder in (COMMANDS, RESULTS)]
+        return max((folder.stat().st_mtime for folder in folders if folder.is_dir()), default=0.0)
+
+    def prune(self, upto: int, results_before: float) -> None:
+        """Remove the commands up to a number, and those of their results that are older than a time."""
+        for seq in self._numbers(COMMANDS):
+            if seq <= upto:
+                self.run.path(_key(COMMANDS, seq)).unlink(missing_ok=True)
+        for seq in self._numbers(RESULTS):
+            path = self.run.path(_key(RESULTS, seq))
+            if seq <= upto and path.stat().st_mtime < results_before:
+                path.unlink(missing_ok=True)
+
+    def _numbers(self, folder: str) -> list[int]:
+        path = self.run.path(folder)
+        if not path.is_dir():
+            return []
+        with os.scandir(path) as entries:
+            return [int(entry.name) for entry in entries if entry.name.isdigit()]
+
+    def _read(self, folder: str, seq: int) -> tuple[dict[str, Any], bytes] | None:
+        key = _key(folder, seq)
+        body = self.run.get(key, MOST_BYTES)
+        if body is None:
+            return None
+        head, _, rest = body.partition(b"\n")
+        try:
+            document = json.loads(head)
+        except ValueError:
+            raise UnreadableDocumentError(key, "its first line is no JSON") from None
+        return document, rest
+
+
+class CommandTooLargeError(FtError):
+    """A command is larger than what is stored of one."""
+
+    code = "command_too_large"
+
+
+def _key(folder: str, seq: int) -> str:
+    return f"{folder}/{seq:09d}"
+
+
+def _file(head: dict[str, Any], body: bytes) -> bytes:
+    whole = json.dumps(head).encode() + b"\n" + body
+    if len(whole) > MOST_BYTES:
+        raise CommandTooLargeError(f"A command of {len(whole):,} bytes; at most {MOST_BYTES:,} are possible: send fewer data.")
+    return whole

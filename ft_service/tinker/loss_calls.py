@@ -1,0 +1,238 @@
+"""Calls of forward and forward_backward: what a client sends, checked, and what it gets back.
+
+The wire's forms are those of the `tinker` package (proto/request_conv.py and response_conv.py of 0.38); token arrays are numpy
+arrays here, so that a server without torch can check them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from ft_service.errors import SpecError
+from ft_service.tinker import tinker_messages_pb2 as pb
+
+MOST_DATUMS = 1024
+"""Limit of data in one call; the client cuts longer lists into several calls."""
+MOST_TARGETS_OF_TOKEN = 32
+"""Limit of target tokens at one position."""
+
+_WEIGHTED = ("weights",)
+_RATIO = ("logprobs", "advantages")
+LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": _WEIGHTED,
+    "importance_sampling": _RATIO,
+    "ppo": _RATIO,
+    "cispo": _RATIO,
+    "dro": _RATIO,
+}
+"""Loss function → the arrays that it takes beside target_tokens, each as long as these. weights are 1 where they are left
+out."""
+CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
+LOSS_CONFIG: Mapping[str, Mapping[str, float | None]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
+    "cispo": {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
+    "dro": {"beta": None},
+}
+"""Loss function → its options with their defaults; None: it must be given."""
+
+_NUMPY = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence with what its loss is taken of."""
+
+    ids: np.ndarray
+    """int64 [tokens]."""
+    targets: np.ndarray
+    """int64 [tokens] or [tokens, k]: the tokens whose log-probabilities are taken behind each token."""
+    inputs: Mapping[str, np.ndarray]
+    """The loss function's arrays (LOSS_INPUTS), fp32 of the shape of `targets`."""
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A call of forward or forward_backward."""
+
+    loss_fn: str
+    config: Mapping[str, float]
+    data: Sequence[Datum]
+    forward_only: bool
+
+
+@dataclass(frozen=True)
+class LossRequest:
+    """A call as it arrives: for which model, and the how many-eth of it."""
+
+    model_id: str
+    seq_id: int
+    message: pb.ForwardBackwardRequest
+
+    @classmethod
+    def parse(cls, body: bytes) -> LossRequest:
+        """Raises SpecError for bytes that are no such message."""
+        message = pb.ForwardBackwardRequest()
+        try:
+            message.ParseFromString(body)
+        except DecodeError:
+            raise SpecError("The body is not a ForwardBackwardRequest of the tinker package (application/x-protobuf).") from None
+        return cls(message.model_id, message.seq_id, message)
+
+    def call(self, *, vocabulary: int, longest: int) -> LossCall:
+        """The call, checked. `vocabulary`: rows of the base's embedding; `longest`: most tokens of a sequence.
+
+        Raises SpecError naming the datum and the field with its value and limit.
+        """
+        message = self.message
+        if message.loss_fn not in LOSS_INPUTS:
+            given = ", ".join(LOSS_INPUTS)
+            raise SpecError(
+                f"loss_fn = {message.loss_fn[:80]!r}: this service computes {given}. With forward_backward_custom the client "
+                "computes any other loss of the log-probabilities.",
+                param="loss_fn",
+            )
+        if not 1 <= len(message.data) <= MOST_DATUMS:
+            raise SpecError(f"data: {len(message.data)} sequences in one call; 1 to {MOST_DATUMS} are possible.", param="data")
+        data = [
+            _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest) for number, datum in enumerate(message.data)
+        ]
+        return LossCall(message.loss_fn, _config(message), data, message.forward_only)
+
+
+def _config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+    known = LOSS_CONFIG[message.loss_fn]
+    given: dict[str, float] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") == "text":
+            raise SpecError(f"loss_fn_config.{name[:80]} = {value.text[:80]!r}: a number is expected.", param="loss_fn_config")
+        given[name] = value.number
+    for name, value in given.items():
+        if name not in known:
+            options = ", ".join(known) or "no options"
+            text = f"loss_fn_config.{name[:80]}: {message.loss_fn} has {options}. Leave it out."
+            raise SpecError(text, param="loss_fn_config")
+        if not math.isfinite(value):
+            raise SpecError(f"loss_fn_config.{name} = {value}: a finite number is expected.", param="loss_fn_config")
+    config = {name: given.get(name, default) for name, default in known.items()}
+    for name, value in config.items():
+        if value is None:
+            raise SpecError(f"loss_fn_config.{name}: {message.loss_fn} needs it. Give a number.", param="loss_fn_config")
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: int) -> Datum:
+    chunks = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("kind")
+        if kind != "encoded_text":
+            raise SpecError(f"{place}.model_input: {kind or 'an empty chunk'}: this service trains on tokens only.", param=place)
+        chunks.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{place}.model_input"))
+    ids = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
+    if not 1 <= len(ids) <= longest:
+        raise SpecError(f"{place}.model_input: {len(ids)} tokens; 1 to {longest:,} are possible on this base.", param=place)
+    arrays = {name: _array(tensor, f"{place}.loss_fn_inputs.{name[:80]}") for name, tensor in datum.loss_fn_inputs.items()}
+    targets = arrays.pop("target_tokens", None)
+    if targets is None:
+        raise SpecError(f"{place}.loss_fn_inputs.target_tokens: it is missing.", param=place)
+    if targets.ndim not in (1, 2) or len(targets) != len(ids) or (targets.ndim == 2 and not 1 <= targets.shape[1]):
+        shape = list(targets.shape)
+        raise SpecError(f"{place}.loss_fn_inputs.target_tokens: its shape is {shape} for {len(ids)} tokens.", param=place)
+    if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS_OF_TOKEN:
+        text = f"{targets.shape[1]} targets of a token; at most {MOST_TARGETS_OF_TOKEN} are possible."
+        raise SpecError(f"{place}.loss_fn_inputs.target_tokens: {text}", param=place)
+    _check_ids(ids, f"{place}.model_input", vocabulary)
+    _check_ids(targets, f"{place}.loss_fn_inputs.target_tokens", vocabulary)
+    takes = LOSS_INPUTS[loss_fn]
+    if unknown := sorted(arrays.keys() - set(takes)):
+        text = f"{place}.loss_fn_inputs.{unknown[0][:80]}: {loss_fn} takes target_tokens, {', '.join(takes)}. Leave it out."
+        raise SpecError(text, param=place)
+    inputs: dict[str, np.ndarray] = {}
+    for name in takes:
+        values = arrays.get(name)
+        if values is None and name == "weights":
+            values = np.ones(targets.shape, np.float32)
+        if values is None:
+            raise SpecError(f"{place}.loss_fn_inputs.{name}: {loss_fn} needs it.", param=place)
+        if values.shape != targets.shape:
+            text = f"its shape is {list(values.shape)}, and that of target_tokens {list(targets.shape)}."
+            raise SpecError(f"{place}.loss_fn_inputs.{name}: {text}", param=place)
+        inputs[name] = values.astype(np.float32)
+        if not np.isfinite(inputs[name]).all():
+            raise SpecError(f"{place}.loss_fn_inputs.{name}: a value is not a finite number.", param=place)
+    return Datum(ids, targets.astype(np.int64), inputs)
+
+
+def _check_ids(ids: np.ndarray, place: str, vocabulary: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if wrong.size:
+        raise SpecError(f"{place}: token {int(wrong.flat[0])}; the base has tokens 0 to {vocabulary - 1}.", param=place)
+
+
+def _array(tensor: pb.Tensor, place: str) -> np.ndarray:
+    dtype = _NUMPY.get(tensor.dtype)
+    if dtype is None:
+        raise SpecError(f"{place}: its dtype is {tensor.dtype}; float32, int64 and int32 are possible.", param=place)
+    shape = tuple(tensor.shape)
+    if tensor.WhichOneof("layout") == "sparse_csr":
+        return _dense(tensor.sparse_csr, dtype, shape, place)
+    values = _numbers(tensor.dense, dtype, place)
+    if not shape:
+        return values
+    if math.prod(shape) != len(values) or min(shape) < 0:
+        raise SpecError(f"{place}: {len(values)} numbers for the shape {list(shape)[:8]}.", param=place)
+    return values.reshape(shape)
+
+
+def _dense(sparse: pb.SparseCsr, dtype: np.dtype, shape: tuple[int, ...], place: str) -> np.ndarray:
+    """The whole array of one in compressed sparse rows, with zeros between."""
+    values = _numbers(sparse.values, dtype, place)
+    starts = _numbers(sparse.crow_indices, np.dtype("<i8"), place)
+    columns = _numbers(sparse.col_indices, np.dtype("<i8"), place)
+    rectangular = len(shape) == 2 and len(starts) == shape[0] + 1 and 0 < shape[1] <= MOST_TARGETS_OF_TOKEN
+    in_order = rectangular and starts[0] == 0 and starts[-1] == len(values) and bool((np.diff(starts) >= 0).all())
+    if not in_order or len(columns) != len(values) or bool(((columns < 0) | (columns >= shape[1])).any()):
+        text = f"it is no sparse array of shape [tokens, k] with k up to {MOST_TARGETS_OF_TOKEN} (shape {list(shape)[:8]})."
+        raise SpecError(f"{place}: {text}", param=place)
+    whole = np.zeros(shape, dtype)
+    whole[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+    return whole
+
+
+def _numbers(body: bytes, dtype: np.dtype, place: str) -> np.ndarray:
+    if len(body) % dtype.itemsize:
+        raise SpecError(f"{place}: {len(body)} bytes are no {dtype.name} numbers.", param=place)
+    return np.frombuffer(body, dtype)
+
+
+def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """The answer to a call: `ForwardBackwardOutput`. `logprobs`: fp32 of the shape of each datum's targets."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="TensorOutput")
+    for name, value in metrics.items():
+        message.metrics[name] = value
+    begin = 0
+    while begin < len(logprobs):  # a record holds arrays whose shapes differ in their length only
+        trailing = logprobs[begin].shape[1:]
+        end = begin
+        while end < len(logprobs) and logprobs[end].shape[1:] == trailing:
+            end += 1
+        arrays = [np.ascontiguousarray(array, dtype="<f4") for array in logprobs[begin:end]]
+        offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8")
+        record = message.loss_fn_outputs.add(num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.data = b"".join(array.tobytes() for array in arrays)
+        field.offsets = offsets.tobytes()
+        field.dtype = pb.DTYPE_FLOAT32
+        field.trailing_shape.extend(trailing)
+        begin = end
+    return message.SerializeToString()

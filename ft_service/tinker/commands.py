@@ -29,10 +29,10 @@ class Command:
     """One command."""
 
     seq: int
-    """Its number, from 1."""
+    """Its number: 0 creates the model, the client counts from 1."""
     op: str
-    """forward_backward, optim_step, save_weights, save_weights_for_sampler, load_weights, finish, or refused: one that the
-    service could not accept, which has a number all the same."""
+    """create_model, forward_backward, optim_step, save_weights, save_weights_for_sampler, load_weights, finish, or refused: one
+    that the service could not accept, which has a number all the same."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     body: bytes = b""
     """forward_backward: the client's message."""
@@ -82,13 +82,12 @@ class CommandLog:
         return None if found is None else CommandResult(*found)
 
     def newest(self) -> int:
-        """Number of the newest command that is stored; 0: there is none."""
-        return max(self._numbers(COMMANDS), default=0)
+        """Number of the newest command that is stored; -1: there is none."""
+        return max(self._numbers(COMMANDS), default=-1)
 
     def has_unanswered(self) -> bool:
-        """Whether a command waits for its result."""
-        answered = set(self._numbers(RESULTS))
-        return any(seq not in answered for seq in self._numbers(COMMANDS))
+        """Whether a command waits for its result, or for one before it that has not come yet."""
+        return self.newest() > max(self._numbers(RESULTS), default=-1)
 
     def last_used(self) -> float:
         """Time (seconds since the epoch, by the disk's clock) at which a command or a result came last; 0: never."""

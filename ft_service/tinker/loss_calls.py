@@ -86,7 +86,8 @@ class LossRequest:
         try:
             message.ParseFromString(body)
         except DecodeError:
-            raise SpecError("The body is not a ForwardBackwardRequest of the tinker package (application/x-protobuf).") from None
+            message_name = "ForwardBackwardRequest of the tinker package (application/x-protobuf)"
+            raise SpecError(f"The body is no {message_name}.") from None
         return cls(message.model_id, message.seq_id, message)
 
     def call(self, *, vocabulary: int, longest: int) -> LossCall:
@@ -136,7 +137,8 @@ def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: 
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("kind")
         if kind != "encoded_text":
-            raise SpecError(f"{place}.model_input: {kind or 'an empty chunk'}: this service trains on tokens only.", param=place)
+            named = kind or "an empty chunk"
+            raise SpecError(f"{place}.model_input: {named}: this service trains on tokens only.", param=place)
         chunks.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{place}.model_input"))
     ids = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
     if not 1 <= len(ids) <= longest:
@@ -145,7 +147,7 @@ def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: 
     targets = arrays.pop("target_tokens", None)
     if targets is None:
         raise SpecError(f"{place}.loss_fn_inputs.target_tokens: it is missing.", param=place)
-    if targets.ndim not in (1, 2) or len(targets) != len(ids) or (targets.ndim == 2 and not 1 <= targets.shape[1]):
+    if targets.ndim not in (1, 2) or len(targets) != len(ids) or (targets.ndim == 2 and targets.shape[1] < 1):
         shape = list(targets.shape)
         raise SpecError(f"{place}.loss_fn_inputs.target_tokens: its shape is {shape} for {len(ids)} tokens.", param=place)
     if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS_OF_TOKEN:

@@ -26,8 +26,9 @@ from benchmarks.machine import machine, save
 from benchmarks.preview_service import measure
 from ft_service.spec import PrecisionOptions
 from workers.serving.chat_tokens import Chats, ChatTokenizer
-from workers.serving.engine import Engine, Request
+from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
+from workers.serving.requests import ChatRequest
 
 SAMPLE = Path(__file__).parent.parent / "examples/models/tiny-llama"
 ASKED = [{"role": "user", "content": "Hi, I ordered the round bottle by mistake. Please stop it."}]
@@ -85,7 +86,7 @@ def by_engine(served: ServedModel, chats: Chats, streams: int, tokens: int) -> f
     engine = Engine(served, chats, lambda said: None)
     begin = time.perf_counter()
     for stream in range(streams):
-        engine.add(Request(str(stream), ASKED, temperature=0.0, max_tokens=tokens))
+        engine.add(ChatRequest(str(stream), ASKED, temperature=0.0, max_tokens=tokens))
     while engine.busy:
         engine.step()
     return streams * tokens / (time.perf_counter() - begin)

@@ -56,7 +56,7 @@ class DpoView(View):
 
 
 class MethodView(View):
-    type: Literal["supervised", "dpo"] = "supervised"
+    type: Literal["supervised", "dpo", "tinker"] = "supervised"
     supervised: SupervisedView | None = None
     dpo: DpoView | None = None
 
@@ -122,7 +122,8 @@ class JobView(View):
     seed: int
     status: str
     trained_tokens: int | None
-    training_file: str
+    training_file: str | None
+    """null: the job's client runs the training loop and sends the data."""
     validation_file: str | None
     validation_split: float | None
     """Share of the training file's samples that is held out for validation."""
@@ -273,6 +274,8 @@ def _membership(job: Job) -> MembershipView | None:
 
 
 def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
+    if spec.training_data is None:
+        return MethodView(type="tinker")
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
     own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())

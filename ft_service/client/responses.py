@@ -50,7 +50,7 @@ class RemoteJob(RemoteObject):
     finished_at: int | None = None
     fine_tuned_model: str | None = None
     trained_tokens: int | None = None
-    training_file: str
+    training_file: str | None
     validation_file: str | None = None
     validation_split: float | None = None
     result_files: list[str] = []

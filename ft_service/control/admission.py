@@ -162,7 +162,7 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
         sweep_values=parsed.sweep and parsed.sweep.values,
     )
     try:
-        size = files[request.training_file].bytes
+        size = None if request.training_file is None else files[request.training_file].bytes
         job, events = planned(job, size, capacity=capacity, limits=limits, descriptions=context.catalogue.descriptions)
     except NotDescribedError:
         events = [NewEvent(level="info", message=NOT_PLANNED.format(base=spec.model.name))]
@@ -170,15 +170,16 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
 
 
 def planned(
-    job: Job, size: int, *, capacity: Capacity, limits: TenantLimits, descriptions: Descriptions
+    job: Job, size: int | None, *, capacity: Capacity, limits: TenantLimits, descriptions: Descriptions
 ) -> tuple[Job, list[NewEvent]]:
-    """A job with its plan, and events for its owner about the plan. `size`: bytes of its training file. `limits`: its
-    project's.
+    """A job with its plan, and events for its owner about the plan. `size`: bytes of its training file; None: it has none.
+    `limits`: its project's.
 
     Raises SpecError as `create_job`, NotDescribedError if the base has no description yet.
     """
     base = descriptions.description(Path(job.spec.model.path))
-    admitted = admit(base, job.spec, capacity.machine or this_host(), SampleLengths.of_size(size))
+    lengths = None if size is None else SampleLengths.of_size(size)
+    admitted = admit(base, job.spec, capacity.machine or this_host(), lengths)
     settled = replace(
         job,
         stored_spec=StoredSpec.of(admitted.spec),
@@ -205,7 +206,7 @@ class LateAdmission:
             return None
         return self.descriptions.delay(folder) or f"Its base {job.base} is being described."
 
-    def plan(self, job: Job, size: int) -> tuple[Job, list[NewEvent]]:
+    def plan(self, job: Job, size: int | None) -> tuple[Job, list[NewEvent]]:
         """`planned` for a job that was stored without a plan. Raises the same."""
         capacity, limits = capacity_of(self.settings), self.store.projects.get_project(job.project_id).limits
         return planned(job, size, capacity=capacity, limits=limits, descriptions=self.descriptions)
@@ -249,7 +250,10 @@ def resolve_parsed(
     """
     request = parsed.request
     model = context.catalogue.find(parsed.base)
-    training = _data_file(request.training_file, "training_file", files, context) if data else _NO_FILE
+    training = _NO_FILE
+    if data:
+        file_id = request.training_file
+        training = None if file_id is None else _data_file(file_id, "training_file", files, context)
     if request.evaluation is not None:
         request = _with_prompts(request, request.evaluation, files, context)
     validation = None
@@ -279,6 +283,8 @@ def resolve_parsed(
 
 def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None:
     """Number of samples of the training file, up to a limit; None: this project has no such file, which is refused later."""
+    if request.training_file is None:
+        return None
     file = context.store.files.find_files({request.training_file}).get(request.training_file)
     if file is None or file.project_id != context.principal.project_id:
         return None

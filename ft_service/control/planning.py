@@ -38,8 +38,9 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     parsed = read(body, context)
     files, capacity = context.store.files.find_files(file_ids(parsed.request)), capacity_of(context.settings)
     spec = resolve_parsed(parsed, files, capacity, context, data=known)
-    size = files[parsed.request.training_file].bytes if known else None
-    path = places.file(parsed.request.training_file) if known else None
+    file_id = parsed.request.training_file if known else None
+    size = None if file_id is None else files[file_id].bytes
+    path = None if file_id is None else places.file(file_id)
     base = context.catalogue.descriptions.description(Path(spec.model.path))
     return _document(base, within_context(base, spec), capacity.machine or this_host(), path, size)
 
@@ -47,8 +48,9 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
 def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Descriptions) -> dict[str, Any]:
     """The plan of a job. Raises SpecError if its base is gone, NotDescribedError if it has no description."""
     base = descriptions.description(Path(job.spec.model.path))
-    path = places.file(job.request["training_file"])
-    size = path.stat().st_size if path.is_file() else None
+    file_id = job.request["training_file"]
+    path = None if file_id is None else places.file(file_id)
+    size = path.stat().st_size if path is not None and path.is_file() else None
     return _document(base, job.spec, capacity_of(settings).machine or this_host(), path if size is not None else None, size)
 
 

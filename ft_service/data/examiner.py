@@ -236,7 +236,7 @@ class Examiner:
             file and file.model_copy(update={"path": str(here.get(file.path, file.path))})
             for file in (spec.training_data, spec.validation_data)
         )
-        assert training is not None, "every job has a training file"
+        assert training is not None, "the job has a training file"
         path, max_length, options = Path(training.path), spec.training.max_length, TokenOptions.of(spec)
         request = self.request(training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None)
         measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
@@ -326,8 +326,8 @@ def _error_of(ended: HelperFailed, tasks: Sequence[RunningTask], request: Examin
 
 def data_files(spec: JobSpec) -> list[tuple[Param, DataFileRef]]:
     """A job's data files, by parameter."""
-    training: list[tuple[Param, DataFileRef]] = [("training_file", spec.training_data)]
-    return training if spec.validation_data is None else [*training, ("validation_file", spec.validation_data)]
+    params: tuple[Param, Param] = ("training_file", "validation_file")
+    return list(zip(params, spec.data_files, strict=False))
 
 
 def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:

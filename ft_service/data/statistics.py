@@ -132,6 +132,7 @@ class Measure:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Measure:
+        assert spec.training_data is not None, "the job has a training file"
         return cls(spec.training_data, spec.validation_data, spec.training, spec.validation_split, spec.seed)
 
 

@@ -75,9 +75,7 @@ class EngineDirectory:
         their tokens, by hard links if the file system has them. Raises LaunchError if there is no room."""
         shown = data_folder(self.run.root)
         try:
-            for data in (spec.training_data, spec.validation_data):
-                if data is None:
-                    continue
+            for data in spec.data_files:
                 for path in (Path(data.path), *entries_of(home / IN_HOME, data.sha256)):
                     if path.is_relative_to(home):
                         _show(path, shown / path.relative_to(home))

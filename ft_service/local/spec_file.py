@@ -79,7 +79,9 @@ class SpecFile:
 
     @property
     def training_file(self) -> LocalData:
-        return self._existing("training_file", self.request.training_file, "train")
+        name = self.request.training_file
+        assert name is not None, "a SPEC names its training file"
+        return self._existing("training_file", name, "train")
 
     @property
     def validation_file(self) -> LocalData | None:

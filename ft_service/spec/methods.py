@@ -55,9 +55,9 @@ class DpoMethod(Strict):
 
 class Method(Strict):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference optimisation on pairs of
-    answers."""
+    answers. tinker: a job without data files, whose client runs the training loop; Tinker's wire alone creates it."""
 
-    type: Literal["supervised", "dpo"] = "supervised"
+    type: Literal["supervised", "dpo", "tinker"] = "supervised"
     supervised: SupervisedMethod = SupervisedMethod()
     dpo: DpoMethod = DpoMethod()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec.integrations import Integrations
@@ -26,12 +26,14 @@ NOT_YET: Mapping[str, str] = {
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
     ("method.type", "reinforcement"): "use 'supervised' or 'dpo'",
+    ("method.type", "tinker"): "a client that runs the training loop creates such jobs by Tinker's wire (docs/tinker.md)",
 }
 """Values that this version refuses: (dotted name, value) → what to do instead."""
 
 SWEEP = "sweep"
 """The key in a body or a SPEC file that requests several jobs (ft_service/sweeps/search_space.py)."""
 
+_FILE_NAME = {"minLength": 1, "maxLength": 4096}
 _HYPERPARAMETERS = set(Hyperparameters.model_fields)
 
 Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -44,7 +46,9 @@ class JobRequest(JobOptions):
     """The body of `POST /v1/fine_tuning/jobs`, and a SPEC file: OpenAI's fields and ours side by side."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
-    training_file: Annotated[str, Field(min_length=1, max_length=4096)]
+    training_file: Annotated[
+        Annotated[str, Field(min_length=1, max_length=4096)] | None, WithJsonSchema({"type": "string", **_FILE_NAME})
+    ]
     """REST: a file id. SPEC file: a path, relative to the SPEC file."""
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     validation_split: Annotated[Number, Field(gt=0, lt=1)] | None = None
@@ -86,6 +90,13 @@ class JobRequest(JobOptions):
                 raise ValueError(
                     f"{section}.{name} goes by validation loss: give a validation_file or validation_split, or leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _training_file_unless_the_client_has_the_data(self) -> JobRequest:
+        named = self.training_file, self.validation_file, self.validation_split, self.evaluation
+        if self.method.type == "tinker" and any(value is not None for value in named):
+            raise ValueError("method.type = 'tinker': the client sends all data, and the job has no files and no evaluation")
         return self
 
     @model_validator(mode="after")
@@ -167,9 +178,19 @@ def parse_request(body: object) -> JobRequest:
     return request
 
 
+def parse_client_loop(body: Mapping[str, Any]) -> tuple[dict[str, Any], JobRequest]:
+    """A job without files, whose client runs the training loop: the create body that is stored, and the request. `body`: its
+    model and options. Raises SpecError as `parse_request`."""
+    whole = {**body, "training_file": None, "method": {"type": "tinker"}}
+    try:
+        return whole, JobRequest.model_validate(whole)
+    except ValidationError as error:
+        raise joined(list(option_faults(error, JobRequest))) from None
+
+
 def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[OptionFault]]:
-    """Validate a create body. Returns the request, or all of its faults."""
-    faults = [*_not_yet(body), *_sweep(body)]
+    """Validate a create body, of a user, who names a training file. Returns the request, or all of its faults."""
+    faults = [*_not_yet(body), *_sweep(body), *_no_file(body)]
     refused = {fault.place for fault in faults}
     try:
         request = JobRequest.model_validate(dict(body))
@@ -185,6 +206,11 @@ def _sweep(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
             "/v1/fine_tuning/sweeps), or leave it out and give each option one value."
         )
         yield OptionFault(SWEEP, text, "not_available")
+
+
+def _no_file(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
+    if "training_file" in body and body["training_file"] is None:
+        yield OptionFault("training_file", "training_file = None: must be text.", "invalid_value")
 
 
 def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:

@@ -72,7 +72,8 @@ class JobSpec(Resolved):
     version: Literal[1] = 1
     job_id: str
     model: BaseModelRef
-    training_data: DataFileRef
+    training_data: DataFileRef | None
+    """None: the job's client runs the training loop and sends the data (ft_service/tinker)."""
     validation_data: DataFileRef | None
     validation_split: float | None = None
     """Share of the training samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
@@ -107,6 +108,11 @@ class JobSpec(Resolved):
     rungs: tuple[float, ...] = ()
     """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that the sweep can compare it
     (ft_service/sweeps/halving.py)."""
+
+    @property
+    def data_files(self) -> tuple[DataFileRef, ...]:
+        """Its data files: none, that for training, or that and the one for validation."""
+        return tuple(data for data in (self.training_data, self.validation_data) if data is not None)
 
     @property
     def validates(self) -> bool:
@@ -153,7 +159,7 @@ class JobContext:
     job_id: str
     organization: str
     model: BaseModelRef
-    training_data: DataFileRef
+    training_data: DataFileRef | None
     validation_data: DataFileRef | None
     seed: int
     """Seed of a job whose request has none."""

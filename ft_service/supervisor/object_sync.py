@@ -89,11 +89,10 @@ class Sync:
         start = Attempt(self.run, self.attempt).read_start()
         if spec is None or start is None:
             raise UnavailableError(f"{self.objects.url} holds no spec.json and start.json of {self._prefix}")
-        for data in (spec.training_data, spec.validation_data):
-            if data is not None and not Path(data.path).is_file():
+        for data in spec.data_files:
+            if not Path(data.path).is_file():
                 self.objects.download(Path(data.path).relative_to(self._home).as_posix(), Path(data.path))
-            if data is not None:
-                self._fetch_tokens(data.sha256)
+            self._fetch_tokens(data.sha256)
         if spec.parent is not None:
             self._fetch_folder(Path(spec.parent.path))
         if start.checkpoint is not None:

@@ -42,21 +42,24 @@ _DONE = object()
 
 
 def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda text: None) -> tuple[TokenSet, TokenSet]:
-    """Training and validation samples, as training takes them. Called by all ranks together. `warn`: called with a sentence for
-    each stored set that is damaged, and made again.
+    """Training and validation samples, as training takes them; none of a job without files. Called by all ranks together.
+
+    `warn`: called with a sentence for each stored set that is damaged, and made again.
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
     pairs, length = spec.dpo is not None, spec.training.max_length
-    file = spec.validation_data
+    given, file = spec.training_data, spec.validation_data
+    if given is None:
+        return TokenSet.of([]), TokenSet.of([])
     with ThreadPoolExecutor(1, "tokenise") as threads, closing(Examiner(tokens=run.path(token_folder.IN_RUN))) as examiner:
         make = partial(_made, threads, examiner, spec)
-        training = _samples(run, spec, spec.training_data, make, warn)
+        training = _samples(run, spec, given, make, warn)
         validation = None if file is None else _samples(run, spec, file, make, warn)
     if (split := Split.of(spec)) is not None:
-        file = spec.training_data
+        file = given
         training, validation = split_off(training, split, file.name, pairs=pairs)
-    used = trainable(_whole(training, spec), spec.training_data, length, pairs=pairs)
+    used = trainable(_whole(training, spec), given, length, pairs=pairs)
     if file is None or validation is None:
         return used, TokenSet.of([])
     return used, trainable(_whole(validation, spec), file, length, pairs=pairs)

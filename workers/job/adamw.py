@@ -7,6 +7,7 @@ gradients. So everything works on lists of local tensors, in a few kernels for a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 
 
+@dataclass(frozen=True)
+class AdamOptions:
+    """What AdamW takes besides the learning rate (Loshchilov and Hutter, 2019)."""
+
+    weight_decay: float
+    beta1: float = BETAS[0]
+    beta2: float = BETAS[1]
+    epsilon: float = EPSILON
+
+
 class AdamW:
     """The moments of fp32 parameters, and what is done with a gradient. Which parameters are sharded must not change."""
 
@@ -26,7 +37,7 @@ class AdamW:
         """`ratio_of_b`: LoRA+'s, by which the matrices B learn faster."""
         self._parameters = dict(parameters)
         self._ratio_of_b = ratio_of_b
-        self._weight_decay = weight_decay
+        self._options = AdamOptions(weight_decay)
         self.exp_avg = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
         device = next((_local(p).device for p in self._parameters.values()), torch.device("cpu"))
@@ -34,11 +45,12 @@ class AdamW:
         """How often each parameter was updated, fp32 on the parameters' device: what takes the moments' bias away."""
 
     @torch.no_grad()
-    def step(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def step(self, learning_rate: float, max_grad_norm: float, options: AdamOptions | None = None) -> Tensor:
         """Clip the gradients and update. Returns their global 2-norm before clipping: fp32 [], on the parameters' device.
 
         Called by all ranks together. Where the norm is not finite neither parameters nor moments change, which is decided on
-        the device. `max_grad_norm`: 0 or less clips nothing. Gradients are overwritten.
+        the device. `max_grad_norm`: 0 or less clips nothing. `options`: of this step; None: the optimizer's own. Gradients are
+        overwritten.
         """
         steps = self.steps.unbind()
         rows: dict[float, list[tuple[Tensor, ...]]] = {}
@@ -49,10 +61,24 @@ class AdamW:
                 rows.setdefault(ratio, []).append((_local(p), _local(p.grad), *moments, steps[i]))
         norm = global_norm(self._parameters.values(), self.steps.device)
         for ratio, alike in rows.items():
-            self._update(alike, norm, learning_rate * ratio, max_grad_norm)
+            self._update(alike, norm, learning_rate * ratio, max_grad_norm, options or self._options)
         return norm
 
-    def _update(self, rows: list[tuple[Tensor, ...]], norm: Tensor, learning_rate: float, max_grad_norm: float) -> None:
+    def forget(self) -> None:
+        """Begin again: without moments, as before the first step."""
+        self.steps.zero_()
+        for name in self._parameters:
+            _local(self.exp_avg[name]).zero_()
+            _local(self.exp_avg_sq[name]).zero_()
+
+    def _update(
+        self,
+        rows: list[tuple[Tensor, ...]],
+        norm: Tensor,
+        learning_rate: float,
+        max_grad_norm: float,
+        options: AdamOptions,
+    ) -> None:
         """`rows`: parameter, gradient, both moments and steps of each parameter that learns at this rate."""
         own, grads, exp_avg, exp_avg_sq, own_steps = (list(column) for column in zip(*rows, strict=True))
         if max_grad_norm > 0:
@@ -68,11 +94,11 @@ class AdamW:
             fused=True,
             found_inf=norm.isfinite().logical_not().float(),
             amsgrad=False,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
+            beta1=options.beta1,
+            beta2=options.beta2,
             lr=learning_rate,
-            weight_decay=self._weight_decay,
-            eps=EPSILON,
+            weight_decay=options.weight_decay,
+            eps=options.epsilon,
             maximize=False,
         )
 

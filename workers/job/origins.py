@@ -75,9 +75,9 @@ def record(
             param="model",
             code="base_changed",
         )
-    data = [_data_file("training", spec.training_data, train)]
-    if spec.validates:
-        data.append(_data_file("validation", spec.validation_data or spec.training_data, valid))
+    data = [] if spec.training_data is None else [_data_file("training", spec.training_data, train)]
+    if (validated := spec.validation_data or spec.training_data) is not None and spec.validates:
+        data.append(_data_file("validation", validated, valid))
     compare_tokens(before.data if before is not None else [], data, [train, valid][: len(data)])
     if dist.get_rank() == 0:
         formats = {module.format for module in modules}

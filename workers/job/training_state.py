@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from ft_service.spec import TrainingOptions
-from workers.job.adamw import AdamW
+from workers.job.adamw import AdamOptions, AdamW
 
 
 class Validations(BaseModel):
@@ -69,6 +69,10 @@ class JobState:
         """Optimizer steps done."""
         self.trained_tokens = 0
         self.validations = Validations()
+        self.command = -1
+        """Number of the newest command that changed the parameters or the optimizer (ft_service/tinker); -1: none has."""
+        self.updates = 0
+        """Optimizer steps since the moments began: `step` unless others were loaded, or a gradient was not finite."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of a checkpoint, by names that depend neither on wrappers nor on the world size."""
@@ -79,22 +83,30 @@ class JobState:
             tensors[f"exp_avg_sq/{name}"] = self.optimizer.exp_avg_sq[name]
         return tensors
 
-    def resume_at(self, step: int, trained_tokens: int, validations: Validations) -> None:
-        """Continue after optimizer step `step`; `tensors()` were filled in place before."""
+    def resume_at(self, step: int, trained_tokens: int, validations: Validations, *, updates: int) -> None:
+        """Continue after optimizer step `step`; `tensors()` were filled in place before. `updates`: those of the moments."""
         self.step = step
         self.trained_tokens = trained_tokens
         self.validations = validations
-        self.optimizer.steps.fill_(float(step))
+        self.take_loaded(updates)
+
+    def take_loaded(self, updates: int) -> None:
+        """Continue with tensors that were filled in place. `updates`: those of their moments; 0: there are none."""
+        self.updates = updates
+        self.optimizer.steps.fill_(float(updates))
+        if not updates:
+            self.optimizer.forget()
         self._changed()
 
-    def update(self, learning_rate: float, max_grad_norm: float) -> Tensor:
+    def update(self, learning_rate: float, max_grad_norm: float, options: AdamOptions | None = None) -> Tensor:
         """Clip, step, and clear the gradients. Returns their global 2-norm before clipping: fp32 [], on the parameters' device.
 
-        It does not wait for the device. If the norm is not finite, neither parameters nor moments change; the step is counted
-        anyway, because the reader of the norm ends the job.
+        It does not wait for the device. `options`: of this step; None: the job's. If the norm is not finite, neither parameters
+        nor moments change; the step is counted anyway, because the reader of the norm ends the job.
         """
-        norm = self.optimizer.step(learning_rate, max_grad_norm)
+        norm = self.optimizer.step(learning_rate, max_grad_norm, options)
         self.step += 1
+        self.updates += 1
         for parameter in self.parameters.values():
             parameter.grad = None
         self._changed()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,9 @@ class Position(BaseModel):
     step: int
     trained_tokens: int
     validations: Validations = Validations()
+    command: int = -1
+    updates: int | None = None
+    """None: as many as steps."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Stager:
             step=job.step,
             trained_tokens=job.trained_tokens,
             validations=job.validations,
+            command=job.command,
+            updates=job.updates,
         )
         tensors = job.tensors()
         locals_ = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
@@ -143,15 +149,45 @@ def write(
 
 def restore(job: JobState, run: RunDir, name: str, spec: JobSpec) -> None:
     """Fill the job's state from a complete checkpoint. Raises SpecError if it belongs to another job."""
-    position = run.read(f"{checkpoint_key(name)}/position.json", Position)
-    assert position is not None, f"checkpoint {name} is complete and has no position.json"
+    position = read_position(run, name)
     if (position.job_id, position.base, position.seed) != (spec.job_id, spec.model.name, spec.seed):
         raise SpecError(
             f"Checkpoint {name} belongs to job {position.job_id} on base {position.base} with seed {position.seed}, "
             f"not to {spec.job_id} on {spec.model.name} with seed {spec.seed}."
         )
     load(job.tensors(), checkpoint_id=run.path(checkpoint_key(name)))
-    job.resume_at(position.step, position.trained_tokens, position.validations)
+    job.command = position.command
+    updates = position.step if position.updates is None else position.updates
+    job.resume_at(position.step, position.trained_tokens, position.validations, updates=updates)
+
+
+def take_weights(job: JobState, run: RunDir, name: str, *, with_optimizer: bool) -> None:
+    """Continue a job with the adapter of a complete checkpoint, which may be another job's, and with its optimizer's moments or
+    none. Called by all ranks together. Raises SpecError if it is gone or holds other adapters; nothing is changed then."""
+    folder = run.path(checkpoint_key(name))
+    if not has_marker(folder):
+        raise SpecError(f"The checkpoint {name} of the saved weights is gone: it was deleted, or its job was.")
+    stored = cast("dict[str, Any]", FileSystemReader(folder).read_metadata().state_dict_metadata)
+    wanted = {key: tensor for key, tensor in job.tensors().items() if with_optimizer or key.startswith("adapter/")}
+    for key, tensor in wanted.items():
+        size = getattr(stored.get(key), "size", None)
+        if size != tensor.shape:
+            there = "no such adapter" if size is None else f"the shape {list(size)}"
+            raise SpecError(
+                f"The saved weights fit another model: {key.removeprefix('adapter/')} has the shape {list(tensor.shape)} here, "
+                f"and there is {there} in them. Create the model with the same rank and the same modules."
+            )
+    load(wanted, checkpoint_id=folder)
+    position = read_position(run, name)
+    updates = position.step if position.updates is None else position.updates
+    job.take_loaded(updates if with_optimizer else 0)
+
+
+def read_position(run: RunDir, name: str) -> Position:
+    """The position of a complete checkpoint."""
+    position = run.read(f"{checkpoint_key(name)}/position.json", Position)
+    assert position is not None, f"checkpoint {name} is complete and has no position.json"
+    return position
 
 
 class _WriteError(Exception):

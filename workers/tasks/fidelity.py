@@ -56,9 +56,9 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
 def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | None]:
     if samples <= 0:
         return [], "no samples were requested"
-    if not spec.validates:
-        return [], "the job had no validation file"
     file = spec.validation_data or spec.training_data
+    if file is None or not spec.validates:
+        return [], "the job had no validation file"
     if not file.path:
         return [], "the validation file is not here: merge where the job has run"
     try:

@@ -78,7 +78,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("created", local_time(job.created_at)),
             ("finished", local_time(job.finished_at)),
             ("checkpoints", f"at step{'s' if len(points) > 1 else ''} {steps}" if steps else None),
-            ("training file", names.get(job.training_file)),
+            ("training file", names.get(job.training_file or "")),
             ("validation file", names.get(job.validation_file or "")),
             ("validation split", f"{job.validation_split:g}" if job.validation_split is not None else None),
             *((name, shown(value)) for name, value in job.given_options.items()),

@@ -53,9 +53,9 @@ class Checked:
     """The choices for "auto" by the counted samples; None: unknown."""
 
 
-Plan = Callable[[Job, int], tuple[Job, list[NewEvent]]]
-"""(job, bytes of its training file) → the job with its plan, and events; for a job that was stored before its base was
-described. Raises SpecError for a job that admission would have refused, UnavailableError."""
+Plan = Callable[[Job, int | None], tuple[Job, list[NewEvent]]]
+"""(job, bytes of its training file, if it has one) → the job with its plan, and events; for a job that was stored before its
+base was described. Raises SpecError for a job that admission would have refused, UnavailableError."""
 Settle = Callable[[JobSpec, SampleLengths], Admitted]
 """Chooses the values of "auto" options from counted samples. Raises FtError."""
 Check = Callable[[Job, Examiner, Tell], Checked]
@@ -73,16 +73,18 @@ def check_data(
     """Plan a job that has no plan, read its data files, and prepare the adapter that it continues from. Stops at the first
     error. `plan`: None: jobs stay without a plan. `settle`: None: the ranks choose what is "auto".
     """
-    if job.work is not None or plan is None:
+    if job.work is not None or job.seat is not None or plan is None:
         return _check_files(job, examiner, tell, places, settle)
     data = job.spec.training_data
     try:
-        planned, events = plan(job, open_data(places.fetched(Path(data.path)), data.files).size)
+        size = None if data is None else open_data(places.fetched(Path(data.path)), data.files).size
+        planned, events = plan(job, size)
     except UnavailableError as error:
         return Checked(waits=error.message)
     except FtError as error:
         return Checked(ErrorInfo(code=error.code, message=error.message, param=error.param))
     except OSError as error:
+        assert data is not None, "only a file can be unreadable"
         return Checked(unreadable("training_file", data, error))
     checked = _check_files(planned, examiner, tell, places, settle)
     return replace(checked, events=(*events, *checked.events), planned=planned)
@@ -110,6 +112,8 @@ def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settl
         except (OSError, UnavailableError):  # workers then make them themselves
             log.exception("the tokens of %s could not be brought to object storage", data.name)
         told += report.messages(data.name, spec.training.max_length, cut=False)
+    if not counts:
+        return Checked()
     measured = examiner.measure_job(spec, paths)
     if isinstance(measured, ErrorInfo):
         return Checked(waits=measured.message) if measured.code == NOT_KEPT else Checked(measured)
@@ -261,4 +265,4 @@ def _size(job: Job) -> tuple[int, bool]:
     except OSError:
         return LARGE_BYTES, True
     has_adapter = spec.parent is None or Path(spec.parent.path).is_dir()
-    return sum(sizes), max(sizes) > LARGE_BYTES or not has_adapter
+    return sum(sizes), max(sizes, default=0) > LARGE_BYTES or not has_adapter

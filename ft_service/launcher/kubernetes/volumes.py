@@ -68,7 +68,7 @@ def reads_of(spec: JobSpec, home: Home, profile: PodProfile) -> list[Path]:
     base = base_reads(Path(spec.model.path), home, profile)
     if not home.shared:
         return base
-    named = [Path(data.path) for data in (spec.training_data, spec.validation_data) if data is not None]
+    named = [Path(data.path) for data in spec.data_files]
     named += [Path(spec.parent.path)] if spec.parent is not None else []
     for path in named:
         if _mount_of(path, profile) is None:
@@ -119,7 +119,7 @@ def _tokens(spec: JobSpec, home: Home) -> list[Path]:
     """Return the cached tokens of the job's data files. A pod without them tokenises the files itself."""
     if not home.shared:
         return []
-    files = {data.sha256 for data in (spec.training_data, spec.validation_data) if data is not None}
+    files = {data.sha256 for data in spec.data_files}
     return [entry for sha256 in sorted(files) for entry in entries_of(home.path / IN_HOME, sha256)]
 
 

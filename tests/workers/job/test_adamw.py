@@ -143,7 +143,7 @@ def test_a_resumed_optimizer_goes_on_where_it_was() -> None:
     with torch.no_grad():
         for name, tensor in resumed.tensors().items():
             tensor.copy_(job.tensors()[name])
-    resumed.resume_at(2, 0, Validations())
+    resumed.resume_at(2, 0, Validations(), updates=2)
     for each, its in ((parameter, job), (other, resumed)):
         each.grad = torch.full((4,), 0.5)
         its.update(learning_rate=0.1, max_grad_norm=1.0)

@@ -1,0 +1,96 @@
+"""What the client of a training loop has saved by name, in the job's run directory.
+
+saved_weights/<name>.json      points to a checkpoint: adapter and optimizer, to go on from
+sampler_weights/<name>/        the adapter in PEFT's layout, to sample from, and PROBES
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+from pydantic import BaseModel, ConfigDict
+
+from ft_service.rundir.directory import RunDir
+
+SAVED, FOR_SAMPLER = "saved_weights", "sampler_weights"
+PROBES = "probes.json"
+"""File beside a sampler's adapter: some sequences with the trainer's log-probabilities of their tokens, to compare the
+sampler's with."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Names of saved weights."""
+
+
+class SavedWeights(BaseModel):
+    """`saved_weights/<name>.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    checkpoint: str
+    """Folder below `checkpoints/`."""
+    step: int
+    """Changes of the adapter before."""
+    created_at: float
+    """Seconds since the epoch."""
+    bytes: int
+
+
+class Probe(BaseModel):
+    """A sequence as the trainer sees it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Log-probabilities in nats of all tokens but the first."""
+
+
+class Probes(BaseModel):
+    """`sampler_weights/<name>/probes.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    probes: list[Probe]
+
+
+def saved_key(name: str) -> str:
+    return f"{SAVED}/{name}.json"
+
+
+def sampler_key(name: str) -> str:
+    """Key of the folder of a sampler's weights."""
+    return f"{FOR_SAMPLER}/{name}"
+
+
+def saved_weights(run: RunDir) -> list[SavedWeights]:
+    """Everything that is saved to go on from, the oldest first."""
+    found = [run.readable(key, SavedWeights) for key in run.list(SAVED) if key.endswith(".json")]
+    return sorted((saved for saved in found if saved is not None), key=lambda saved: (saved.created_at, saved.name))
+
+
+def saved_checkpoints(run: RunDir) -> set[str]:
+    """Checkpoints that stay because something saved points to them."""
+    return {saved.checkpoint for saved in saved_weights(run)}
+
+
+def samplers_of(run: RunDir) -> list[str]:
+    """Names of the weights that were saved to sample from, in the order of their names."""
+    folder = run.path(FOR_SAMPLER)
+    return sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def delete_saved(run: RunDir, name: str) -> bool:
+    """Remove the pointer of saved weights; their checkpoint goes after the next one. Returns whether there was a pointer."""
+    path = run.path(saved_key(name))
+    there = path.is_file()
+    path.unlink(missing_ok=True)
+    return there
+
+
+def delete_sampler(run: RunDir, name: str) -> bool:
+    """Remove the weights of a sampler. Returns whether there were any."""
+    path = run.path(sampler_key(name))
+    there = path.is_dir()
+    shutil.rmtree(path, ignore_errors=True)
+    return there

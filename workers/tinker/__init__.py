@@ -1,0 +1,1 @@
+"""Training by commands of a client that runs the training loop."""

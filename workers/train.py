@@ -74,7 +74,7 @@ from workers.ranks.runtime import (
     with_spec,
 )
 from workers.ranks.sharding import Gradients, make_mesh, shard
-from workers.training.context import StopRequest, TrainingContext
+from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
@@ -116,6 +116,8 @@ class PreparedModel:
     """To be called after each change of the parameters; None: nothing follows from them."""
     resident: IdentifiedBase | None = None
     """The base that other jobs train on too, as it was when it was loaded; None: the job has its own."""
+    wait: Wait | None = None
+    """How the job waits for a command of its client without keeping others waiting; None: it has its ranks to itself."""
 
 
 Prepare = Callable[[Runtime, Reporter, Probed | None], PreparedModel]

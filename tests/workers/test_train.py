@@ -251,7 +251,7 @@ def test_a_base_that_changed_since_the_job_began_is_refused(finished: RunDir, tm
 
 def test_changed_data_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
     run = RunDir(tmp_path)
-    data = spec.training_data.model_copy(update={"sha256": "f" * 64})
+    data = spec.data_files[0].model_copy(update={"sha256": "f" * 64})
     run.write("spec.json", spec.model_copy(update={"training_data": data}))
     with pytest.raises(AssertionError, match="has changed since the job was submitted"):
         run_attempt(run, 1, 1)

@@ -18,6 +18,7 @@ from ft_service.rundir.checkpoints import (
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.spec import JobSpec
+from ft_service.tinker.saved_weights import saved_checkpoints
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def remove_others(run: RunDir, spec: JobSpec, fence: Fence) -> None:
     The marker goes first, so that no checkpoint is ever seen half removed. Nothing of a later attempt is touched, nor anything
     once the attempt is sealed. Raises SealedError.
     """
-    names = {checkpoint.name for checkpoint in kept_checkpoints(checkpoint_entries(run), spec)}
+    names = {checkpoint.name for checkpoint in kept_checkpoints(checkpoint_entries(run), spec)} | saved_checkpoints(run)
     for folder in run.path(CHECKPOINTS).iterdir():
         match = CHECKPOINT_NAME.fullmatch(folder.name)
         if folder.name not in names and (match is None or int(match[2]) <= fence.attempt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -100,6 +101,33 @@ def publish(
         for _ in gathered_adapter(job):
             pass
     dist.barrier()
+
+
+@contextmanager
+def export_adapter(target: Path, job: JobState, config: PeftConfig, runtime: Runtime) -> Iterator[Path | None]:
+    """Write the adapter as it is now, in PEFT's layout. Called by all ranks together; yields on rank 0 the folder, to add files
+    to before it becomes `target`, elsewhere None.
+
+    Raises ExportError on rank 0, once all ranks are through, if the disk refuses it or reads back another one.
+    """
+    tensors = gathered_adapter(job)
+    if runtime.rank != 0:
+        for _ in tensors:
+            pass
+        yield None
+        return
+    shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
+    try:
+        runtime.fence.check()
+        with new_folder(target) as folder:
+            write_adapter(folder, shapes, tensors, copy.deepcopy(config), runtime.spec)
+            yield folder
+    except OSError as error:
+        needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
+        raise ExportError(f"The adapter could not be written: {explained(error, target, needed)}") from error
+    finally:
+        for _ in tensors:  # the other ranks take part in every gather
+            pass
 
 
 def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:

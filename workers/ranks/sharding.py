@@ -136,6 +136,11 @@ class Gradients:
         """`keep_unsharded`: weights gathered for one micro-batch stay for the next."""
         self._model, self._world, self._keep_unsharded = model, world, keep_unsharded
 
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether it is the backward of a step's last micro-batch that reduces them over the ranks."""
+        return isinstance(self._model, FSDPModule)
+
     def begin(self, last: bool) -> None:
         """Call before the forward of a micro-batch. `last`: of its step."""
         set_last_micro_batch(self._model, last, self._keep_unsharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -19,6 +20,9 @@ from workers.ranks.sharding import Gradients
 
 POLL_SECONDS = 0.2
 """Seconds between two reads of the run directory by rank 0."""
+
+Wait = Callable[[Callable[[], bool]], None]
+"""Lets this rank do something else until a function, asked on rank 0, says so. Called by all ranks together."""
 
 
 class StopRequest:
@@ -51,6 +55,10 @@ class StopRequest:
         flag, work = reduced
         work.wait()
         return bool(flag.item())
+
+    def agree(self, *, requested: bool) -> None:
+        """Take what all ranks have asked each other meanwhile, who call this together."""
+        self._signalled = self._signalled or requested
 
     @staticmethod
     def _reduce(requested: bool, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:

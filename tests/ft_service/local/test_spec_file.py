@@ -36,8 +36,8 @@ def test_paths_are_relative_to_the_file_and_become_absolute_with_a_digest(place:
     path = write(place, "model: tiny\ntraining_file: ../data/train.jsonl\ntraining: {learning_rate: 2e-3}\n")
     monkeypatch.chdir(path.parent)
     spec = resolve_spec_file(load_spec_file(Path("job.yaml")), settings(place), job_id="ftjob-1", seed=11)
-    assert spec.training_data.path == str(place / "data/train.jsonl")
-    assert spec.training_data.sha256 == hashlib.sha256(CHAT.encode()).hexdigest()
+    assert spec.data_files[0].path == str(place / "data/train.jsonl")
+    assert spec.data_files[0].sha256 == hashlib.sha256(CHAT.encode()).hexdigest()
     assert spec.validation_data is None
     assert (spec.model.name, spec.model.path) == ("tiny", str(place / "models/tiny"))
     assert (spec.seed, spec.training.learning_rate) == (11, 0.002)

@@ -78,8 +78,7 @@ def samples_on_rank(rank: int, world: int, root: str, broken: list[int], beat: f
 def expected(run: RunDir) -> tuple[Content, Content]:
     spec = spec_of(run)
     tokenizer = load_tokenizer(spec.model.path)
-    assert spec.validation_data is not None
-    files = (spec.training_data, spec.validation_data)
+    files = spec.data_files
     train, valid = (content(load_dataset(tokenizer, file, MAX_LENGTH)) for file in files)
     return train, valid
 
@@ -144,7 +143,7 @@ def test_a_flipped_bit_is_found_by_the_first_rank_for_all(run: RunDir) -> None:
 
 def test_what_one_rank_finds_wrong_all_report(run: RunDir) -> None:
     spec = spec_of(run)
-    Path(spec.training_data.path).write_text("{}\n")
+    Path(spec.data_files[0].path).write_text("{}\n")
     of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [], 1.0)
     message = "train.jsonl: the file has changed since the job was submitted."
     assert [found for found, _ in of_ranks] == [("file_changed", message)] * 2
@@ -163,7 +162,7 @@ def test_a_template_that_hangs_on_one_line_ends_with_an_error(run: RunDir, monke
 def test_the_services_set_is_read_where_there_is_one(run: RunDir, tmp_path: Path) -> None:
     made = job_samples(run, spec_of(run))
     run.path(token_folder.IN_RUN).rename(tmp_path / "of-service")
-    data = Path(spec_of(run).training_data.path)
+    data = Path(spec_of(run).data_files[0].path)
     data.unlink()
     with (
         patch.dict(os.environ, {token_folder.FOLDER: str(tmp_path / "of-service")}),
@@ -188,7 +187,7 @@ def test_samples_are_set_aside_of_what_is_trained_on(run: RunDir) -> None:
 
 
 def test_a_job_does_not_go_on_with_other_tokens(run: RunDir) -> None:
-    samples = load_dataset(load_tokenizer(spec_of(run).model.path), spec_of(run).training_data, MAX_LENGTH)
+    samples = load_dataset(load_tokenizer(spec_of(run).model.path), spec_of(run).data_files[0], MAX_LENGTH)
 
     def file(digest: str) -> DataFile:
         return DataFile(role="training", name="train.jsonl", sha256="0", samples=1, tokens=2, targets=1, token_digest=digest)

@@ -227,7 +227,7 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
 
 
 def missing(spec: JobSpec) -> Any:
-    return spec.training_data.model_copy(update={"path": "/nowhere.jsonl"})
+    return spec.data_files[0].model_copy(update={"path": "/nowhere.jsonl"})
 
 
 def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:

@@ -53,7 +53,7 @@ def finished(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def test_the_loss_of_a_row_is_that_of_its_windows_alone(finished: RunDir, spec: JobSpec) -> None:
     """At a rate that changes nothing, so that every step is the base's own."""
     tokenizer = load_tokenizer(spec.model.path)
-    windows = in_windows(TokenSet.of(file_samples(tokenizer, spec.training_data)), LENGTH)
+    windows = in_windows(TokenSet.of(file_samples(tokenizer, spec.data_files[0])), LENGTH)
     rows = in_rows(windows.lengths.tolist(), LENGTH)
     assert len(rows) < len(windows), "short ones share a row"
     model: Any = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)

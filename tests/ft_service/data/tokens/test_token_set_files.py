@@ -183,7 +183,7 @@ def test_no_samples_can_be_kept_too(tmp_path: Path) -> None:
 
 def test_the_process_keeps_them_and_counts_them_again(base: Path, tmp_path: Path) -> None:
     spec = spec_for(base, save_chats(tmp_path / "train.jsonl", 20))
-    data, folder = spec.training_data, tmp_path / "tokens"
+    data, folder = spec.data_files[0], tmp_path / "tokens"
     path = Path(data.path)
 
     def report() -> object:

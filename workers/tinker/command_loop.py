@@ -1,0 +1,405 @@
+"""The loop of a job whose client runs the training loop: the ranks carry out its commands in the order of their numbers.
+
+    rank 0 waits for command n ─▶ all ranks get it ─▶ all carry it out ─▶ rank 0 writes result n ─▶ n + 1
+
+The state after each change of the adapter belongs to the number of the command that made it. A checkpoint holds that number,
+and never gradients: what came after it is carried out again by the next attempt, from the same log, and gives the same bits.
+Results that are there already stay, and what only reads or saves is not done twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ft_service.data.tokens.sample import Tokens
+from ft_service.errors import FtError, SpecError
+from ft_service.rundir.checkpoints import complete_checkpoints
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
+from ft_service.rundir.events import Metrics
+from ft_service.tinker.commands import Command, CommandLog, CommandResult
+from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
+from ft_service.tinker.saved_weights import PROBES, Probe, Probes, SavedWeights, sampler_key, saved_key
+from workers.job.adamw import AdamOptions
+from workers.job.training_state import JobState
+from workers.output.checkpoint import read_position, take_weights
+from workers.output.checkpoint_saver import Saver
+from workers.output.outcome import export_adapter
+from workers.output.served_probes import measure
+from workers.ranks.runtime import ExportError, TrainingError
+from workers.ranks.sharding import reshard
+from workers.tinker.loss_batches import loss_and_logprobs, make_loss_batch, share_out
+from workers.training.context import TrainingContext, Wait
+from workers.training.guards import AdapterWatch
+
+SAVE_SECONDS = 60.0
+"""Time of work after which a checkpoint is due: what an attempt's end costs is computed again."""
+KEEP_RESULT_SECONDS = 3600.0
+"""Time for which a client can ask for a result."""
+TICK_SECONDS = 0.2
+"""How often ranks that wait for a command hear of each other: a collective may not take longer than the job's limit for it."""
+LOOK_SECONDS = 0.005
+LEAST_RATE = 1e-9
+"""Learning rate below which fp32 weights may stay as they are."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 has decided next."""
+
+    command: Command | None
+    """None: to stop."""
+    answered: bool = False
+    """Whether its result is there."""
+    saves: bool = False
+    """Whether a checkpoint is due after it."""
+
+
+@dataclass
+class StepSums:
+    """What forward_backward has added up since the last optimizer step."""
+
+    data: int = 0
+    tokens: int = 0
+    targets: int = 0
+    """Tokens with a weight, or an advantage, other than 0."""
+    loss: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class CommandLoop:
+    """One attempt of such a job on one rank. All ranks call its methods together."""
+
+    context: TrainingContext
+    job: JobState
+    saver: Saver
+    watch: AdapterWatch
+    vocabulary: int
+    """Rows of the base's embedding."""
+    wait: Wait | None = None
+    """None: the job has its ranks to itself."""
+    first_data: list[Tokens] = field(default_factory=list[Tokens])
+    """The first sequences of the newest call, on which the trainer's log-probabilities are compared with a sampler's."""
+
+    def __post_init__(self) -> None:
+        runtime = self.context.runtime
+        self._log = CommandLog(runtime.run)
+        self._next = self.job.command + 1
+        self._sums = StepSums()
+        self._saved_at = time.monotonic()
+        self._saved: tuple[int, str] | None = None
+        """Newest command of the newest checkpoint of this job's state, and its name."""
+        if runtime.start.checkpoint is not None:
+            self._saved = self.job.command, runtime.start.checkpoint
+
+    def run(self) -> tuple[bool, str | None]:
+        """Carry out commands until the client has finished, or a stop is requested. Returns whether it has finished, and the
+        newest checkpoint, which after a stop is that of the state; None: nothing has been changed yet."""
+        self._answer_loaded()
+        while True:
+            order = self._next_order()
+            if order.command is None:
+                return False, self._save() if self.job.step else None
+            if order.command.op == "finish":
+                name = self._save()
+                self._answer(order, CommandResult({"model_id": self._job_id, "type": "unload_model"}))
+                return True, name
+            self._carry_out(order)
+            self._next += 1
+            if order.saves and self.job.command == order.command.seq:
+                self._save()
+
+    @property
+    def _job_id(self) -> str:
+        return self.context.runtime.spec.job_id
+
+    # What comes next
+
+    def _next_order(self) -> Order:
+        runtime = self.context.runtime
+        if self.wait is not None:
+            self.wait(self._is_due)
+        while not self._stops_or_is_due():
+            pass
+        if runtime.rank == 0:
+            command = None if self.context.stop.is_requested else self._log.command(self._next)
+            due = time.monotonic() - self._saved_at >= SAVE_SECONDS
+            order = Order(command, command is not None and self._log.has_result(command.seq), due)
+        else:
+            order = Order(None)
+        return self._from_first(order)
+
+    def _stops_or_is_due(self) -> bool:
+        """Whether there is something to do, on any rank; looked for during a tick."""
+        until = time.monotonic() + TICK_SECONDS
+        rank, due = self.context.runtime.rank, self._is_due()
+        while rank == 0 and not due and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            due = self._is_due()
+        group = self.context.runtime.groups.stop
+        if group is None:
+            return due
+        flag = torch.tensor([due], dtype=torch.uint8)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        if flag.item():
+            self.context.stop.agree(requested=self._anywhere(self.context.stop.is_requested))
+        return bool(flag.item())
+
+    def _is_due(self) -> bool:
+        return self.context.stop.is_requested or (self.context.runtime.rank == 0 and self._log.has(self._next))
+
+    def _anywhere(self, here: bool) -> bool:
+        flag = torch.tensor([here], dtype=torch.uint8)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.context.runtime.groups.stop)
+        return bool(flag.item())
+
+    def _from_first(self, order: Order) -> Order:
+        group = self.context.runtime.groups.stop
+        if group is None:
+            return order
+        box = [order]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    # What is done
+
+    def _carry_out(self, order: Order) -> None:
+        command = order.command
+        assert command is not None
+        acts: Mapping[str, Callable[[Order, Command], CommandResult | None]] = {
+            "create_model": self._create,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "refused": self._refuse,
+        }
+        try:
+            act = acts.get(command.op)
+            if act is None:
+                raise SpecError(f"Command {command.seq}: this version knows no {command.op}.")
+            result = act(order, command)
+        except TrainingError:
+            raise
+        except FtError as error:  # the client's mistake, the same on all ranks; nothing was changed
+            result = CommandResult.failed(error.message)
+        if result is not None:
+            self._answer(order, result)
+
+    def _answer(self, order: Order, result: CommandResult) -> None:
+        assert order.command is not None
+        if self.context.runtime.rank == 0 and not order.answered:
+            self._log.put_result(order.command.seq, result)
+
+    def _create(self, order: Order, command: Command) -> CommandResult | None:
+        load = command.options.get("load")
+        if load is not None:
+            self._load(command.seq, load)
+        return self._created
+
+    @property
+    def _created(self) -> CommandResult:
+        return CommandResult({"model_id": self._job_id, "type": "create_model"})
+
+    def _refuse(self, order: Order, command: Command) -> CommandResult | None:
+        return CommandResult.failed(str(command.options.get("error")))
+
+    def _forward_backward(self, order: Order, command: Command) -> CommandResult | None:
+        began = time.perf_counter()
+        options = self.context.runtime.spec.training
+        request = LossRequest.parse(command.body)
+        call = request.call(vocabulary=self.vocabulary, longest=options.max_length)
+        if call.forward_only and order.answered:
+            return None
+        self.first_data = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
+        read = self._computed(call)
+        if not call.forward_only:
+            sums = self._sums
+            sums.data += len(call.data)
+            sums.tokens += sum(len(datum.ids) for datum in call.data)
+            sums.targets += sum(_counted(datum.inputs) for datum in call.data)
+            sums.loss += math.fsum(loss for loss, _ in read.values())
+            sums.seconds += time.perf_counter() - began
+        if self.context.runtime.rank != 0 or order.answered:
+            return None
+        losses, logprobs = zip(*(read[position] for position in range(len(call.data))), strict=True)
+        return CommandResult({}, write_output(logprobs, {"loss:sum": math.fsum(losses)}))
+
+    def _computed(self, call: LossCall) -> dict[int, tuple[float, np.ndarray]]:
+        """The sum of losses and the log-probabilities of each datum, by its position; on rank 0 of all, with gradients added
+        up unless the call is forward only."""
+        runtime, context = self.context.runtime, self.context
+        before = 0 if call.forward_only else self._sums.data
+        together = runtime.spec.training.per_device_train_batch_size or 1
+        read: dict[int, tuple[float, np.ndarray]] = {}
+        with torch.set_grad_enabled(not call.forward_only):
+            for micro in share_out(len(call.data), before, runtime.world, together):
+                own = micro[runtime.rank]
+                batch = make_loss_batch([call.data[position] for position in own], runtime.device, packed=context.limits.packed)
+                if not call.forward_only:
+                    context.gradients.begin(last=False)
+                loss, losses, logprobs = loss_and_logprobs(context.model, batch, call)
+                if not call.forward_only:
+                    context.gradients.backward(loss * runtime.world)  # which averaging over the ranks takes back
+                read |= dict(zip(own, zip(losses, logprobs, strict=True), strict=True))
+        if call.forward_only:
+            reshard(context.model)  # what a forward leaves gathered, only a backward would free
+        if runtime.world == 1:
+            return read
+        everyone: list[Any] = [None] * runtime.world
+        dist.all_gather_object(everyone, read, group=runtime.groups.stop)
+        return {position: of_datum for own in everyone for position, of_datum in own.items()}
+
+    def _optim_step(self, order: Order, command: Command) -> CommandResult | None:
+        began, job, context = time.perf_counter(), self.job, self.context
+        options = command.options
+        rate = float(options["learning_rate"])
+        self._reduce()
+        for parameter in job.parameters.values():
+            if parameter.grad is None:  # the moments go on where there was no forward_backward
+                parameter.grad = torch.zeros_like(parameter)
+        adam = AdamOptions(
+            float(options["weight_decay"]), float(options["beta1"]), float(options["beta2"]), float(options["eps"])
+        )
+        norm = float(job.update(rate, float(options["grad_clip_norm"]), adam))
+        job.command = command.seq
+        sums, self._sums = self._sums, StepSums()
+        if not math.isfinite(norm):
+            job.updates -= 1
+            raise SpecError(
+                "The gradient was not a finite number, so that the step changed nothing and the gradient is dropped. Look at "
+                "the losses since the last step: at advantages, and at log-probabilities that are far from the model's."
+            )
+        self.watch.after_step(rate if norm > 0 and rate >= LEAST_RATE else 0.0)
+        job.trained_tokens += sums.tokens
+        seconds = sums.seconds + time.perf_counter() - began
+        context.reporter.metrics(self._metrics(sums, rate, norm, seconds))
+        return CommandResult({"metrics": {"grad_norm:mean": norm, "learning_rate:mean": rate}, "type": "optim_step"})
+
+    def _reduce(self) -> None:
+        """Add up over the ranks the gradients since the last optimizer step."""
+        context = self.context
+        if context.gradients.reduces_in_backward:  # which no micro-batch was the last of: an empty one is
+            context.gradients.begin(last=True)
+            empty = make_loss_batch([], context.runtime.device, packed=context.limits.packed)
+            loss, _, _ = loss_and_logprobs(context.model, empty, _NO_CALL)
+            context.gradients.backward(loss)
+        context.gradients.reduce()
+
+    def _metrics(
+        self, sums: StepSums | None = None, rate: float | None = None, norm: float | None = None, seconds: float = 0.0
+    ) -> Metrics:
+        sums = sums or StepSums()
+        return Metrics(
+            step=self.job.step,
+            total_steps=self.job.step,
+            train_loss=sums.loss / sums.targets if sums.targets and math.isfinite(sums.loss) else None,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=sums.tokens or None,
+            trained_tokens=self.job.trained_tokens,
+            step_seconds=seconds or None,
+        )
+
+    def _load_weights(self, order: Order, command: Command) -> CommandResult | None:
+        self._load(command.seq, command.options)
+        return _loaded(command)
+
+    def _load(self, seq: int, options: Mapping[str, Any]) -> None:
+        source = RunDir(options["run_dir"])
+        take_weights(self.job, source, options["checkpoint"], with_optimizer=bool(options["optimizer"]))
+        if self._sums.data:
+            self._reduce()
+            for parameter in self.job.parameters.values():
+                parameter.grad = None
+            self._sums = StepSums()
+        self.job.command = seq
+        self.job.step += 1
+        self._save()  # at once: what it was loaded from may be deleted
+
+    def _answer_loaded(self) -> None:
+        """Answer the command of the checkpoint with which this attempt begins, if the last one ended just before."""
+        if self.context.runtime.rank != 0 or self.job.command < 0 or self._log.has_result(self.job.command):
+            return
+        command = self._log.command(self.job.command)
+        if command is not None and command.op == "load_weights":
+            self._log.put_result(command.seq, _loaded(command))
+        if command is not None and command.op == "create_model":
+            self._log.put_result(command.seq, self._created)
+
+    # What is saved
+
+    def _save(self) -> str:
+        """Write a complete checkpoint of the job's state without gradients unless there is one. Returns its name."""
+        job, runtime = self.job, self.context.runtime
+        if self._saved is None or self._saved[0] != job.command:
+            self._saved = job.command, self.saver.save_last(job, self._metrics())
+            self._saved_at = time.monotonic()
+            if runtime.rank == 0:
+                self._prune()
+        return self._saved[1]
+
+    def _prune(self) -> None:
+        """Remove the commands that no checkpoint needs to which an attempt may go back."""
+        run = self.context.runtime.run
+        names = complete_checkpoints(run)[-2:]
+        if names:
+            self._log.prune(read_position(run, names[0]).command, time.time() - KEEP_RESULT_SECONDS)
+
+    def _save_weights(self, order: Order, command: Command) -> CommandResult | None:
+        if order.answered:
+            return None
+        name, checkpoint = command.options["name"], self._save()
+        run = self.context.runtime.run
+        if self.context.runtime.rank == 0:
+            folder = run.path(f"checkpoints/{checkpoint}")
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            self.context.runtime.fence.check()
+            saved = SavedWeights(name=name, checkpoint=checkpoint, step=self.job.step, created_at=time.time(), bytes=size)
+            run.write(saved_key(name), saved)
+        return CommandResult({"path": f"tinker://{self._job_id}/weights/{name}", "type": "save_weights"})
+
+    def _save_for_sampler(self, order: Order, command: Command) -> CommandResult | None:
+        if order.answered:
+            return None
+        context, name = self.context, command.options["name"]
+        probes = measure(context.model, self.first_data, context.runtime.device)
+        context.model.train()
+        stored = Probes(probes=[Probe(tokens=probe.tokens, logprobs=probe.tuned) for probe in probes])
+        target = context.runtime.run.path(sampler_key(name))
+        config = context.model.peft_config["default"]
+        try:
+            with export_adapter(target, self.job, config, context.runtime) as folder:
+                if folder is not None:
+                    (folder / PROBES).write_text(stored.model_dump_json())
+        except ExportError as error:
+            return CommandResult.failed(str(error), by_user=False)
+        return CommandResult({"path": f"tinker://{self._job_id}/sampler_weights/{name}", "type": "save_weights_for_sampler"})
+
+
+_NO_CALL = LossCall("cross_entropy", {}, [], forward_only=False)
+
+
+def _loaded(command: Command) -> CommandResult:
+    return CommandResult({"path": command.options["path"], "type": "load_weights"})
+
+
+def _cut(ids: np.ndarray) -> Tokens:
+    kept = ids[:MOST_TOKENS]
+    return Tokens(kept.astype(np.int32), np.zeros(len(kept), dtype=bool))
+
+
+def _counted(inputs: Mapping[str, np.ndarray]) -> int:
+    """Targets whose loss is not 0 whatever the model says."""
+    factors = inputs["weights"] if "weights" in inputs else inputs["advantages"]
+    return int(np.count_nonzero(factors))

@@ -58,7 +58,7 @@ from workers.model.probes import Probed
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
 from workers.output.event_files import FOLDER, EventFile
-from workers.output.outcome import publish, use_best
+from workers.output.outcome import PublishedStep, publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
 from workers.quant import fp8_products
@@ -74,6 +74,7 @@ from workers.ranks.runtime import (
     with_spec,
 )
 from workers.ranks.sharding import Gradients, make_mesh, shard
+from workers.tinker.command_loop import CommandLoop
 from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
@@ -160,6 +161,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     job = JobState(prepared.parameters, spec.training, prepared.changed)
     limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
     context = TrainingContext(runtime, built.peft_model, limits, reporter, stop, prepared.gradients)
+    if spec.training_data is None:
+        return _carry_out_commands(context, prepared, job)
     objectives = _objectives(context, train_set, valid_set)  # before the adapter changes
     if objectives is None:
         return _stopped(context, "before the first step, while reference log-probabilities were computed")
@@ -169,10 +172,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     evaluator = _evaluator(context, held_out)
     if evaluator is not None and not evaluator.begin():
         return _stopped(context, "before the first step, while the prompts of the evaluation were answered")
-    _resume(runtime, reporter, job, schedule)
-    config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
-    watch = AdapterWatch(job.parameters, reporter.warn)
-    saver = Saver(runtime, reporter, config)
+    _resume(runtime, reporter, job, schedule.total_steps)
+    watch, saver = AdapterWatch(job.parameters, reporter.warn), _saver(context)
     stopped_at = Trainer(context, job, train_data, valid_data, schedule, saver, watch, evaluator).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
@@ -197,6 +198,29 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
     reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
+
+
+def _carry_out_commands(context: TrainingContext, prepared: PreparedModel, job: JobState) -> Outcome:
+    """Train as the job's client says, whose commands come while it trains (workers/tinker)."""
+    runtime, reporter, built = context.runtime, context.reporter, prepared.built
+    _resume(runtime, reporter, job, None)
+    vocabulary = built.peft_model.get_input_embeddings().num_embeddings
+    watch = AdapterWatch(job.parameters, reporter.warn)
+    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
+    finished, checkpoint = loop.run()
+    if not finished:
+        return _stopped(context, f"after step {job.step}", checkpoint)
+    reporter.message("The client has finished; the adapter is being written, and read again to compare.")
+    reporter.flush()  # the metrics table is made from the events
+    probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
+    publish(runtime, built, job, PublishedStep(None, job.step, job.trained_tokens), probes, None)
+    reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
+    return Outcome(kind=OutcomeKind.SUCCEEDED)
+
+
+def _saver(context: TrainingContext) -> Saver:
+    config = context.model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
+    return Saver(context.runtime, context.reporter, config)
 
 
 def _stopped(context: TrainingContext, when: str, checkpoint: str | None = None) -> Outcome:
@@ -347,16 +371,18 @@ def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
         reporter.warn(f"Checkpoint {name} is damaged ({'; '.join(faults)}) and not used: training begins with {begins}.")
 
 
-def _resume(runtime: Runtime, reporter: Reporter, job: JobState, schedule: Schedule) -> None:
+def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: int | None) -> None:
+    """Begin, or continue from the attempt's checkpoint. `total_steps`: None: the job's client decides."""
     if runtime.rank == 0:
         _set_damaged_aside(runtime, reporter)
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
-        reporter.begin(f"Training starts {where}: {schedule.total_steps} steps.", settled_options(runtime.spec))
+        which = "as its client says" if total_steps is None else f"{total_steps} steps"
+        reporter.begin(f"Training starts {where}: {which}.", settled_options(runtime.spec))
         return
     checkpoint.restore(job, runtime.run, runtime.start.checkpoint, runtime.spec)
-    text = f"Training resumes {where} after step {job.step} of {schedule.total_steps}."
-    reporter.begin(text, settled_options(runtime.spec))
+    of_all = "" if total_steps is None else f" of {total_steps}"
+    reporter.begin(f"Training resumes {where} after step {job.step}{of_all}.", settled_options(runtime.spec))
 
 
 if __name__ == "__main__":

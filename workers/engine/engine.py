@@ -36,8 +36,8 @@ from workers.train import cached_description
 from workers.training.context import POLL_SECONDS, StopRequest
 from workers.training.packing import TOKENS
 
-IDLE_SECONDS = 0.05
-"""Pause of an engine without a seat between two looks at its orders."""
+LOOK_SECONDS = 0.005
+"""Pause of an engine whose seats all wait for their clients between two looks for a command."""
 
 
 def main(run: RunDir, attempt: int) -> int:
@@ -72,6 +72,8 @@ class RoundOrders:
     """New seats."""
     dropped: tuple[str, ...] = ()
     """Keys of the orders whose seats end at once."""
+    due: tuple[str, ...] = ()
+    """Keys of the orders whose seats have waited for their clients and go on."""
     stops: bool = False
     """The engine is asked to stop: its seats write checkpoints and end."""
     ends: bool = False
@@ -117,6 +119,7 @@ class TrainingEngine:
                     seat.request_stop()
             for order in decision.orders:
                 self._join(order)
+            self._go_on({seat: () for seat in self.seats if seat.key in decision.due and seat.state is SeatState.WAITS})
 
     def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
         """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
@@ -135,13 +138,12 @@ class TrainingEngine:
 
     def _decide(self) -> RoundOrders | None:
         """What is asked of the engine since the last look, None: nothing. Called on rank 0."""
+        due = self._due_seats()
         now = time.monotonic()
         if self.seats:
             self._idle_since = now
-        else:
-            time.sleep(IDLE_SECONDS)
         if now < self._looked_at + POLL_SECONDS:
-            return None
+            return RoundOrders(due=due) if due else None
         self._looked_at = now
         self._conclude()
         stops = not self._stopping and self.stop.is_requested
@@ -149,8 +151,18 @@ class TrainingEngine:
         dropped = tuple(seat.key for seat in self.seats if seat.is_over())
         idle = not self.seats and not orders and not self._left and now >= self._idle_since + self.spec.idle_seconds
         ends = idle or (self._stopping and not self.seats and not self._left)
-        decision = RoundOrders(orders, dropped, stops=stops, ends=ends)
+        decision = RoundOrders(orders, dropped, due, stops=stops, ends=ends)
         return None if decision == RoundOrders() else decision
+
+    def _due_seats(self) -> tuple[str, ...]:
+        """The seats that can go on, since their clients have said how; waits for one, up to the next look, if no other seat
+        computes."""
+        while True:
+            due = tuple(seat.key for seat in self.seats if seat.is_due())
+            computes = any(seat.state is not SeatState.WAITS for seat in self.seats)
+            if due or computes or time.monotonic() >= self._looked_at + POLL_SECONDS:
+                return due
+            time.sleep(LOOK_SECONDS)
 
     def _new_orders(self) -> tuple[SeatOrder, ...]:
         run, found = self.runtime.run, []
@@ -196,15 +208,19 @@ class TrainingEngine:
 
     def _compute(self, seen: Sequence[tuple[int, int]]) -> None:
         """One round: the next micro-batches of some seats. `seen`: (state, tokens) of every seat, the same on all ranks."""
+        seats = [seat for seat, (state, _) in zip(self.seats, seen, strict=True) if state != SeatState.WAITS]
         turns = [
             Turn(seat.used, tokens, state == SeatState.TRAINS, seat.size.batch_bytes(tokens) if seat.size else 0)
             for seat, (state, tokens) in zip(self.seats, seen, strict=True)
+            if state != SeatState.WAITS
         ]
+        if not turns:
+            return
         held = sum(seat.size.held for seat in self.seats if seat.size)
         chosen = next_round(turns, self._budget, None if self.spec.room is None else self.spec.room - held)
         for position in chosen:
-            self.seats[position].used += turns[position].tokens
-        self._go_on(self._forwards([self.seats[position] for position in chosen], trains=turns[chosen[0]].trains))
+            seats[position].used += turns[position].tokens
+        self._go_on(self._forwards([seats[position] for position in chosen], trains=turns[chosen[0]].trains))
 
     def _forwards(self, seats: Sequence[SeatThread], *, trains: bool) -> dict[SeatThread, tuple[Any]]:
         """The forwards that seats wait for, by the base in the mode that they need."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence, SealedError
@@ -35,6 +35,8 @@ from workers.training.context import StopRequest
 class SeatState(IntEnum):
     """State of a seat on one rank."""
 
+    WAITS = 0
+    """It waits for its client, who has not said what comes next."""
     TRAINS = 1
     """It waits for a micro-batch whose backward follows."""
     ANSWERS = 2
@@ -67,6 +69,8 @@ class SeatThread:
         self._lane = Lane({})
         self._thread = greenlet(self._train)
         self._waiting: tuple[Forward, Any] | None = None
+        self._due: Callable[[], bool] | None = None
+        """What tells, on rank 0, whether it can go on; None: it does not wait for its client."""
 
     @property
     def key(self) -> str:
@@ -77,6 +81,8 @@ class SeatThread:
     def state(self) -> SeatState:
         if self._thread.dead:
             return SeatState.FAILED if self._failed else SeatState.ENDED
+        if self._due is not None:
+            return SeatState.WAITS
         return SeatState.TRAINS if self._lane.left["grad"] else SeatState.ANSWERS
 
     @property
@@ -89,11 +95,16 @@ class SeatThread:
 
     @property
     def call(self) -> tuple[Forward, tuple[Lane, Any]] | None:
-        """The call that it waits for, and the arguments; None: it has ended."""
+        """The call that it waits for, and the arguments; None: it has ended, or waits for its client."""
         return None if self._waiting is None else (self._waiting[0], (self._lane, self._waiting[1]))
+
+    def is_due(self) -> bool:
+        """Whether it has waited for its client and can go on. Asked on rank 0."""
+        return self._due is not None and self._due()
 
     def resume(self, *given: Any) -> None:
         """Let it go on until it waits or ends. `given`: the result of the call that it has waited for."""
+        self._due = None
         self._wait_for(lambda: self._base.model.resume(self._lane, self._thread, *given))
 
     def drop(self) -> None:
@@ -104,6 +115,13 @@ class SeatThread:
     def _wait_for(self, go_on: Callable[[], Any]) -> None:
         reached = go_on()
         self._waiting = None if self._thread.dead else reached
+
+    def _wait_for_client(self, due: Callable[[], bool]) -> None:
+        """`Wait`: let the engine go on with other seats meanwhile."""
+        parent = getcurrent().parent
+        assert parent is not None, "a seat's thread has the engine's as its parent"
+        self._due = due
+        parent.switch(None)
 
     def request_stop(self) -> None:
         """Let it write a checkpoint and end."""
@@ -173,7 +191,9 @@ class SeatThread:
         seat.model.train()
         shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.products, base.loaded)
         report_built(spec, shared, runtime.device, reporter)
-        return PreparedModel(shared, seat.masters, base.padded_because, seat, seat.gather, base.identified)
+        return PreparedModel(
+            shared, seat.masters, base.padded_because, seat, seat.gather, base.identified, self._wait_for_client
+        )
 
 
 def over_ranks(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:

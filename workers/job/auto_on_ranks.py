@@ -24,7 +24,7 @@ def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet, descri
     """
     machine = _smallest(_machine(device))
     tokens = int(train.lengths.sum())
-    lengths = SampleLengths(tokens, len(train), int(train.lengths.max(initial=0)))
+    lengths = SampleLengths(tokens, len(train), int(train.lengths.max())) if len(train) else None
     world = dist.get_world_size()
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world // spec.distributed.nnodes or 1))
     ranks = Ranks(world, nodes)

@@ -87,7 +87,7 @@ class CommandLoop:
     """Rows of the base's embedding."""
     wait: Wait | None = None
     """None: the job has its ranks to itself."""
-    first_data: list[Tokens] = field(default_factory=list[Tokens])
+    newest_sequences: list[Tokens] = field(default_factory=list[Tokens])
     """The first sequences of the newest call, on which the trainer's log-probabilities are compared with a sampler's."""
 
     def __post_init__(self) -> None:
@@ -100,6 +100,11 @@ class CommandLoop:
         """Newest command of the newest checkpoint of this job's state, and its name."""
         if runtime.start.checkpoint is not None:
             self._saved = self.job.command, runtime.start.checkpoint
+        if self._log.has_result(self._next) and not self._log.has(self._next):
+            raise TrainingError(
+                f"Command {self._next} is gone, and with it the state that came of it: the checkpoints that held it were lost. "
+                "Create the model again, from weights that were saved."
+            )
 
     def run(self) -> tuple[bool, str | None]:
         """Carry out commands until the client has finished, or a stop is requested. Returns whether it has finished, and the
@@ -221,7 +226,7 @@ class CommandLoop:
         call = request.call(vocabulary=self.vocabulary, longest=options.max_length)
         if call.forward_only and order.answered:
             return None
-        self.first_data = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
+        self.newest_sequences = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
         read = self._computed(call)
         if not call.forward_only:
             sums = self._sums
@@ -373,7 +378,7 @@ class CommandLoop:
         if order.answered:
             return None
         context, name = self.context, command.options["name"]
-        probes = measure(context.model, self.first_data, context.runtime.device)
+        probes = measure(context.model, self.newest_sequences, context.runtime.device)
         context.model.train()
         stored = Probes(probes=[Probe(tokens=probe.tokens, logprobs=probe.tuned) for probe in probes])
         target = context.runtime.run.path(sampler_key(name))

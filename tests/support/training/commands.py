@@ -1,0 +1,131 @@
+"""Commands of a client's training loop, as its package sends them, put into a run directory for real ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Control, Desired, Outcome
+from ft_service.spec import BaseModelRef, JobContext, JobSpec, resolve
+from ft_service.spec.request import parse_client_loop
+from ft_service.tinker import tinker_messages_pb2 as pb
+from ft_service.tinker.commands import Command, CommandLog
+from tests.support.bases import AS_IT_IS
+from tests.support.training.attempts import run_attempt
+from tests.support.training.models import VOCABULARY
+
+ADAM = {"learning_rate": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def loop_spec(base: Path, *, ranks: int = 1, **options: Any) -> JobSpec:
+    """The spec of a model that its client trains; `options` as in a create body."""
+    body = {"model": "tiny", "distributed": {"nproc_per_node": ranks, **AS_IT_IS}, **options}
+    _, request = parse_client_loop(body)
+    context = JobContext(
+        job_id="ftjob-test",
+        organization="local",
+        model=BaseModelRef(name="tiny", path=str(base)),
+        training_data=None,
+        validation_data=None,
+        seed=7,
+        gpus=0,
+    )
+    return resolve(request, context)
+
+
+def examples(count: int, *, seed: int = 1, longest: int = 30) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Sequences of different lengths, each with its next tokens and weights of both signs, of which some are 0."""
+    random = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        ids = random.integers(3, VOCABULARY, size=int(random.integers(4, longest)))
+        weights = random.normal(size=len(ids) - 1).astype(np.float32)
+        weights[0] = 0.0
+        made.append((ids[:-1], {"target_tokens": ids[1:], "weights": weights}))
+    return made
+
+
+def loss_message(
+    seq: int,
+    data: Sequence[tuple[np.ndarray, Arrays]],
+    loss_fn: str = "cross_entropy",
+    config: Mapping[str, float] | None = None,
+    *,
+    forward_only: bool = False,
+) -> pb.ForwardBackwardRequest:
+    message = pb.ForwardBackwardRequest(model_id="model", seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
+    for name, value in (config or {}).items():
+        message.loss_fn_config[name] = value
+    for ids, arrays in data:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = ids.astype("<i4").tobytes()
+        for name, array in arrays.items():
+            whole = array.dtype.kind == "i"
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense = array.astype("<i8" if whole else "<f4").tobytes()
+            tensor.dtype = pb.DTYPE_INT64 if whole else pb.DTYPE_FLOAT32
+            tensor.shape.extend(array.shape)
+    return message
+
+
+class Script:
+    """The commands of a client, numbered as they are added."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.log, self.seq = CommandLog(run), 0
+        self.log.put(Command(0, "create_model"))
+
+    def losses(self, data: Sequence[tuple[np.ndarray, Arrays]], *given: Any, forward_only: bool = False) -> int:
+        message = loss_message(self.seq + 1, data, *given, forward_only=forward_only)
+        return self.add("forward_backward", body=message.SerializeToString())
+
+    def step(self, **changes: float) -> int:
+        return self.add("optim_step", {**ADAM, **changes})
+
+    def add(self, op: str, options: Mapping[str, Any] | None = None, body: bytes = b"") -> int:
+        self.seq += 1
+        assert self.log.put(Command(self.seq, op, options or {}, body))
+        return self.seq
+
+    def output(self, seq: int) -> tuple[float, list[np.ndarray]]:
+        """loss:sum and log-probabilities of an answered call."""
+        result = self.log.result(seq)
+        assert result is not None
+        assert "error" not in result.document, result.document
+        message = pb.ForwardBackwardOutput.FromString(result.body)
+        found = []
+        for record in message.loss_fn_outputs:
+            batched = record.fields["logprobs"]
+            values, offsets = np.frombuffer(batched.data, "<f4"), np.frombuffer(batched.offsets, "<i8") // 4
+            of_data = [values[begin:end] for begin, end in zip(offsets, offsets[1:], strict=False)]
+            found += [one.reshape(-1, *batched.trailing_shape) if batched.trailing_shape else one for one in of_data]
+        return message.metrics["loss:sum"], found
+
+
+def attempt_until(run: RunDir, attempt: int, world: int, seq: int, checkpoint: str | None = None) -> Outcome:
+    """An attempt that is paused once a command is answered."""
+    stopped = threading.Event()
+
+    def pause() -> None:
+        while not stopped.wait(0.02):
+            if CommandLog(run).has_result(seq):
+                Attempt(run, attempt).write_control(Control(generation=2, desired=Desired.PAUSE))
+                return
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    try:
+        return run_attempt(run, attempt, world, checkpoint)
+    finally:
+        time.sleep(0)
+        stopped.set()
+        thread.join()

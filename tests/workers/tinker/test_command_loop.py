@@ -1,0 +1,206 @@
+"""A client's training loop on real gloo ranks: what it trains, in what order, and that nothing is lost or done twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ft_service.rundir.checkpoints import complete_checkpoints
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import OutcomeKind, Result
+from ft_service.tinker.saved_weights import PROBES, Probes, sampler_key, samplers_of, saved_weights
+from tests.support.training.attempts import adapter, run_attempt
+from tests.support.training.commands import ADAM, Script, attempt_until, examples, loop_spec
+from tests.support.training.models import reference, save_chat_base
+from workers.base.load import initial_adapter, plain_name
+
+PRECISION = {"default": "nf4", "compute": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_base(tmp_path_factory.mktemp("base"))
+
+
+def new_run(folder: Path, base: Path, ranks: int = 1) -> RunDir:
+    run = RunDir(folder)
+    run.write("spec.json", loop_spec(base, ranks=ranks, lora={"r": 4}, precision=PRECISION))
+    return run
+
+
+def trained(folder: Path, base: Path, ranks: int, parts: int) -> tuple[RunDir, Script, list[int]]:
+    """Two steps of eight examples each, sent in `parts` calls a step."""
+    run = new_run(folder, base, ranks)
+    script, calls = Script(run), []
+    for step in (1, 2):
+        data = examples(8, seed=step)
+        size = len(data) // parts
+        calls += [script.losses(data[begin : begin + size]) for begin in range(0, len(data), size)]
+        script.step()
+    script.add("finish")
+    assert run_attempt(run, 1, ranks).kind is OutcomeKind.SUCCEEDED
+    return run, script, calls
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Script, list[int]]:
+    return trained(tmp_path_factory.mktemp("whole"), base, 2, 1)
+
+
+def test_a_call_of_eight_is_two_calls_of_four(whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path) -> None:
+    run, script, [first, second] = whole
+    parted_run, parted, calls = trained(tmp_path, base, 2, 2)
+    assert same(adapter(run), adapter(parted_run))
+    logs = script.output(first)[1] + script.output(second)[1]
+    of_parts = [log for call in calls for log in parted.output(call)[1]]
+    assert len(logs) == len(of_parts) == 16
+    assert all(np.array_equal(one, other) for one, other in zip(logs, of_parts, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_any_number_of_ranks(whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path, ranks: int) -> None:
+    run, script, calls = whole
+    other_run, other, _ = trained(tmp_path, base, ranks, 1)
+    for name, tensor in adapter(run).items():
+        torch.testing.assert_close(adapter(other_run)[name], tensor, rtol=0, atol=1e-6)
+    for call in calls:
+        assert other.output(call)[0] == pytest.approx(script.output(call)[0], abs=1e-4)
+
+
+def test_it_is_adam_on_the_sum_of_losses(whole: tuple[RunDir, Script, list[int]], base: Path) -> None:
+    """Against transformers and PEFT as released, on the dequantised base."""
+    run, script, calls = whole
+    spec = loop_spec(base, lora={"r": 4}, precision=PRECISION)
+    model = reference(base, spec)
+    full = {
+        n.replace("base_model.model.", "").replace(".default", ""): n for n, p in model.named_parameters() if p.requires_grad
+    }
+    named = {name: model.get_parameter(long) for name, long in full.items()}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(initial_adapter(plain_name(full[name]), tuple(parameter.shape), spec.seed))
+    adam = torch.optim.AdamW(named.values(), lr=ADAM["learning_rate"], betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    for step, call in zip((1, 2), calls, strict=True):
+        losses = [sum_of_losses(model, ids, arrays) for ids, arrays in examples(8, seed=step)]
+        total = torch.stack(losses).sum()
+        total.backward()
+        adam.step()
+        adam.zero_grad()
+        assert script.output(call)[0] == pytest.approx(total.item(), rel=1e-4)
+    stored = {name.replace("base_model.model.", ""): tensor for name, tensor in adapter(run).items()}
+    assert stored.keys() == named.keys()
+    for name, parameter in named.items():
+        torch.testing.assert_close(stored[name], parameter.detach(), rtol=0, atol=2e-5)
+
+
+def sum_of_losses(model: nn.Module, ids: np.ndarray, arrays: dict[str, np.ndarray]) -> Tensor:
+    logs = model(torch.as_tensor(ids)[None]).logits[0].float().log_softmax(-1)
+    of_targets = logs.gather(1, torch.as_tensor(arrays["target_tokens"])[:, None])[:, 0]
+    return -(torch.as_tensor(arrays["weights"]) * of_targets).sum()
+
+
+def test_an_attempt_goes_on_where_another_was_stopped_or_killed(
+    whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path
+) -> None:
+    stopped_run, killed_run = new_run(tmp_path / "stopped", base, 2), new_run(tmp_path / "killed", base, 2)
+    stopped, killed = Script(stopped_run), Script(killed_run)
+    for script in (stopped, killed):
+        script.losses(examples(8, seed=1))
+        script.step()
+        script.losses(examples(8, seed=2))
+    outcome = attempt_until(stopped_run, 1, 2, 3)
+    assert outcome.kind is OutcomeKind.STOPPED
+    assert outcome.checkpoint == "step-1-a1", "the state after the step; what came later is computed again"
+    before = [stopped.log.result(seq) for seq in range(4)]
+    for seq, result in enumerate(before):  # as if the other had died before it wrote a checkpoint
+        assert result is not None
+        killed.log.put_result(seq, result)
+    for run, script, checkpoint in ((stopped_run, stopped, outcome.checkpoint), (killed_run, killed, None)):
+        script.step()
+        script.add("finish")
+        assert run_attempt(run, 2, 2, checkpoint).kind is OutcomeKind.SUCCEEDED
+        assert same(adapter(run), adapter(whole[0]))
+        assert [script.log.result(seq) for seq in range(4)] == before, "answers stay"
+        result = run.read("result.json", Result)
+        assert result is not None
+        assert result.steps == 2
+
+
+def test_what_cannot_be_done_is_answered_and_changes_nothing(
+    whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path, base, 2)
+    script, data = Script(run), examples(8, seed=1)
+    wrong = script.losses([(ids, {**arrays, "target_tokens": arrays["target_tokens"] + 1000}) for ids, arrays in data])
+    script.losses(data)
+    refused = script.add("refused", {"error": "Not here."})
+    script.losses(examples(3, seed=9), forward_only=True)
+    script.step()
+    script.losses([(ids, {**arrays, "weights": np.full_like(arrays["weights"], 3e38)}) for ids, arrays in examples(4, seed=3)])
+    infinite = script.step()
+    script.losses(examples(8, seed=2))
+    script.step()
+    script.add("finish")
+    assert run_attempt(run, 1, 2).kind is OutcomeKind.SUCCEEDED
+    errors = {
+        seq: dict(result.document)
+        for seq in range(script.seq)
+        if (result := script.log.result(seq)) and "error" in result.document
+    }
+    assert errors.keys() == {wrong, refused, infinite}
+    assert "data.0.loss_fn_inputs.target_tokens" in errors[wrong]["error"]
+    assert errors[refused] == {"error": "Not here.", "category": "user"}
+    assert "finite" in errors[infinite]["error"]
+    assert same(adapter(run), adapter(whole[0]))
+
+
+def test_saved_weights_are_loaded_with_their_optimizer_or_without(
+    whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path
+) -> None:
+    saving = new_run(tmp_path / "one", base, 2)
+    script = Script(saving)
+    script.losses(examples(8, seed=1))
+    script.step()
+    saved = script.add("save_weights", {"name": "one"})
+    sampler = script.add("save_weights_for_sampler", {"name": "sampled"})
+    for seed in (5, 6, 7):
+        script.losses(examples(2, seed=seed))
+        script.step()
+    script.add("save_weights", {"name": "later"})
+    script.add("finish")
+    assert run_attempt(saving, 1, 2).kind is OutcomeKind.SUCCEEDED
+    assert script.log.result(saved).document["path"] == "tinker://ftjob-test/weights/one"  # pyright: ignore[reportOptionalMemberAccess]
+    assert script.log.result(sampler).document["path"] == "tinker://ftjob-test/sampler_weights/sampled"  # pyright: ignore
+    assert [weights.name for weights in saved_weights(saving)] == ["one", "later"]
+    assert {weights.checkpoint for weights in saved_weights(saving)} <= set(complete_checkpoints(saving)), "not pruned"
+    assert samplers_of(saving) == ["sampled"]
+    probes = Probes.model_validate_json(saving.path(f"{sampler_key('sampled')}/{PROBES}").read_text())
+    assert len(probes.probes) > 0
+
+    going_on = new_run(tmp_path / "two", base, 2)
+    script = Script(going_on)
+    path = {"path": "p", "run_dir": str(saving.root), "checkpoint": saved_weights(saving)[0].checkpoint}
+    script.losses(examples(4, seed=11))  # dropped by the load
+    script.add("load_weights", {**path, "optimizer": True})
+    script.losses(examples(8, seed=2))
+    script.step()
+    script.add("finish")
+    assert run_attempt(going_on, 1, 2).kind is OutcomeKind.SUCCEEDED
+    assert same(adapter(going_on), adapter(whole[0])), "as if it had not been interrupted"
+
+    without = new_run(tmp_path / "three", base, 2)
+    script = Script(without)
+    script.add("load_weights", {**path, "optimizer": False})
+    script.losses(examples(8, seed=2))
+    script.step()
+    script.add("finish")
+    assert run_attempt(without, 1, 2).kind is OutcomeKind.SUCCEEDED
+    assert not same(adapter(without), adapter(whole[0])), "its moments begin again"

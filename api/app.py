@@ -35,6 +35,7 @@ from api.routes.page import (
     organization_page,
     sign_in_page,
 )
+from api.routes.tinker import run_routes, sampling_routes, session_routes, training_routes
 from api.routes.tuning import plans, sweeps
 from api.wire import error_views
 from ft_service import __version__
@@ -58,8 +59,10 @@ _REST = (
     *(files, uploads, artefacts, graders, models, webhooks, organization),
 )
 _SERVICE = (inference, keys, health)
+_TINKER = (training_routes, sampling_routes, run_routes, session_routes)
 _PAGE = (sign_in_page, new_job_page, compare_page, engines_page, data_page, models_page, organization_page, jobs_page)
-"""Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle."""
+"""Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle, and
+so does the last route of session_routes."""
 
 
 def create_app(
@@ -85,7 +88,8 @@ def create_app(
     )
     catalogue = Catalogue.from_settings(settings, descriptions or service_descriptions(settings, makes=False))
     app.state.services = Services(settings, store, catalogue, meters, preview)
-    for module in (*_REST, *_SERVICE, *(_PAGE if settings.page == "on" else ())):
+    tinker = _TINKER if settings.tinker == "on" else ()
+    for module in (*_REST, *_SERVICE, *tinker, *(_PAGE if settings.page == "on" else ())):
         # Not by include_router: FastAPI searches an included router again at every request.
         app.router.routes.extend(module.router.routes)
     if settings.page == "on":

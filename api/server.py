@@ -28,12 +28,13 @@ from api.http.connections import limited, possible_connections
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.bases.describing import Descriptions
-from ft_service.control import housekeeping, webhook_delivery
+from ft_service.control import housekeeping, tinker_models, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
 from ft_service.control.admission import LateAdmission
 from ft_service.control.describe_bases import service_descriptions, watch_models
 from ft_service.control.launcher_choice import new_launcher
 from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.tinker_samples import SampleLoop
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
@@ -109,6 +110,9 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         if not api_only:
             if preview is not None:
                 stack.enter_context(_in_thread("preview", preview.run, end))
+                if settings.tinker == "on":
+                    samples = SampleLoop(store, preview, Places.of(settings), app.state.services.catalogue, meters)
+                    stack.enter_context(_in_thread("samples", samples.run, end))
             reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview)
             for name, work in _background_work(descriptions, reconcile).items():
                 stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
@@ -170,6 +174,7 @@ def _background_work(descriptions: Descriptions, reconcile: Work) -> dict[str, W
         "handoff": handoff.run,
         "exports": exporting.run,
         "bases": partial(watch_models, descriptions=descriptions),
+        "tinker": tinker_models.run,
         "reconciler": reconcile,
     }
 

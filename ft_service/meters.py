@@ -13,6 +13,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+_NATS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _LONG = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 
@@ -58,6 +59,12 @@ class Meters:
         )
         self.turns_failed = Counter(
             "ft_reconciler_turns_failed", "Turns that ended in an error, which the log holds.", registry=registry
+        )
+        self.sampler_gap = Histogram(
+            "ft_sampler_gap_nats",
+            "Mean distance of the sampler's log-probabilities from the trainer's, once per version of weights.",
+            buckets=_NATS,
+            registry=registry,
         )
         self.place_away = Gauge(
             "ft_place_away_seconds",

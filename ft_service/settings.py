@@ -87,6 +87,14 @@ class Settings(BaseSettings):
     try models, not a serving engine. auto: if jobs run as processes of this host too, and the server moves them."""
     preview_idle_seconds: float = Field(default=600.0, gt=0)
     """Seconds without a request after which the preview's process ends."""
+    tinker: Literal["on", "off"] = "on"
+    """Tinker's wire below `/api/v1`, by which clients run the training loop themselves."""
+    tinker_options: Path | None = None
+    """YAML file with options of jobs (precision, lora, training, distributed, checkpoint) for all models that Tinker's clients
+    create. None: the defaults."""
+    tinker_idle_seconds: float = Field(default=300.0, gt=0)
+    """Seconds after which a model whose client sends nothing is paused, so that others get its slots. Its next command resumes
+    it."""
     inference_api_key: SecretStr | None = None
     """API key of that server; None: it needs none."""
     wandb_api_key: SecretStr | None = None

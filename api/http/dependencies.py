@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from api.http.curve_cache import CurveCache
 from api.http.request_limits import Rates
+from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.checks.file_checks import FileChecks
@@ -89,6 +90,11 @@ class Services:
     def forecasts(self) -> Forecasts:
         """Places of jobs in the queue."""
         return Forecasts(self.store)
+
+    @cached_property
+    def sample_answers(self) -> SampleAnswers:
+        """Answers to requests for samples, for the requests that wait for them."""
+        return SampleAnswers(self.store)
 
     @cached_property
     def places(self) -> Places:

@@ -16,6 +16,7 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.host.running_servers import living_servers, write_private
 from ft_service.settings import Settings
 from ft_service.store.records import ApiKey, AuditEntry, TenantLimits
+from ft_service.tinker.names import KEY_PREFIX
 
 if TYPE_CHECKING:
     from ft_service.store.sql import Store
@@ -51,6 +52,7 @@ def create(
         ScopeName, typer.Option(metavar="SCOPE", help="What it may do: read, submit, admin or metrics.")
     ] = ScopeName.SUBMIT,
     expires_days: Annotated[float | None, typer.Option(min=0, help="Days until it expires; default: never.")] = None,
+    tinker: Annotated[bool, typer.Option("--tinker", help="Show it as Tinker's client takes it (TINKER_API_KEY).")] = False,
     project: InProject = PROJECT,
     as_json: Json = False,
 ) -> None:
@@ -60,7 +62,7 @@ def create(
         expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
         project_id = find_project(store, project)
         key, secret = store.keys.create_key(project_id=project_id, name=name, scope=scope.value, expires_at=expires_at)
-    _show_secret(key, secret, settings, as_json)
+    _show_secret(key, f"{KEY_PREFIX}{secret}" if tinker else secret, settings, as_json)
 
 
 @keys.command("list")

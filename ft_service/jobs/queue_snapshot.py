@@ -98,6 +98,8 @@ class QueuedJob:
     """The sweep that it belongs to."""
     company: int = 0
     """Number of other jobs that wait or run and could share an engine with it."""
+    work_known: bool = True
+    """Whether it is known how much it computes; not of a job whose client runs the training loop."""
 
     @property
     def smallest(self) -> JobSize:

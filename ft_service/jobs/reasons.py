@@ -84,6 +84,13 @@ class Reason(StrEnum):
         "The engine that trained the job beside others was killed or failed.",
     )
     """No failure of this job: which of its jobs ended the engine is not known."""
+    IDLE = (
+        "idle",
+        Retry.UNCOUNTED,
+        "idle",
+        "The job's client, which runs the training loop, has sent nothing for a while. It continues with the next command.",
+    )
+    """The service has paused it."""
     UNREADABLE = (
         "unreadable",
         Retry.COUNTED,

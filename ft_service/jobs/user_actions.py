@@ -17,11 +17,20 @@ class Verb(StrEnum):
     RESUME = "resume"
 
 
-def request(job: Job, verb: Verb, now: float, slots: int | None = None, *, succeeded: int | None = None) -> Job:
+def request(
+    job: Job,
+    verb: Verb,
+    now: float,
+    slots: int | None = None,
+    *,
+    succeeded: int | None = None,
+    reason: Reason | None = None,
+) -> Job:
     """The job after a user's request. Repeating it changes nothing. Raises SpecError on a terminal job.
 
     `slots`: ranks to resume with; None: as many as before. Raises SpecError if the job is not paused (yet). `succeeded`: an
     attempt whose result is on the disk though the job does not show it yet; None: none. A cancel is too late for it.
+    `reason`: why the service makes the request itself; None: the user makes it.
     """
     if verb is Verb.CANCEL and job.state is State.CANCELLED:
         return job
@@ -38,8 +47,10 @@ def request(job: Job, verb: Verb, now: float, slots: int | None = None, *, succe
         )
     desired = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
     if job.desired is desired:
-        return job
+        return replace(job, reason=reason) if job.reason is Reason.IDLE else job
     job = replace(job, desired=desired, generation=job.generation + 1, pending=None)
+    if verb is not Verb.CANCEL and (reason is not None or job.reason is Reason.IDLE):
+        job = replace(job, reason=reason)
     if slots is not None:
         job = replace(job, slots=slots, shapes=(), share_key=None)  # its ranks choose again what was "auto"
     if desired is Desired.CANCEL:

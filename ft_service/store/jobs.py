@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Select,
     String,
@@ -23,9 +24,11 @@ from sqlalchemy import (
 from ft_service.errors import ConflictError, LimitError, NotFoundError
 from ft_service.jobs import decisions, user_actions
 from ft_service.jobs.queue_snapshot import QueuedJob
+from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import WINDOW
 from ft_service.jobs.user_actions import Verb
+from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.integrations import integration_rows
@@ -79,6 +82,12 @@ _SELECT_REPORTED = (
 _SELECT_NEWEST = select(func.max(events.c.position)).where(events.c.job_id == bindparam("job_id"))
 
 
+def _has_key(key: str) -> ColumnElement[bool]:
+    """Condition: the job's metadata have this key."""
+    pair = job_metadata.alias()
+    return exists().where(pair.c.job_position == jobs.c.position, pair.c.key == key)
+
+
 class JobStore(StorePart):
     """Jobs, with their events and checkpoints."""
 
@@ -102,6 +111,14 @@ class JobStore(StorePart):
         with self._database.reading() as connection:
             return _get(connection, project_id, job_id)
 
+    def job_of_organization(self, organization: str, job_id: str) -> Job | None:
+        """A job of any project of an organization."""
+        query = select(*JOB).join(projects, projects.c.id == jobs.c.project_id)
+        query = query.where(jobs.c.id == job_id, projects.c.organization == organization)
+        with self._database.reading() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        return None if row is None else to_job(row)
+
     def list_jobs(
         self,
         project_id: str,
@@ -111,14 +128,18 @@ class JobStore(StorePart):
         metadata: dict[str, str] | Literal["none"] | None = None,
         state: State | None = None,
         base: str | None = None,
+        metadata_key: str | None = None,
     ) -> Page[Job]:
-        """A project's jobs, newest first. `metadata`: only jobs with all these pairs; "none": only jobs without metadata."""
+        """A project's jobs, newest first. `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
+        `metadata_key`: only jobs that have this key."""
         mine = jobs.c.project_id == project_id
         query = select(*JOB).where(mine)
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
             pair = job_metadata.alias()
             matches = (pair.c.project_id == project_id, pair.c.key == key, pair.c.value == value)
             query = query.join(pair, and_(pair.c.job_position == jobs.c.position, *matches))
+        if metadata_key is not None:
+            query = query.where(_has_key(metadata_key))
         if state is not None:
             query = query.where(jobs.c.state == state.value)
         if base is not None:
@@ -127,8 +148,21 @@ class JobStore(StorePart):
             query = Listing(jobs.c.position, jobs.c.id, [mine]).apply(connection, query, after)
             return page(connection, query, limit, to_job)
 
+    def running_with(self, metadata_key: str) -> list[Job]:
+        """Jobs of all projects that run and are to run on, and whose metadata have a key."""
+        running = jobs.c.state == State.RUNNING.value, jobs.c.desired == Desired.RUN.value, _has_key(metadata_key)
+        with self._database.reading() as connection:
+            return [to_job(row) for row in connection.execute(select(*JOB).where(*running)).mappings()]
+
     def request(
-        self, project_id: str, job_id: str, verb: Verb, slots: int | None = None, *, succeeded: int | None = None
+        self,
+        project_id: str,
+        job_id: str,
+        verb: Verb,
+        slots: int | None = None,
+        *,
+        succeeded: int | None = None,
+        reason: Reason | None = None,
     ) -> Job:
         """Apply `user_actions.request` by compare-and-set, with an event. Raises SpecError as it does, ConflictError if the job
         keeps changing."""
@@ -136,11 +170,14 @@ class JobStore(StorePart):
             with self._database.writing(makes_room=verb is not Verb.RESUME) as connection:
                 old = _get(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
-                new = user_actions.request(old, verb, now, slots, succeeded=succeeded)
+                new = user_actions.request(old, verb, now, slots, succeeded=succeeded, reason=reason)
                 if new != old and not write_job(connection, old, new):
                     continue
                 if new != old:
-                    connection.execute(_INSERT_EVENTS, event_row(NewEvent(level="info", message=ASKED[verb]), old, now))
+                    connection.execute(
+                        _INSERT_EVENTS,
+                        event_row(NewEvent(level="info", message=reason.text if reason else ASKED[verb]), old, now),
+                    )
                     record(connection, project_id, f"job.{verb.value}", job_id)
                     if new.state is not old.state:
                         announce(connection, new)

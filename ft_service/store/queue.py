@@ -264,6 +264,7 @@ def _waiting(row: RowMapping, paces: Paces) -> QueuedJob:
         host=row["host"],
         note=row["pending"],
         sharing=_sharing(row),
+        work_known=row["work"] is not None,
         seat=seat_of(row["seat"]),
         sweep=row["sweep_id"],
     )

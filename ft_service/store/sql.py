@@ -40,6 +40,7 @@ from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.projects import ProjectStore
 from ft_service.store.tenants.request_buckets import BucketStore
 from ft_service.store.tenants.usage import UsageStore
+from ft_service.store.tinker import TinkerStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
 
@@ -75,6 +76,7 @@ class Store(Database):
         self.leases = LeaseStore(self)
         self.engines = EngineStore(self)
         self.queue = QueueStore(self)
+        self.tinker = TinkerStore(self)
 
     def close(self) -> None:
         self.keys.close()

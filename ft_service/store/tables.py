@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     UniqueConstraint,
@@ -523,3 +525,66 @@ OF_SWEEPS = jobs.c.sweep_id.is_not(None)
 Index(None, sweeps.c.project_id, sweeps.c.position)
 Index("ix_sweeps_unfinished", sweeps.c.position, sqlite_where=UNFINISHED_SWEEP, postgresql_where=UNFINISHED_SWEEP)
 Index("ix_jobs_sweep", jobs.c.sweep_id, jobs.c.position, sqlite_where=OF_SWEEPS, postgresql_where=OF_SWEEPS)
+
+# Sessions of Tinker clients; their models are jobs.
+tinker_sessions = Table(
+    "tinker_sessions",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("created_at", Double, nullable=False),
+    # Last sign of life of the client.
+    Column("used_at", Double, nullable=False),
+    # When the client said that it has finished, and how.
+    Column("finished_at", Double),
+    Column("finish_reason", StorableText),
+    Column("display_name", StorableText),
+    Column("user_metadata", StorableJson),
+    sqlite_autoincrement=True,
+)
+Index(None, tinker_sessions.c.project_id, tinker_sessions.c.position)
+
+# What sessions sample from: a base, or saved weights.
+tinker_samplers = Table(
+    "tinker_samplers",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("session_id", StorableText, nullable=False),
+    Column("base", StorableText, nullable=False),
+    # Path of the saved weights; NULL: the base alone.
+    Column("model_path", StorableText),
+    # Whether the weights were saved without a name, for this sampler alone.
+    Column("owns_weights", Boolean, nullable=False),
+    # Clients that sample from it; each has a range of request numbers.
+    Column("clients", Integer, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("used_at", Double, nullable=False),
+    # Mean distance in nats between the sampler's and the trainer's log-probabilities; NULL: not measured.
+    Column("logprob_gap", Double),
+    sqlite_autoincrement=True,
+)
+Index(None, tinker_samplers.c.session_id, tinker_samplers.c.position)
+
+# Requests for samples with their answers, until these are an hour old.
+tinker_samples = Table(
+    "tinker_samples",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("sampler_id", StorableText, nullable=False),
+    Column("request", StorableJson, nullable=False),
+    Column("created_at", Double, nullable=False),
+    # The client's message, or why there is none: {error, category}.
+    Column("answer", LargeBinary),
+    Column("error", StorableJson),
+    # NULL: it waits.
+    Column("answered_at", Double),
+    sqlite_autoincrement=True,
+)
+UNANSWERED = tinker_samples.c.answered_at.is_(None)
+Index("ix_tinker_samples_unanswered", tinker_samples.c.position, sqlite_where=UNANSWERED, postgresql_where=UNANSWERED)
+Index(None, tinker_samples.c.answered_at)

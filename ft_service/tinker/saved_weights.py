@@ -2,6 +2,7 @@
 
 saved_weights/<name>.json      points to a checkpoint: adapter and optimizer, to go on from
 sampler_weights/<name>/        the adapter in PEFT's layout, to sample from, and PROBES
+weights_options/<kind>/<name>.json   who may read them and until when, which the client may change later
 """
 
 from __future__ import annotations
@@ -31,12 +32,26 @@ class SavedWeights(BaseModel):
     """Folder below `checkpoints/`."""
     step: int
     """Changes of the adapter before."""
+    command: int
+    """Number of the command that saved them."""
     created_at: float
     """Seconds since the epoch."""
     bytes: int
 
 
-class Probe(BaseModel):
+class WeightsOptions(BaseModel):
+    """`weights_options/<kind>/<name>.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    public: bool = False
+    """Whether other projects of the organization may load them."""
+    expires_at: float | None = None
+    """Seconds since the epoch; None: they stay."""
+    user_metadata: dict[str, str] | None = None
+
+
+class SamplerProbe(BaseModel):
     """A sequence as the trainer sees it."""
 
     model_config = ConfigDict(frozen=True)
@@ -46,12 +61,14 @@ class Probe(BaseModel):
     """Log-probabilities in nats of all tokens but the first."""
 
 
-class Probes(BaseModel):
+class SamplerProbes(BaseModel):
     """`sampler_weights/<name>/probes.json`."""
 
     model_config = ConfigDict(frozen=True)
 
-    probes: list[Probe]
+    command: int
+    """Number of the command that saved the weights."""
+    probes: list[SamplerProbe]
 
 
 def saved_key(name: str) -> str:
@@ -61,6 +78,19 @@ def saved_key(name: str) -> str:
 def sampler_key(name: str) -> str:
     """Key of the folder of a sampler's weights."""
     return f"{FOR_SAMPLER}/{name}"
+
+
+def options_of(run: RunDir, checkpoint_id: str) -> WeightsOptions:
+    """`checkpoint_id`: weights/<name> or sampler_weights/<name>."""
+    return run.readable(_options_key(checkpoint_id), WeightsOptions) or WeightsOptions()
+
+
+def set_options(run: RunDir, checkpoint_id: str, options: WeightsOptions) -> None:
+    run.write(_options_key(checkpoint_id), options)
+
+
+def _options_key(checkpoint_id: str) -> str:
+    return f"weights_options/{checkpoint_id}.json"
 
 
 def saved_weights(run: RunDir) -> list[SavedWeights]:

@@ -27,7 +27,8 @@ from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from ft_service.rundir.events import Metrics
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
-from ft_service.tinker.saved_weights import PROBES, Probe, Probes, SavedWeights, sampler_key, saved_key
+from ft_service.tinker.saved_weights import PROBES, SamplerProbe, SamplerProbes, SavedWeights, sampler_key, saved_key
+from workers.base.rank_objects import from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState
 from workers.output.checkpoint import read_position, take_weights
@@ -116,16 +117,12 @@ class CommandLoop:
                 return False, self._save() if self.job.step else None
             if order.command.op == "finish":
                 name = self._save()
-                self._answer(order, CommandResult({"model_id": self._job_id, "type": "unload_model"}))
+                self._answer(order, CommandResult({"type": "unload_model"}))
                 return True, name
             self._carry_out(order)
             self._next += 1
             if order.saves and self.job.command == order.command.seq:
                 self._save()
-
-    @property
-    def _job_id(self) -> str:
-        return self.context.runtime.spec.job_id
 
     # What comes next
 
@@ -210,11 +207,14 @@ class CommandLoop:
         load = command.options.get("load")
         if load is not None:
             self._load(command.seq, load)
-        return self._created
+        return self._created(command)
 
-    @property
-    def _created(self) -> CommandResult:
-        return CommandResult({"model_id": self._job_id, "type": "create_model"})
+    @staticmethod
+    def _created(command: Command) -> CommandResult:
+        """A model that begins with saved weights is created by their load."""
+        load = command.options.get("load")
+        kind = {"type": "create_model"} if load is None else {"type": "load_weights", "path": load["path"]}
+        return CommandResult({"model_id": command.options.get("model_id"), **kind})
 
     def _refuse(self, order: Order, command: Command) -> CommandResult | None:
         return CommandResult.failed(str(command.options.get("error")))
@@ -340,7 +340,7 @@ class CommandLoop:
         if command is not None and command.op == "load_weights":
             self._log.put_result(command.seq, _loaded(command))
         if command is not None and command.op == "create_model":
-            self._log.put_result(command.seq, self._created)
+            self._log.put_result(command.seq, self._created(command))
 
     # What is saved
 
@@ -364,24 +364,39 @@ class CommandLoop:
     def _save_weights(self, order: Order, command: Command) -> CommandResult | None:
         if order.answered:
             return None
-        name, checkpoint = command.options["name"], self._save()
-        run = self.context.runtime.run
+        run, name = self.context.runtime.run, command.options["name"]
+        before = from_first(run.readable(saved_key(name), SavedWeights))
+        if before is not None and before.command != command.seq and not command.options.get("overwrite"):
+            raise SpecError(f"path = {name!r}: there are saved weights of this name. Take another one, or overwrite = True.")
+        checkpoint = self._save()
         if self.context.runtime.rank == 0:
             folder = run.path(f"checkpoints/{checkpoint}")
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             self.context.runtime.fence.check()
-            saved = SavedWeights(name=name, checkpoint=checkpoint, step=self.job.step, created_at=time.time(), bytes=size)
+            saved = SavedWeights(
+                name=name,
+                checkpoint=checkpoint,
+                step=self.job.step,
+                command=command.seq,
+                created_at=time.time(),
+                bytes=size,
+            )
             run.write(saved_key(name), saved)
-        return CommandResult({"path": f"tinker://{self._job_id}/weights/{name}", "type": "save_weights"})
+        return CommandResult({"path": command.options["path"], "type": "save_weights"})
 
     def _save_for_sampler(self, order: Order, command: Command) -> CommandResult | None:
         if order.answered:
             return None
         context, name = self.context, command.options["name"]
+        key = sampler_key(name)
+        before = from_first(context.runtime.run.readable(f"{key}/{PROBES}", SamplerProbes))
+        if before is not None and before.command != command.seq:
+            raise SpecError(f"path = {name!r}: there are weights to sample from of this name. Take another one.")
         probes = measure(context.model, self.newest_sequences, context.runtime.device)
         context.model.train()
-        stored = Probes(probes=[Probe(tokens=probe.tokens, logprobs=probe.tuned) for probe in probes])
-        target = context.runtime.run.path(sampler_key(name))
+        own = [SamplerProbe(tokens=probe.tokens, logprobs=probe.tuned) for probe in probes]
+        stored = SamplerProbes(command=command.seq, probes=own)
+        target = context.runtime.run.path(key)
         config = context.model.peft_config["default"]
         try:
             with export_adapter(target, self.job, config, context.runtime) as folder:
@@ -389,7 +404,9 @@ class CommandLoop:
                     (folder / PROBES).write_text(stored.model_dump_json())
         except ExportError as error:
             return CommandResult.failed(str(error), by_user=False)
-        return CommandResult({"path": f"tinker://{self._job_id}/sampler_weights/{name}", "type": "save_weights_for_sampler"})
+        own = command.options.get("sampling_session_id")
+        answer = {"path": command.options["path"]} if own is None else {"sampling_session_id": own}
+        return CommandResult({**answer, "type": "save_weights_for_sampler"})
 
 
 _NO_CALL = LossCall("cross_entropy", {}, [], forward_only=False)

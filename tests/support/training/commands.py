@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class Script:
         for record in message.loss_fn_outputs:
             batched = record.fields["logprobs"]
             values, offsets = np.frombuffer(batched.data, "<f4"), np.frombuffer(batched.offsets, "<i8") // 4
-            of_data = [values[begin:end] for begin, end in zip(offsets, offsets[1:], strict=False)]
+            of_data = [values[begin:end] for begin, end in pairwise(offsets)]
             found += [one.reshape(-1, *batched.trailing_shape) if batched.trailing_shape else one for one in of_data]
         return message.metrics["loss:sum"], found
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import OutcomeKind, Result
-from ft_service.tinker.saved_weights import PROBES, Probes, sampler_key, samplers_of, saved_weights
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key, samplers_of, saved_weights
 from tests.support.training.attempts import adapter, run_attempt
 from tests.support.training.commands import ADAM, Script, attempt_until, examples, loop_spec
 from tests.support.training.models import reference, save_chat_base
@@ -169,20 +169,20 @@ def test_saved_weights_are_loaded_with_their_optimizer_or_without(
     script = Script(saving)
     script.losses(examples(8, seed=1))
     script.step()
-    saved = script.add("save_weights", {"name": "one"})
-    sampler = script.add("save_weights_for_sampler", {"name": "sampled"})
+    saved = script.add("save_weights", {"name": "one", "path": "tinker://m/weights/one"})
+    sampler = script.add("save_weights_for_sampler", {"name": "sampled", "path": "tinker://m/sampler_weights/sampled"})
     for seed in (5, 6, 7):
         script.losses(examples(2, seed=seed))
         script.step()
-    script.add("save_weights", {"name": "later"})
+    script.add("save_weights", {"name": "later", "path": "tinker://m/weights/later"})
     script.add("finish")
     assert run_attempt(saving, 1, 2).kind is OutcomeKind.SUCCEEDED
-    assert script.log.result(saved).document["path"] == "tinker://ftjob-test/weights/one"  # pyright: ignore[reportOptionalMemberAccess]
-    assert script.log.result(sampler).document["path"] == "tinker://ftjob-test/sampler_weights/sampled"  # pyright: ignore
+    assert script.log.result(saved).document["path"] == "tinker://m/weights/one"  # pyright: ignore[reportOptionalMemberAccess]
+    assert script.log.result(sampler).document["path"] == "tinker://m/sampler_weights/sampled"  # pyright: ignore
     assert [weights.name for weights in saved_weights(saving)] == ["one", "later"]
     assert {weights.checkpoint for weights in saved_weights(saving)} <= set(complete_checkpoints(saving)), "not pruned"
     assert samplers_of(saving) == ["sampled"]
-    probes = Probes.model_validate_json(saving.path(f"{sampler_key('sampled')}/{PROBES}").read_text())
+    probes = SamplerProbes.model_validate_json(saving.path(f"{sampler_key('sampled')}/{PROBES}").read_text())
     assert len(probes.probes) > 0
 
     going_on = new_run(tmp_path / "two", base, 2)

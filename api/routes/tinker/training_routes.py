@@ -1,0 +1,284 @@
+"""Models of Tinker clients: their creation, their commands, and the results that clients ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from api.http.dependencies import JsonBody, Services, Svc, drain
+from api.http.threads import in_thread
+from api.http.tinker_auth import TinkerCaller, tinker_router
+from ft_service.bases.origin import portable_name
+from ft_service.control import tinker_models
+from ft_service.control.admission import AdmissionContext
+from ft_service.control.tinker_models import NewModel, find_model
+from ft_service.errors import SpecError
+from ft_service.jobs.states import Job, State
+from ft_service.store.records import Principal
+from ft_service.store.tinker import TinkerSampler
+from ft_service.tinker.bodies import (
+    Body,
+    CreateModel,
+    LoadWeights,
+    OfModel,
+    OptimStep,
+    RetrieveFuture,
+    SaveForSampler,
+    SaveWeights,
+    WeightsInfo,
+)
+from ft_service.tinker.commands import Command, CommandResult
+from ft_service.tinker.loss_calls import LossRequest
+from ft_service.tinker.names import WeightsPath, check_name, model_id, parse_request_id, request_id, sampler_id, session_of
+from ft_service.tinker.saved_weights import WeightsOptions, set_options
+
+router = tinker_router()
+
+PROTOBUF = "application/x-protobuf"
+MOST_CALL_BYTES = 32 * 1024**2
+"""Largest body of forward_backward; the client cuts its calls at 5 MB."""
+_DRAINED_BYTES = 64 * 1024**2
+HELD_SECONDS = 25.0
+"""Time for which a request for a result waits for it; the client asks again then."""
+_SHORTEST, _LONGEST = 0.01, 0.2
+"""Pauses in seconds between two looks for a result."""
+_JOB_SECONDS = 1.0
+"""Interval at which a request looks whether its model has ended."""
+
+
+def _future(owner: str, seq: int, **more: Any) -> dict[str, Any]:
+    return {"request_id": request_id(owner, seq), "model_id": owner, **more}
+
+
+def _context(caller: Principal, services: Services) -> AdmissionContext:
+    return AdmissionContext(caller, services.store, services.settings, services.catalogue)
+
+
+@router.post("/create_model")
+def create_model(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    """Create a job whose client runs the training loop. A repeated request finds the same one."""
+    given = CreateModel.parse(body)
+    session = services.store.tinker.open_session(caller.project_id, given.session_id)
+    model = model_id(session.id, given.model_seq_id)
+    new = NewModel(model, given.base_model, given.lora_config, _metadata(given.user_metadata))
+    tinker_models.create_model(new, _context(caller, services), services.places)
+    return _future(model, 0)
+
+
+def _metadata(given: dict[str, Any] | None) -> dict[str, str]:
+    """A client's metadata as a job's, which are texts."""
+    return {name: value if isinstance(value, str) else repr(value)[:512] for name, value in (given or {}).items()}
+
+
+@router.post("/get_info")
+def get_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    job = find_model(services.store, caller.project_id, OfModel.parse(body).model_id)
+    spec = job.spec
+    data = {"model_name": spec.model.name, "tokenizer_id": portable_name(Path(spec.model.path), spec.model.path)}
+    return {
+        "type": "get_info",
+        "model_id": job.request["metadata"][tinker_models.MODEL_KEY],
+        "model_data": data,
+        "model_name": spec.model.name,
+        "is_lora": True,
+        "lora_rank": spec.lora.r,
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, caller: TinkerCaller, services: Svc) -> Response:
+    """Store a call of forward or forward_backward; the ranks check its data."""
+    body = b""
+    stream = request.stream()
+    async for chunk in stream:
+        body += chunk
+        if len(body) > MOST_CALL_BYTES:
+            await drain(stream, _DRAINED_BYTES)
+            raise SpecError(
+                f"The call is larger than {MOST_CALL_BYTES:,} bytes: send fewer data at once.", code="request_too_large"
+            )
+    return JSONResponse(await in_thread(_accept_loss, body, caller, services))
+
+
+def _accept_loss(body: bytes, caller: Principal, services: Services) -> dict[str, Any]:
+    call = LossRequest.parse(body)
+    _check_seq(call.seq_id)
+    job = find_model(services.store, caller.project_id, call.model_id)
+    tinker_models.accept(job, Command(call.seq_id, "forward_backward", body=body), services.store, services.places)
+    return _future(call.model_id, call.seq_id)
+
+
+def _check_seq(seq: int) -> None:
+    if not 1 <= seq <= 999_999_999:
+        raise SpecError(f"seq_id = {seq}: 1 to 999,999,999 are possible.", param="seq_id")
+
+
+def _accept(body: Any, form: type[Body], op: str, caller: Principal, services: Services) -> dict[str, Any]:
+    """Store a command. One whose options are wrong is stored as refused: its number must not be missing."""
+    given = body if isinstance(body, dict) else {}
+    model, seq = given.get("model_id"), given.get("seq_id")
+    if not isinstance(model, str) or not isinstance(seq, int):
+        form.parse(body)
+        raise SpecError("model_id and seq_id are needed.", param="seq_id")
+    _check_seq(seq)
+    job = find_model(services.store, caller.project_id, model)
+    try:
+        command = Command(seq, op, _options(form.parse(body), job, model, seq, caller, services))
+    except SpecError as error:
+        command = Command(seq, "refused", {"error": error.message})
+    tinker_models.accept(job, command, services.store, services.places)
+    return _future(model, seq)
+
+
+def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, services: Services) -> dict[str, Any]:
+    match given:
+        case OptimStep():
+            return given.adam_params.model_dump(include=set(type(given.adam_params).model_fields))
+        case SaveWeights():
+            path = WeightsPath(model, "weights", check_name(given.path or f"command-{seq}"))
+            _keep_options(given, path, job, services)
+            return {"name": path.name, "path": str(path), "overwrite": given.overwrite}
+        case SaveForSampler():
+            return _for_sampler(given, job, model, seq, caller, services)
+        case LoadWeights():
+            path = WeightsPath.parse(given.path, "weights")
+            return tinker_models.loads(
+                path, optimizer=given.optimizer, principal=caller, store=services.store, places=services.places
+            )
+        case _:
+            raise AssertionError(type(given))
+
+
+def _for_sampler(
+    given: SaveForSampler, job: Job, model: str, seq: int, caller: Principal, services: Services
+) -> dict[str, Any]:
+    if given.kind != "snapshot":
+        text = f"kind = {given.kind[:40]!r}: weights that change while they are sampled from are not here. Use 'snapshot'."
+        raise SpecError(text, param="kind")
+    path = WeightsPath(model, "sampler_weights", check_name(given.path or f"command-{seq}"))
+    _keep_options(given, path, job, services)
+    options: dict[str, Any] = {"name": path.name, "path": str(path)}
+    if given.path is None:
+        if given.sampling_session_seq_id is None:
+            raise SpecError("path or sampling_session_seq_id is needed.", param="path")
+        own = sampler_id(session_of(model), given.sampling_session_seq_id)
+        _put_sampler(own, job.spec.model.name, str(path), caller, services, owns_weights=True)
+        options["sampling_session_id"] = own
+    return options
+
+
+def _put_sampler(
+    own: str, base: str, path: str | None, caller: Principal, services: Services, *, owns_weights: bool = False
+) -> None:
+    new = TinkerSampler(
+        id=own,
+        project_id=caller.project_id,
+        session_id=session_of(own),
+        base=base,
+        model_path=path,
+        owns_weights=owns_weights,
+    )
+    services.store.tinker.put_sampler(new)
+
+
+def _keep_options(given: SaveWeights | SaveForSampler, path: WeightsPath, job: Job, services: Services) -> None:
+    if given.ttl_seconds is None and not given.user_metadata:
+        return
+    expires_at = None if given.ttl_seconds is None else time.time() + given.ttl_seconds
+    options = WeightsOptions(expires_at=expires_at, user_metadata=given.user_metadata)
+    set_options(services.places.run(job.id), path.checkpoint_id, options)
+
+
+@router.post("/optim_step")
+def optim_step(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    if isinstance(body, dict) and "optimizer_params" in body:
+        body = {**body, "optimizer_params": None, "unsupported": body["optimizer_params"]}
+    return _accept(body, OptimStep, "optim_step", caller, services)
+
+
+@router.post("/save_weights")
+def save_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    return _accept(body, SaveWeights, "save_weights", caller, services)
+
+
+@router.post("/save_weights_for_sampler")
+def save_weights_for_sampler(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    return _accept(body, SaveForSampler, "save_weights_for_sampler", caller, services)
+
+
+@router.post("/load_weights")
+def load_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    """Load saved weights into a model, or create a model that begins with them."""
+    if isinstance(body, dict) and body.get("session_id") is None:
+        return _accept(body, LoadWeights, "load_weights", caller, services)
+    given = LoadWeights.parse(body)
+    if given.session_id is None or given.model_seq_id is None:
+        raise SpecError("session_id and model_seq_id, or model_id and seq_id, are needed.", param="session_id")
+    session = services.store.tinker.open_session(caller.project_id, given.session_id)
+    path = WeightsPath.parse(given.path, "weights")
+    store, places = services.store, services.places
+    source, _ = tinker_models.find_weights(path, caller, store, places)
+    load = tinker_models.loads(path, optimizer=given.optimizer, principal=caller, store=store, places=places)
+    model = model_id(session.id, given.model_seq_id)
+    base = given.base_model or source.spec.model.name
+    new = NewModel(model, base, source.spec.lora, _metadata(given.user_metadata), load)
+    tinker_models.create_model(new, _context(caller, services), places)
+    return _future(model, 0)
+
+
+@router.post("/weights_info")
+def weights_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    path = WeightsPath.parse(WeightsInfo.parse(body).tinker_path)
+    job, _ = tinker_models.find_weights(path, caller, services.store, services.places)
+    return {"base_model": job.spec.model.name, "is_lora": True, "lora_rank": job.spec.lora.r}
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(body: JsonBody, caller: TinkerCaller, services: Svc) -> Response:
+    """The result of a request, waited for a while; status 408 with the queue's state while it is not there."""
+    asked = RetrieveFuture.parse(body).request_id
+    owner, is_sample, seq = parse_request_id(asked)
+    if is_sample:
+        return await _sample_result(asked, caller, services)
+    job = await in_thread(find_model, services.store, caller.project_id, owner)
+    until, pause, looked_at = time.monotonic() + HELD_SECONDS, _SHORTEST, time.monotonic()
+    while True:
+        result = await in_thread(tinker_models.result_of, job, seq, services.places)
+        if result is not None:
+            return _answer(result)
+        if time.monotonic() >= until:
+            return _try_again(asked, job)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST)
+        if time.monotonic() >= looked_at + _JOB_SECONDS:
+            looked_at = time.monotonic()
+            job = await in_thread(find_model, services.store, caller.project_id, owner)
+
+
+def _answer(result: CommandResult) -> Response:
+    return Response(result.body, media_type=PROTOBUF) if result.body else JSONResponse(dict(result.document))
+
+
+def _try_again(asked: str, job: Job) -> Response:
+    runs = job.state is State.RUNNING
+    reason = job.pending or {
+        State.PAUSED: "The model is paused: ft resume, or the page, lets it go on.",
+        State.QUEUED: "The model waits in the queue for slots.",
+    }.get(job.state)
+    state = {"queue_state": "active" if runs else "paused_capacity", "queue_state_reason": reason}
+    return JSONResponse({"type": "try_again", "request_id": asked, **state}, status_code=408)
+
+
+async def _sample_result(asked: str, caller: Principal, services: Services) -> Response:
+    await in_thread(services.store.tinker.get_sample, caller.project_id, asked)
+    if not await services.sample_answers.wait(asked, HELD_SECONDS):
+        return JSONResponse({"type": "try_again", "request_id": asked, "queue_state": "active"}, status_code=408)
+    sample = await in_thread(services.store.tinker.get_sample, caller.project_id, asked)
+    if sample.answer is not None:
+        return Response(sample.answer, media_type=PROTOBUF)
+    return JSONResponse(sample.error or {"error": "It was not answered.", "category": "server"})

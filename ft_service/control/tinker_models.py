@@ -1,0 +1,273 @@
+"""Models of Tinker clients: each is a job without data files, whose client runs the training loop by commands.
+
+A command is a file of the job's run directory before its request is answered, so that a server that is killed then loses none,
+and a repeated request finds it. A model that waits for its client for a while is paused; its next command resumes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ft_service.bases.description import Description
+from ft_service.control.admission import AdmissionContext, new_job, read_request
+from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.host.loops import every
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import TERMINAL, Job
+from ft_service.jobs.user_actions import Verb
+from ft_service.meters import Meters
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Desired
+from ft_service.settings import Settings
+from ft_service.spec import LoraOptions
+from ft_service.spec.request import parse_client_loop
+from ft_service.storage.locations import Places
+from ft_service.store.records import NewEvent, Principal
+from ft_service.store.sql import Store
+from ft_service.tinker.bodies import LoraConfig
+from ft_service.tinker.commands import Command, CommandLog, CommandResult
+from ft_service.tinker.names import WeightsPath, check_model_id, job_id_of, session_of
+from ft_service.tinker.saved_weights import SavedWeights, delete_sampler, delete_saved, options_of, sampler_key, saved_key
+
+log = logging.getLogger(__name__)
+
+MODEL_KEY, SESSION_KEY = "tinker_model", "tinker_session"
+"""Keys of a job's metadata: its model id, and its session."""
+LORA_ALPHA = 32
+"""Tinker's lora_alpha, whatever the rank (its documentation's `LoRA primer`)."""
+DEFAULT_LENGTH = 8192
+"""Longest sequence of a model, unless the base's context is shorter."""
+IDLE_LOOK_SECONDS = 2.0
+UNUSED_SECONDS = 3600.0
+"""Time after which weights that were saved without a name, and are not sampled from, are removed; and answered samples."""
+_OPTIONS = {"precision", "lora", "training", "distributed", "checkpoint"}
+NO_HEAD = (
+    "train_unembed: the output head gets no adapter. The loss is computed inside the frozen head, some tokens' logits at a "
+    "time, so that the logits of all tokens are never held; the adapters of the layers below it are trained."
+)
+
+
+@dataclass(frozen=True)
+class NewModel:
+    """A model that a client creates."""
+
+    model_id: str
+    base: str
+    """Name of the base, or an alias."""
+    lora: LoraConfig | LoraOptions
+    """What the client asks for, or the adapter of the weights with which it begins."""
+    metadata: Mapping[str, str] | None = None
+    load: Mapping[str, Any] | None = None
+    """Options of the command that loads the weights with which it begins (`loads`); None: it begins with new ones."""
+
+
+def create_model(new: NewModel, context: AdmissionContext, places: Places) -> Job:
+    """Create the job of a model, and its first command, unless they are there. Raises as `create_job`."""
+    job_id = job_id_of(new.model_id)
+    job = _found(context.store, context.principal, job_id)
+    if job is None:
+        body, request = parse_client_loop(_body(new, context))
+        parsed = replace(read_request(body, request, context), job_id=job_id)
+        stored = new_job(parsed, context)
+        if isinstance(new.lora, LoraConfig) and new.lora.train_unembed:
+            stored = replace(stored, told=[*stored.told, NewEvent(level="info", message=NO_HEAD)])
+        try:
+            [job] = context.store.jobs.create_jobs([stored])
+        except ConflictError:  # a request that came at the same time
+            job = context.store.jobs.get_job(context.principal.project_id, job_id)
+    CommandLog(places.run(job.id)).put(Command(0, "create_model", {"model_id": new.model_id, "load": new.load}))
+    return job
+
+
+def _found(store: Store, principal: Principal, job_id: str) -> Job | None:
+    try:
+        return store.jobs.get_job(principal.project_id, job_id)
+    except NotFoundError:
+        return None
+
+
+def _body(new: NewModel, context: AdmissionContext) -> dict[str, Any]:
+    """The create body of a model's job: what the client says, and the operator's options for all models."""
+    model = context.catalogue.find(new.base)
+    options = {name: dict(value) for name, value in _options(context.settings.tinker_options).items()}
+    base = context.catalogue.descriptions.description(Path(model.path))
+    operator = options.pop("lora", {})
+    if isinstance(new.lora, LoraOptions):
+        lora = new.lora.model_dump(mode="json", exclude_unset=True)
+    else:
+        lora = {"lora_alpha": LORA_ALPHA, **operator, **_adapter(new.lora, base)}
+    training = {
+        "max_length": min(DEFAULT_LENGTH, base.dimensions.max_positions or DEFAULT_LENGTH),
+        **options.pop("training", {}),
+    }
+    metadata = {**(new.metadata or {}), MODEL_KEY: new.model_id, SESSION_KEY: session_of(new.model_id)}
+    body = {"model": new.base, "lora": lora, "training": training, "metadata": metadata, **options}
+    seed = new.lora.seed if isinstance(new.lora, LoraConfig) else None
+    return body if seed is None else {**body, "seed": seed % 2**31}
+
+
+def _adapter(wanted: LoraConfig, base: Description) -> dict[str, Any]:
+    """Options of the adapter that a client asks for. Raises SpecError for the output head alone."""
+    if not (wanted.train_attn or wanted.train_mlp):
+        text = "lora_config: the output head alone cannot be trained here. Set train_attn or train_mlp to true."
+        raise SpecError(text, param="lora_config")
+    if wanted.train_attn and wanted.train_mlp:
+        return {"r": wanted.rank}
+    modules = [weight.module for weight in base.linears if _mixes_tokens(weight.module) is wanted.train_attn]
+    return {"r": wanted.rank, "target_modules": modules}
+
+
+def _options(path: Path | None) -> dict[str, Any]:
+    """The operator's options for all models. Raises SpecError for a file that holds none."""
+    if path is None:
+        return {}
+    try:
+        options = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise SpecError(f"FT_TINKER_OPTIONS = {path}: it cannot be read: {error}.", param="FT_TINKER_OPTIONS") from None
+    wrong = sorted(set(options) - _OPTIONS) if isinstance(options, dict) else ["it is no mapping"]
+    if wrong or not all(isinstance(value, dict) for value in options.values()):
+        sections = f"the sections {', '.join(sorted(_OPTIONS))} are expected, each a mapping"
+        text = f"FT_TINKER_OPTIONS = {path}: {sections}, and there is: {', '.join(map(str, wrong))}."
+        raise SpecError(text, param="FT_TINKER_OPTIONS")
+    return options
+
+
+def _mixes_tokens(module: str) -> bool:
+    """Whether a linear layer belongs to attention, by the name that published classes give it (self_attn, attention, attn)."""
+    return any("att" in part for part in module.lower().split("."))
+
+
+def find_model(store: Store, project_id: str, model: str) -> Job:
+    """The job of a model. Raises SpecError for an id that is none, NotFoundError if the project has no such model."""
+    try:
+        return store.jobs.get_job(project_id, job_id_of(check_model_id(model)))
+    except NotFoundError:
+        raise NotFoundError(f"There is no model {model} in this project.", param="model_id", code="model_not_found") from None
+
+
+def accept(job: Job, command: Command, store: Store, places: Places) -> None:
+    """Store a command of a model, unless its number has one, and have the model go on. Raises SpecError if it has ended."""
+    if job.state in TERMINAL and not CommandLog(places.run(job.id)).has(command.seq):
+        raise SpecError(ended_text(job), param="model_id", code="model_ended")
+    CommandLog(places.run(job.id)).put(command)
+    if job.desired is Desired.PAUSE and job.reason is Reason.IDLE:
+        store.jobs.request(job.project_id, job.id, Verb.RESUME)
+
+
+def finish_models(project_id: str, session_id: str, store: Store, places: Places) -> None:
+    """Have the models of a session write their adapters and end, behind the commands that they have."""
+    for job in store.jobs.list_jobs(project_id, limit=100, metadata={SESSION_KEY: session_id}).data:
+        if job.state in TERMINAL or not is_model(job):
+            continue
+        commands = CommandLog(places.run(job.id))
+        newest = commands.command(commands.newest())
+        if newest is None or newest.op != "finish":
+            accept(job, Command(commands.newest() + 1, "finish"), store, places)
+
+
+def ended_text(job: Job) -> str:
+    """Text for a client whose model takes no commands any more."""
+    why = f": {job.error['message']}" if job.error else ""
+    return (
+        f"The model has ended ({job.state.value}){why}. Create another one; its saved weights can be loaded with "
+        "create_training_client_from_state."
+    )
+
+
+def result_of(job: Job, seq: int, places: Places) -> CommandResult | None:
+    """The result of a command; None: it is not there yet. Raises NotFoundError for a number without a command."""
+    command_log = CommandLog(places.run(job.id))
+    result = command_log.result(seq)
+    if result is not None:
+        return result
+    if not command_log.has(seq):
+        result = command_log.result(seq)  # both may have gone, or the command just now
+        if result is None:
+            raise NotFoundError(
+                f"There is no request {seq} of this model, or its result was asked for too late.", code="no_request"
+            )
+        return result
+    return CommandResult.failed(ended_text(job), by_user=False) if job.state in TERMINAL else None
+
+
+def loads(path: WeightsPath, *, optimizer: bool, principal: Principal, store: Store, places: Places) -> dict[str, Any]:
+    """The options of a command that loads saved weights. Raises NotFoundError."""
+    job, saved = find_weights(path, principal, store, places)
+    assert saved is not None
+    run = places.run(job.id)
+    return {"path": str(path), "run_dir": str(run.root), "checkpoint": saved.checkpoint, "optimizer": optimizer}
+
+
+def find_weights(path: WeightsPath, principal: Principal, store: Store, places: Places) -> tuple[Job, SavedWeights | None]:
+    """The job of saved weights, and what is known of them if they are to be trained on: the project's own, or published in its
+    organization. Raises NotFoundError for others."""
+    missing = NotFoundError(f"There are no saved weights {path} here.", param="path", code="weights_not_found")
+    job = _found(store, principal, job_id_of(path.model_id))
+    is_own = job is not None
+    job = job or store.jobs.job_of_organization(principal.organization, job_id_of(path.model_id))
+    if job is None:
+        raise missing
+    run = places.run(job.id)
+    options = options_of(run, path.checkpoint_id)
+    if options.expires_at is not None and options.expires_at <= time.time():
+        delete_weights(run, path)
+    if not (is_own or options.public):
+        raise missing
+    if path.kind == "sampler_weights":
+        if not run.path(sampler_key(path.name)).is_dir():
+            raise missing
+        return job, None
+    saved = run.readable(saved_key(path.name), SavedWeights)
+    if saved is None:
+        raise missing
+    return job, saved
+
+
+def delete_weights(run: RunDir, path: WeightsPath) -> bool:
+    """Remove saved weights. Returns whether there were any."""
+    return delete_saved(run, path.name) if path.kind == "weights" else delete_sampler(run, path.name)
+
+
+def is_model(job: Job) -> bool:
+    """Whether a job is a client's model; anybody may give a job the metadata of one."""
+    return job.spec.training_data is None and MODEL_KEY in (job.request.get("metadata") or {})
+
+
+def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
+    """Pause models that wait for their clients, and remove what no client asks for any more, until `stop` is set."""
+    places = Places.of(settings)
+
+    def look() -> None:
+        pause_idle(store, places, settings.tinker_idle_seconds)
+        remove_unused(store, places)
+
+    every(IDLE_LOOK_SECONDS, look, stop, "looking after Tinker's models")
+
+
+def pause_idle(store: Store, places: Places, seconds: float) -> None:
+    """Pause the models that have done all that their clients said, and wait for more for so long."""
+    for job in store.jobs.running_with(MODEL_KEY):
+        commands = CommandLog(places.run(job.id))
+        if not is_model(job):
+            continue
+        if not commands.has_unanswered() and commands.last_used() < time.time() - seconds:
+            log.info("a model waits for its client and is paused", extra={"job_id": job.id})
+            store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
+
+
+def remove_unused(store: Store, places: Places) -> None:
+    """Remove samples that were answered long ago, and weights that were saved for one sampler which is not used any more."""
+    store.tinker.forget_samples(UNUSED_SECONDS)
+    for sampler in store.tinker.unused_samplers(UNUSED_SECONDS):
+        path = WeightsPath.parse(sampler.model_path or "")
+        delete_sampler(places.run(job_id_of(path.model_id)), path.name)
+        store.tinker.forget_weights(sampler.id)

@@ -1,0 +1,199 @@
+"""The loop that answers requests for samples of Tinker clients, which wait in the database, with the preview's process.
+
+A server that is killed loses none: what is not answered then is asked again by the next one. An answer that is stored stays.
+Where weights are sampled from for the first time, the process also computes the log-probabilities of the sequences that the
+trainer has left beside them: how far the two are apart is a metric, and a warning of the model's job if it is far.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from ft_service.bases.catalogue import Catalogue
+from ft_service.control.tinker_models import find_weights
+from ft_service.errors import FtError, NotFoundError, UnavailableError
+from ft_service.jobs.states import Job
+from ft_service.meters import Meters
+from ft_service.serving.preview import Preview, PreviewModel, Ticket
+from ft_service.storage.locations import Places
+from ft_service.store.records import NewEvent, Principal
+from ft_service.store.sql import Store
+from ft_service.store.tinker import TinkerSample, TinkerSampler
+from ft_service.tinker.names import WeightsPath
+from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk, parse_sample_request
+from ft_service.tinker.saved_weights import PROBES, SamplerProbe, SamplerProbes, sampler_key
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+BUSY_SECONDS = 1.0
+"""Pause before a request is sent again that the preview had no place for."""
+AT_ONCE = 128
+AT_ONCE_OF_PROJECT = 48
+FAR_NATS = 0.1
+"""Mean distance to the trainer's log-probabilities from which its user is warned: another precision explains less."""
+
+
+@dataclass
+class _Asked:
+    """A request that the preview answers."""
+
+    sample: TinkerSample | None
+    """None: it measures how far the sampler is from the trainer."""
+    sampled: Sampled
+    sampler: TinkerSampler
+    job: Job | None
+    probe: SamplerProbe | None = None
+    ticket: Ticket | None = None
+
+
+@dataclass
+class SampleLoop:
+    """Requests for samples, answered one after the other as the preview has places. For one thread."""
+
+    store: Store
+    preview: Preview
+    places: Places
+    catalogue: Catalogue
+    meters: Meters
+    asked: dict[str, _Asked] = field(default_factory=dict[str, _Asked])
+    """What is under way, by the sample's id."""
+
+    def __post_init__(self) -> None:
+        self._parts: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._measured: dict[str, list[float]] = {}
+        """Sampler → distances of its probes so far."""
+        self._known: set[str] = set()
+        """Samplers that were measured, or have nothing to measure."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Answer requests until `stop` is set. An error of one request is its answer."""
+        while not stop.is_set():
+            pause = LOOK_SECONDS
+            try:
+                self._ask_waiting()
+            except UnavailableError as error:
+                log.info("requests for samples wait: %s", error.message)
+                pause = BUSY_SECONDS
+            except Exception:
+                log.exception("requests for samples wait")
+                pause = BUSY_SECONDS
+            self._take(pause)
+
+    def _ask_waiting(self) -> None:
+        room = AT_ONCE - len(self.asked)
+        if room <= 0:
+            return
+        of_project = Counter(asked.sampler.project_id for asked in self.asked.values())
+        for sample in self.store.tinker.unanswered(set(self.asked), room):
+            if of_project[sample.project_id] >= AT_ONCE_OF_PROJECT:
+                continue
+            of_project[sample.project_id] += 1
+            try:
+                self._ask(sample)
+            except UnavailableError:
+                raise
+            except FtError as error:
+                category = "user" if isinstance(error, NotFoundError) else "server"
+                self.store.tinker.answer_samples({sample.id: {"error": error.message, "category": category}})
+
+    def _ask(self, sample: TinkerSample) -> None:
+        sampler = self.store.tinker.get_sampler(sample.project_id, sample.sampler_id)
+        request = parse_sample_request(sample.request)
+        model, adapter, job = self._model(sampler)
+        if job is not None and sampler.logprob_gap is None and sampler.id not in self._known:
+            self._known.add(sampler.id)
+            self._measure(sampler, model, str(adapter), job)
+        self._submit(sample.id, _Asked(sample, Sampled(request), sampler, job), model, adapter)
+
+    def _submit(self, key: str, asked: _Asked, model: PreviewModel, adapter: str | None) -> None:
+        order = asked.sampled.request.order(adapter)
+        project = asked.sampler.project_id
+        deliver = partial(self._deliver, key)
+        asked.ticket = self.preview.submit(model, order, deliver, project_id=project, on_processor=True)
+        self.asked[key] = asked
+
+    def _deliver(self, key: str, part: dict[str, Any]) -> None:
+        self._parts.put((key, part))
+
+    def _model(self, sampler: TinkerSampler) -> tuple[PreviewModel, str | None, Job | None]:
+        """The base with its formats, the folder of the adapter, and the job that trained it. Raises NotFoundError."""
+        if sampler.model_path is None:
+            return PreviewModel(str(self.catalogue.find(sampler.base).path)), None, None
+        path = WeightsPath.parse(sampler.model_path)
+        owner = self.store.projects.get_project(sampler.project_id)
+        caller = Principal(key_id="", project_id=owner.id, organization=owner.organization, scope="read")
+        job, _ = find_weights(path, caller, self.store, self.places)
+        folder = self.places.run(job.id).path(sampler_key(path.name))
+        spec = job.spec
+        return PreviewModel(spec.model.path, spec.precision.model_dump(mode="json")), str(folder), job
+
+    def _measure(self, sampler: TinkerSampler, model: PreviewModel, adapter: str, job: Job) -> None:
+        """Ask for the log-probabilities of the sequences that the trainer has left beside the weights."""
+        assert sampler.model_path is not None
+        key = f"{sampler_key(WeightsPath.parse(sampler.model_path).name)}/{PROBES}"
+        document = self.places.run(job.id).readable(key, SamplerProbes)
+        for number, probe in enumerate(document.probes if document else ()):
+            chunk = TextChunk(tokens=probe.tokens)
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            request = SampleRequest(prompt=ModelInput(chunks=[chunk]), sampling_params=params, prompt_logprobs=True)
+            asked = _Asked(None, Sampled(request), sampler, job, probe)
+            self._submit(f"{sampler.id}/probe-{number}", asked, model, adapter)
+
+    def _take(self, seconds: float) -> None:
+        """Take the parts of answers that have come, waiting for the first, and store the answers that are whole."""
+        answers: dict[str, bytes | dict[str, Any]] = {}
+        try:
+            key, part = self._parts.get(timeout=seconds)
+            while True:
+                self._take_part(key, part, answers)
+                key, part = self._parts.get_nowait()
+        except queue.Empty:
+            pass
+        if answers:
+            self.store.tinker.answer_samples(answers)
+
+    def _take_part(self, key: str, part: dict[str, Any], answers: dict[str, bytes | dict[str, Any]]) -> None:
+        asked = self.asked.get(key)
+        if asked is None:
+            return
+        if part["kind"] == "error":
+            del self.asked[key]
+            error: FtError = part["error"]
+            if asked.sample is not None and not isinstance(error, UnavailableError):  # that is asked again
+                answers[key] = {"error": error.message, "category": "user" if error.param else "server"}
+            return
+        asked.sampled.take(part)
+        if not asked.sampled.done:
+            return
+        del self.asked[key]
+        if asked.sample is not None:
+            answers[key] = asked.sampled.message()
+        else:
+            self._compare(asked)
+
+    def _compare(self, asked: _Asked) -> None:
+        """Compare the log-probabilities of one sequence with the trainer's; of all of them, store the mean distance."""
+        assert asked.probe is not None
+        assert asked.job is not None
+        sampler_id, own = asked.sampler.id, [asked.sampled.prompt[place][0] for place in sorted(asked.sampled.prompt)]
+        distances = self._measured.setdefault(sampler_id, [])
+        distances += [abs(mine - theirs) for mine, theirs in zip(own, asked.probe.logprobs, strict=True)]
+        if any(other.sampler.id == sampler_id and other.sample is None for other in self.asked.values()):
+            return
+        gap = fmean(self._measured.pop(sampler_id))
+        self.store.tinker.note_gap(sampler_id, gap)
+        self.meters.sampler_gap.observe(gap)
+        if gap > FAR_NATS:
+            text = (
+                f"The sampler's log-probabilities of {asked.sampler.model_path} lie {gap:.3f} nats a token from the trainer's, "
+                f"more than another precision explains ({FAR_NATS:g}): losses that go by their ratio mean something else."
+            )
+            self.store.jobs.add_events(asked.job, [NewEvent(level="warn", message=text)])

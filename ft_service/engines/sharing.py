@@ -31,9 +31,10 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
     the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
     groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
-    ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room beside the base.
+    ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room beside the base. The gain does
+    not matter to a job whose client runs the training loop: it would hold its ranks while it waits for its client.
     """
-    if seat is not None and not _is_worth(seat):
+    if seat is not None and not _is_worth(seat, by_gain=spec.training_data is not None):
         return None
     options = spec.distributed
     if spec.parent is not None and not shares_adapters:
@@ -57,9 +58,9 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
 
 
-def _is_worth(seat: SeatSize) -> bool:
+def _is_worth(seat: SeatSize, *, by_gain: bool) -> bool:
     has_room = seat.room is None or seat.held + seat.batch <= seat.room
-    return has_room and (seat.gain is None or seat.gain >= WORTH_GAIN)
+    return has_room and (not by_gain or seat.gain is None or seat.gain >= WORTH_GAIN)
 
 
 def fault_groups(engine_id: str, job_ids: Sequence[str]) -> dict[str, str]:

@@ -20,11 +20,10 @@ from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.commands import Command, CommandLog
 from tests.support.bases import AS_IT_IS
 from tests.support.training.attempts import run_attempt
+from tests.support.training.loss_messages import Arrays, loss_message
 from tests.support.training.models import VOCABULARY
 
 ADAM = {"learning_rate": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-
-Arrays = Mapping[str, np.ndarray]
 
 
 def loop_spec(base: Path, *, ranks: int = 1, **options: Any) -> JobSpec:
@@ -53,29 +52,6 @@ def examples(count: int, *, seed: int = 1, longest: int = 30) -> list[tuple[np.n
         weights[0] = 0.0
         made.append((ids[:-1], {"target_tokens": ids[1:], "weights": weights}))
     return made
-
-
-def loss_message(
-    seq: int,
-    data: Sequence[tuple[np.ndarray, Arrays]],
-    loss_fn: str = "cross_entropy",
-    config: Mapping[str, float] | None = None,
-    *,
-    forward_only: bool = False,
-) -> pb.ForwardBackwardRequest:
-    message = pb.ForwardBackwardRequest(model_id="model", seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
-    for name, value in (config or {}).items():
-        message.loss_fn_config[name] = value
-    for ids, arrays in data:
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = ids.astype("<i4").tobytes()
-        for name, array in arrays.items():
-            whole = array.dtype.kind == "i"
-            tensor = datum.loss_fn_inputs[name]
-            tensor.dense = array.astype("<i8" if whole else "<f4").tobytes()
-            tensor.dtype = pb.DTYPE_INT64 if whole else pb.DTYPE_FLOAT32
-            tensor.shape.extend(array.shape)
-    return message
 
 
 class Script:

@@ -1,0 +1,56 @@
+"""Each loss against its formula written out, number by number, with the gradient by differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from workers.tinker.losses import LOSSES
+
+LP = [-0.2, -1.5, -3.0, -0.7]
+INPUTS = {"logprobs": [-0.4, -1.0, -3.0, -2.0], "advantages": [1.0, -2.0, 0.5, 3.0], "weights": [1.0, -0.5, 0.0, 2.0]}
+CONFIG: Mapping[str, Mapping[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dro": {"beta": 0.3},
+}
+
+Scalar = Callable[[float, float, float, float], float]
+
+
+def clip(ratio: float) -> float:
+    return min(max(ratio, 0.8), 1.2)
+
+
+VALUE: Mapping[str, Scalar] = {
+    "cross_entropy": lambda lp, q, a, w: -w * lp,
+    "importance_sampling": lambda lp, q, a, w: -math.exp(lp - q) * a,
+    "ppo": lambda lp, q, a, w: -min(math.exp(lp - q) * a, clip(math.exp(lp - q)) * a),
+    "cispo": lambda lp, q, a, w: -clip(math.exp(lp - q)) * lp * a,
+    "dro": lambda lp, q, a, w: -(lp * a - 0.15 * (lp - q) ** 2),
+}
+SLOPE: Mapping[str, Scalar] = {
+    "cross_entropy": lambda lp, q, a, w: -w,
+    "importance_sampling": lambda lp, q, a, w: -math.exp(lp - q) * a,
+    # No gradient where clipping holds the smaller of the two.
+    "ppo": lambda lp, q, a, w: -math.exp(lp - q) * a if math.exp(lp - q) * a <= clip(math.exp(lp - q)) * a else 0.0,
+    "cispo": lambda lp, q, a, w: -clip(math.exp(lp - q)) * a,
+    "dro": lambda lp, q, a, w: -(a - 0.3 * (lp - q)),
+}
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_values_and_gradients(name: str) -> None:
+    logs = torch.tensor(LP, dtype=torch.float64, requires_grad=True)
+    inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in INPUTS.items()}
+    losses = LOSSES[name](logs, inputs, CONFIG[name])
+    losses.sum().backward()
+    places = list(zip(LP, INPUTS["logprobs"], INPUTS["advantages"], INPUTS["weights"], strict=True))
+    assert losses.tolist() == pytest.approx([VALUE[name](*place) for place in places])
+    assert logs.grad is not None
+    assert logs.grad.tolist() == pytest.approx([SLOPE[name](*place) for place in places])

@@ -88,8 +88,7 @@ def create_app(
     )
     catalogue = Catalogue.from_settings(settings, descriptions or service_descriptions(settings, makes=False))
     app.state.services = Services(settings, store, catalogue, meters, preview)
-    tinker = _TINKER if settings.tinker == "on" else ()
-    for module in (*_REST, *_SERVICE, *tinker, *(_PAGE if settings.page == "on" else ())):
+    for module in (*_REST, *_SERVICE, *_TINKER, *(_PAGE if settings.page == "on" else ())):
         # Not by include_router: FastAPI searches an included router again at every request.
         app.router.routes.extend(module.router.routes)
     if settings.page == "on":

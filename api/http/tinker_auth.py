@@ -10,13 +10,15 @@ from fastapi.security import HTTPAuthorizationCredentials
 from api.http.auth import authenticated
 from api.http.dependencies import Svc
 from api.http.routing import ERRORS, ThreadRoute
-from ft_service.errors import AuthError
+from ft_service.errors import AuthError, NotFoundError
 from ft_service.store.records import Principal
 from ft_service.tinker.names import KEY_PREFIX
 
 
 async def client(request: Request, services: Svc, x_api_key: Annotated[str | None, Header()] = None) -> Principal:
-    """Return the holder of the key. Raises as `authenticated`."""
+    """Return the holder of the key. Raises as `authenticated`, and NotFoundError if this wire is switched off."""
+    if services.settings.tinker == "off":
+        raise NotFoundError("Tinker's wire is switched off on this server (FT_TINKER = off).", code="tinker_off")
     key = (x_api_key or "").removeprefix(KEY_PREFIX)
     if not key:
         raise AuthError(f"No API key was sent. Send it as `X-API-Key: {KEY_PREFIX}<key>`; `ft keys create --tinker` prints it.")

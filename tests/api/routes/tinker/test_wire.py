@@ -1,0 +1,303 @@
+"""Tinker's wire, with a thread in place of the ranks. Its own client is in tests/e2e/test_tinker.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from ft_service.control.tinker_models import MODEL_KEY, pause_idle
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import State
+from ft_service.rundir.documents import Desired
+from ft_service.tinker import tinker_messages_pb2 as pb
+from ft_service.tinker.commands import Command, CommandLog, CommandResult
+from ft_service.tinker.loss_calls import LossRequest, write_output
+from ft_service.tinker.names import KEY_PREFIX, job_id_of
+from ft_service.tinker.saved_weights import SavedWeights
+from tests.support.rest.service import TRAINING, Service, put_state, run_dir, wait_until
+from tests.support.training.loss_messages import loss_message
+
+
+class Ranks(threading.Thread):
+    """What the ranks of all models would do: answer every command, in the order of their numbers."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self._service, self.stopped = service, threading.Event()
+        self.done: list[tuple[str, int, str]] = []
+        """(job, number, what) in the order in which it was carried out."""
+
+    def run(self) -> None:
+        following: dict[str, int] = {}
+        while not self.stopped.wait(0.005):
+            for folder in self._service.settings.runs_dir.glob("ftjob-*"):
+                log = CommandLog(run_dir(self._service, folder.name))
+                while (command := log.command(following.get(folder.name, 0))) is not None:
+                    log.put_result(command.seq, answer(command))
+                    self.done.append((folder.name, command.seq, command.op))
+                    following[folder.name] = command.seq + 1
+
+
+def answer(command: Command) -> CommandResult:
+    match command.op:
+        case "forward_backward":
+            call = LossRequest.parse(command.body).call(vocabulary=1000, longest=64)
+            return CommandResult({}, write_output([datum.inputs["weights"] for datum in call.data], {"loss:sum": 1.5}))
+        case "refused":
+            return CommandResult.failed(command.options["error"])
+        case "create_model":
+            return CommandResult({"model_id": command.options["model_id"], "type": "create_model"})
+        case "optim_step":
+            return CommandResult({"type": "optim_step", "metrics": {"lr": command.options["learning_rate"]}})
+        case op:
+            return CommandResult({"path": command.options.get("path"), "type": op})
+
+
+@pytest.fixture
+def ranks(service: Service) -> Iterator[Ranks]:
+    thread = Ranks(service)
+    thread.start()
+    yield thread
+    thread.stopped.set()
+    thread.join()
+
+
+def send(service: Service, method: str, path: str, key: str | None = None, **options: Any) -> httpx2.Response:
+    headers = {"x-api-key": KEY_PREFIX + (key or service.key)}
+    return service.connections.request(method, f"{service.url}/api/v1/{path}", headers=headers, **options)
+
+
+def post(service: Service, path: str, body: Any, key: str | None = None) -> httpx2.Response:
+    return send(service, "POST", path, key, json=body)
+
+
+def result(service: Service, request: httpx2.Response) -> Any:
+    """What a request comes to: JSON, or the client's message."""
+    assert request.status_code == 200, request.text
+    answer = post(service, "retrieve_future", {"request_id": request.json()["request_id"]})
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"] != "application/x-protobuf":
+        return answer.json()
+    return dict(pb.ForwardBackwardOutput.FromString(answer.content).metrics)
+
+
+def new_session(service: Service) -> str:
+    return post(service, "create_session", {"tags": [], "sdk_version": "0.38"}).json()["session_id"]
+
+
+def new_model(service: Service, session: str | None = None, **lora: Any) -> str:
+    session = session or new_session(service)
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4, **lora}}
+    return result(service, post(service, "create_model", body))["model_id"]
+
+
+def loss(service: Service, model: str, seq: int) -> httpx2.Response:
+    ids = np.array([1, 2, 3])
+    message = loss_message(seq, [(ids, {"target_tokens": ids})])
+    message.model_id = model
+    return send(service, "POST", "forward_backward", content=message.SerializeToString())
+
+
+def step(service: Service, model: str, seq: int, rate: float) -> httpx2.Response:
+    return post(service, "optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}})
+
+
+def test_commands_are_carried_out_in_order_once(service: Service, ranks: Ranks) -> None:
+    model = new_model(service, seed=5)
+    sent = [step(service, model, 4, 0.5), loss(service, model, 3), step(service, model, 2, 0.25), loss(service, model, 1)]
+    assert [result(service, request) for request in reversed(sent)] == [
+        {"loss:sum": 1.5},
+        {"type": "optim_step", "metrics": {"lr": 0.25}},
+        {"loss:sum": 1.5},
+        {"type": "optim_step", "metrics": {"lr": 0.5}},
+    ]
+    again = step(service, model, 4, 9.0)
+    assert again.json() == sent[0].json()
+    assert result(service, again)["metrics"] == {"lr": 0.5}
+    assert [(number, op) for _, number, op in ranks.done] == [
+        (0, "create_model"),
+        (1, "forward_backward"),
+        (2, "optim_step"),
+        (3, "forward_backward"),
+        (4, "optim_step"),
+    ]
+
+
+def test_a_model_is_a_job(service: Service, ranks: Ranks) -> None:
+    session = new_session(service)
+    model = new_model(service, session, seed=5)
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    assert post(service, "create_model", body).json()["model_id"] == model, "a repeated request finds it"
+    [job] = service.store.jobs.list_jobs("default").data
+    assert (job.id, job.spec.training_data, job.spec.lora.r, job.spec.lora.lora_alpha, job.spec.seed) == (
+        job_id_of(model),
+        None,
+        4,
+        32,
+        5,
+    )
+    shown = service.client().fine_tuning.jobs.retrieve(job.id)
+    assert shown.method is not None
+    assert (shown.method.type, shown.training_file) == ("tinker", None)
+    assert post(service, "get_info", {"model_id": model}).json()["lora_rank"] == 4
+    assert send(service, "GET", f"sessions/{session}").json()["training_run_ids"] == [model]
+    [run] = send(service, "GET", "training_runs").json()["training_runs"]
+    assert (run["training_run_id"], run["lora_rank"], run["user_metadata"]) == (model, 4, None)
+
+
+def test_a_job_with_a_models_metadata_is_none(service: Service) -> None:
+    create = {"model": "tiny", "training_file": upload(service), "metadata": {MODEL_KEY: "session-1:train:0"}}
+    service.client().fine_tuning.jobs.create(**create)
+    put_state(service.store, service.store.jobs.list_jobs("default").data[0].id, State.RUNNING)
+    pause_idle(service.store, service.app.state.services.places, -1.0)
+    [job] = service.store.jobs.list_jobs("default").data
+    assert job.desired is Desired.RUN
+    assert send(service, "GET", "training_runs").json()["training_runs"] == []
+
+
+def upload(service: Service) -> str:
+    return service.client().files.create(file=("train.jsonl", TRAINING), purpose="fine-tune").id
+
+
+def test_only_attention_or_only_the_rest(service: Service) -> None:
+    for number, lora in enumerate(({"train_mlp": False}, {"train_attn": False})):
+        body = {"session_id": new_session(service), "model_seq_id": number, "base_model": "tiny", "lora_config": lora}
+        post(service, "create_model", body)
+    rest, attention = (job.spec.lora.target_modules for job in service.store.jobs.list_jobs("default").data)
+    assert all("self_attn" in name for name in attention)
+    assert all("mlp" in name for name in rest)
+    assert len(attention) == 4 * len(rest) / 3
+
+
+def test_wrong_options_are_the_requests_result(service: Service, ranks: Ranks) -> None:
+    """Its number must not be missing, or the ranks would wait for it for ever."""
+    model = new_model(service)
+    wrong = result(service, step(service, model, 1, -1.0))
+    assert (wrong["category"], "learning_rate = -1" in wrong["error"]) == ("user", True)
+    named = post(service, "save_weights", {"model_id": model, "seq_id": 2, "path": "a b"})
+    assert "1 to 128 letters" in result(service, named)["error"]
+    missing = {"model_id": model, "seq_id": 3, "path": f"tinker://{model}/weights/none", "optimizer": True}
+    assert post(service, "load_weights", missing).status_code == 404
+    assert result(service, step(service, model, 3, 0.25))["metrics"] == {"lr": 0.25}
+
+
+REFUSED = {
+    "a base that is not there": ("create_model", {"base_model": "nothing"}, "there is no such base model"),
+    "a rank": ("create_model", {"base_model": "tiny", "lora_config": {"rank": 0}}, "lora_config.rank = 0"),
+    "the head alone": (
+        "create_model",
+        {"base_model": "tiny", "lora_config": {"train_mlp": False, "train_attn": False}},
+        "output head alone",
+    ),
+    "another optimizer": ("create_model", {"base_model": "tiny", "optimizer_config": {"type": "dimuon"}}, "AdamW only"),
+    "no sampler": ("create_sampling_session", {"base_model": "tiny"}, "preview is off"),
+    "an unknown field": ("create_sampling_session", {"surprise": "x"}, "surprise: this service does not know it"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_is_refused_is_named(service: Service, case: str) -> None:
+    path, changes, text = REFUSED[case]
+    number = {"model_seq_id": 0} if path == "create_model" else {"sampling_session_seq_id": 0}
+    answer = post(service, path, {"session_id": new_session(service), **number, **changes})
+    assert answer.status_code == 400, answer.text
+    assert text in answer.json()["error"]["message"]
+    assert service.store.jobs.list_jobs("default").data == []
+
+
+@pytest.mark.parametrize(("path", "text"), [("copy_weights", "publish the weights"), ("nothing/at/all", "docs/tinker.md")])
+def test_what_is_not_here_is_named(service: Service, path: str, text: str) -> None:
+    answer = post(service, path, {})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unsupported_operation")
+    assert path in answer.json()["error"]["message"]
+    assert text in answer.json()["error"]["message"]
+
+
+def test_a_session_that_is_finished_ends_its_models(service: Service, ranks: Ranks) -> None:
+    session = new_session(service)
+    model = new_model(service, session)
+    assert result(service, step(service, model, 1, 0.5))
+    assert post(service, f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 200
+    assert post(service, f"sessions/{session}/finish", {"reason": {"type": "errored"}}).status_code == 200
+    wait_until(lambda: ranks.done[-1][1:] == (2, "finish"))
+    answer = post(service, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": "tiny"})
+    assert answer.json()["error"]["code"] == "session_finished"
+
+
+def test_a_failed_job_answers_what_waits(service: Service) -> None:
+    session = new_session(service)
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    request = post(service, "create_model", body)
+    [job] = service.store.jobs.list_jobs("default").data
+    service.client().fine_tuning.jobs.cancel(job.id)
+    ended = result(service, request)
+    assert (ended["category"], "has ended (cancelled)" in ended["error"]) == ("server", True)
+    assert step(service, request.json()["model_id"], 1, 0.5).json()["error"]["code"] == "model_ended"
+
+
+def test_keys(service: Service) -> None:
+    assert service.connections.post(f"{service.url}/api/v1/create_session", json={}).status_code == 401
+    assert post(service, "create_session", {}, key="wrong").status_code == 401
+    _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
+    assert post(service, "create_session", {}, key=read).status_code == 403
+    assert post(service, "create_session", {"project_id": "other"}).status_code == 400
+
+
+def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
+    session = new_session(service)
+    model = new_model(service, session)
+    saved = SavedWeights(name="mine", checkpoint="step-1-a1", step=1, command=1, created_at=1.0, bytes=3)
+    run_dir(service, job_id_of(model)).write("saved_weights/mine.json", saved)
+    service.store.projects.ensure_project("other", "local")
+    _, key = service.store.keys.create_key(project_id="other", name="o", scope="admin")
+    path = f"tinker://{model}/weights/mine"
+    tried = [
+        post(service, "get_info", {"model_id": model}, key),
+        post(service, "optim_step", {"model_id": model, "seq_id": 9}, key),
+        post(service, "session_heartbeat", {"session_id": session}, key),
+        post(service, "create_model", {"session_id": session, "model_seq_id": 5, "base_model": "tiny"}, key),
+        post(service, "retrieve_future", {"request_id": f"{model}#0"}, key),
+        post(service, "weights_info", {"tinker_path": path}, key),
+        *(
+            send(service, "GET", place, key)
+            for place in (f"sessions/{session}", f"training_runs/{model}", f"training_runs/{model}/checkpoints")
+        ),
+    ]
+    assert [answer.status_code for answer in tried] == [404] * len(tried)
+    place = f"training_runs/{model}/checkpoints/weights/mine"
+    assert send(service, "POST", f"{place}/publish", key).status_code == 404
+    assert send(service, "POST", f"{place}/publish").status_code == 204
+    assert post(service, "weights_info", {"tinker_path": path}, key).json()["base_model"] == "tiny", "for all who know the path"
+    assert send(service, "DELETE", f"{place}/publish").status_code == 204
+    assert post(service, "weights_info", {"tinker_path": path}, key).status_code == 404
+    assert send(service, "PUT", f"{place}/ttl", json={"ttl_seconds": 60}).status_code == 400
+    assert send(service, "DELETE", place).status_code == 204
+    assert send(service, "GET", f"training_runs/{model}/checkpoints").json() == {"checkpoints": []}
+
+
+def test_a_model_that_waits_is_paused_and_returns(service: Service, ranks: Ranks) -> None:
+    model = new_model(service)
+    job_id = job_id_of(model)
+    put_state(service.store, job_id, State.RUNNING)
+    places = service.app.state.services.places
+    pause_idle(service.store, places, 3600.0)
+    assert service.store.jobs.get_job("default", job_id).desired is Desired.RUN
+    pause_idle(service.store, places, -1.0)
+    paused = service.store.jobs.get_job("default", job_id)
+    assert (paused.desired, paused.reason) == (Desired.PAUSE, Reason.IDLE)
+    assert result(service, step(service, model, 1, 0.5))
+    assert service.store.jobs.get_job("default", job_id).desired is Desired.RUN
+    service.client().fine_tuning.jobs.pause(job_id)
+    assert result(service, step(service, model, 2, 0.5))
+    assert service.store.jobs.get_job("default", job_id).desired is Desired.PAUSE, "whom its user pauses, no command resumes"
+
+
+def test_the_wire_can_be_switched_off(service: Service) -> None:
+    service.use(service.settings.model_copy(update={"tinker": "off"}))
+    answer = post(service, "create_session", {})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "tinker_off")

@@ -26,6 +26,7 @@ NOT_HERE: Mapping[str, str] = {
     "RestClient.get_current_checkpoint_storage_usage": "`list_user_checkpoints` has the size of each",
     "RestClient.get_external_weights_urls": _OTHERWISE,
     "RestClient.search_sessions": "`list_sessions` and `ft jobs` list them",
+    "RestClient.whoami": "a key has no person: `ft keys list`",
 }
 """Method → what to do instead. A method whose name ends in `_async` is the same as the one without."""
 

@@ -156,6 +156,16 @@ class SaveForSampler(Body):
     user_metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
+class SaveExternal(Body):
+    """The body of `save_weights_external`."""
+
+    model_id: str
+    seq_id: Seq
+    path: str | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(Body):
     """The body of `load_weights`: into a model, or as one that begins with them."""
 

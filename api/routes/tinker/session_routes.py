@@ -114,11 +114,10 @@ _INSTEAD = {
     "auth": "keys are not exchanged for tokens: send X-API-Key",
     "create_custom_loss": "custom losses are computed by the client (custom_loss_server_side is false)",
     "copy_weights": "publish the weights (publish_checkpoint) and load them from there",
-    "save_weights_external": "`ft download JOB` gives the adapter in PEFT's layout, and so does save_weights_for_sampler",
     "sessions/search": "GET /api/v1/sessions lists them",
     "current_checkpoint_storage": "GET /api/v1/checkpoints has the size of each",
     "billing": "GET /v1/organization/usage has the tokens and slot-seconds of every project",
-    "audit_log": "`ft audit` shows the changes of a project",
+    "audit": "`ft audit` shows the changes of a project",
     "retrieve_futures": "results are asked for one by one (sample_use_retrieve_futures is false)",
     "cancel_future": "requests for samples end by themselves (sample_cancel_enabled is false)",
 }

@@ -17,7 +17,7 @@ from ft_service.bases.origin import portable_name
 from ft_service.control import tinker_models
 from ft_service.control.admission import AdmissionContext
 from ft_service.control.tinker_models import NewModel, find_model
-from ft_service.errors import SpecError
+from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.store.records import Principal
 from ft_service.store.tinker import TinkerSampler
@@ -28,6 +28,7 @@ from ft_service.tinker.bodies import (
     OfModel,
     OptimStep,
     RetrieveFuture,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     WeightsInfo,
@@ -130,7 +131,7 @@ def _accept(body: Any, form: type[Body], op: str, caller: Principal, services: S
     job = find_model(services.store, caller.project_id, model)
     try:
         command = Command(seq, op, _options(form.parse(body), job, model, seq, caller, services))
-    except SpecError as error:
+    except (SpecError, NotFoundError) as error:
         command = Command(seq, "refused", {"error": error.message})
     tinker_models.accept(job, command, services.store, services.places)
     return _future(model, seq)
@@ -152,7 +153,7 @@ def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, ser
                 path, optimizer=given.optimizer, principal=caller, store=services.store, places=services.places
             )
         case _:
-            raise AssertionError(type(given))
+            raise SpecError("External weights are not here: `ft download JOB` and save_weights_for_sampler give the adapter.")
 
 
 def _for_sampler(
@@ -210,6 +211,12 @@ def save_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
 @router.post("/save_weights_for_sampler")
 def save_weights_for_sampler(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     return _accept(body, SaveForSampler, "save_weights_for_sampler", caller, services)
+
+
+@router.post("/save_weights_external")
+def save_weights_external(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    """Refused, as the result: the client counts it as a command."""
+    return _accept(body, SaveExternal, "refused", caller, services)
 
 
 @router.post("/load_weights")

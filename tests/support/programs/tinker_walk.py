@@ -67,6 +67,11 @@ def datum(ids: list[int]) -> types.Datum:
     )
 
 
+def neg_ll(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/neg_ll:sum": loss}
+
+
 def custom(data: Any, logprobs: Any) -> tuple[torch.Tensor, dict[str, float]]:
     return torch.stack([own.sum() for own in logprobs]).sum().neg(), {"data": float(len(data))}
 
@@ -79,7 +84,7 @@ def main() -> None:
         call(service, name)
     rest = call(service, "create_rest_client")
     training = call(service, "create_lora_training_client", base_model=base, rank=4, seed=3)
-    loss = call(service, "create_custom_loss", lambda logprobs, weights: -(logprobs * weights).sum())
+    loss = call(service, "create_custom_loss", neg_ll, {"logprobs": 1, "weights": 1})
     for name in ("get_info", "get_telemetry", "get_console_url", "get_tokenizer"):
         call(training, name)
     call(training, "forward", data, "cross_entropy")
@@ -96,7 +101,9 @@ def main() -> None:
     call(service, "create_training_client_from_state", saved.path)
     call(service, "create_training_client_from_state_with_optimizer", saved.path)
     call(service, "create_sampling_client", base_model=base)
+    service._project_id = "other"
     call(service, "copy_weights", saved.path)
+    call(training, "save_weights_external", names("external"))  # refused, and what follows goes on
     for name in ("get_base_model", "get_telemetry", "get_tokenizer", "get_sampler_handle"):
         call(sampling, name)
     call(sampling, "from_sampler_handle", sampling.get_sampler_handle())
@@ -105,16 +112,16 @@ def main() -> None:
     call(sampling, "sample", prompt, 2, params)
     call(sampling, "compute_logprobs", prompt)
     _walk_rest(rest, training.model_id, saved.path, service.holder.get_session_id(), sampling)
-    call(training, "save_weights_external", names("external"))
     call(service, "close", "success")
 
 
 def _walk_rest(rest: Any, model: str, path: str, session: str, sampling: Any) -> None:
     for name in ("get_server_capabilities", "get_telemetry", "whoami", "list_sessions", "list_training_runs"):
         call(rest, name)
-    for name in ("list_user_checkpoints", "search_sessions", "get_current_checkpoint_storage_usage"):
+    call(rest, "search_sessions", types.SessionSearchRequest())
+    for name in ("list_user_checkpoints", "get_current_checkpoint_storage_usage"):
         call(rest, name)
-    call(rest, "get_audit_log", "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z")
+    call(rest, "get_audit_log")
     call(rest, "get_billing_usage", "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z")
     call(rest, "get_session", session)
     call(rest, "assign_session_project", session, "other")
@@ -127,7 +134,7 @@ def _walk_rest(rest: Any, model: str, path: str, session: str, sampling: Any) ->
     call(rest, "publish_checkpoint_from_tinker_path", path)
     call(rest, "unpublish_checkpoint_from_tinker_path", path)
     call(rest, "set_checkpoint_ttl_from_tinker_path", path, 7200)
-    call(rest, "copy_weights", path)
+    call(rest, "copy_weights", path, destination_project_id="other")
     call(rest, "get_external_weights_urls", path.replace("/weights/", "/external_weights/"))
     kept = [checkpoint.tinker_path for checkpoint in done(rest.list_checkpoints(model)).checkpoints]
     identifiers = iter(one.removeprefix(f"tinker://{model}/") for one in kept if "/sampler_weights/" in one)

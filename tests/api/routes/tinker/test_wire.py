@@ -182,8 +182,10 @@ def test_wrong_options_are_the_requests_result(service: Service, ranks: Ranks) -
     named = post(service, "save_weights", {"model_id": model, "seq_id": 2, "path": "a b"})
     assert "1 to 128 letters" in result(service, named)["error"]
     missing = {"model_id": model, "seq_id": 3, "path": f"tinker://{model}/weights/none", "optimizer": True}
-    assert post(service, "load_weights", missing).status_code == 404
-    assert result(service, step(service, model, 3, 0.25))["metrics"] == {"lr": 0.25}
+    assert "no saved weights" in result(service, post(service, "load_weights", missing))["error"]
+    external = post(service, "save_weights_external", {"model_id": model, "seq_id": 4, "path": "x"})
+    assert "External weights are not here" in result(service, external)["error"]
+    assert result(service, step(service, model, 5, 0.25))["metrics"] == {"lr": 0.25}
 
 
 REFUSED = {

@@ -34,7 +34,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """Continuations of a prompt of tokens (ft_service/serving/sampling.py makes it, and says what the fields mean)."""
+    """Continuations of a prompt of tokens (ft_service/tinker/sample_calls.py makes it)."""
 
     id: str
     prompt: list[int]

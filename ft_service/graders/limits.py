@@ -21,7 +21,7 @@ class GraderModel(Strict):
 
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s?#]+$", max_length=2048)]
     """With /v1. The address may be private: it is the operator's."""
-    key_file: Path | None = None
+    key_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """File that contains the server's API key, relative to the YAML file; None: it needs none."""
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     """Its name there; None: the name that graders give."""
@@ -61,7 +61,7 @@ def read_models(path: Path) -> dict[str, GraderModel]:
 
     try:
         given: Any = yaml.safe_load(path.read_text()) or {}
-        if any(isinstance(own, dict) and "key" in own for own in given.values() if isinstance(given, dict)):
+        if isinstance(given, dict) and any(isinstance(own, dict) and "key" in own for own in given.values()):
             raise wrong("a key is given in the file. Put it into a file of its own, and name that as key_file.")
         models = _MODELS.validate_python(given)
         return {name: _with_key(own, path.parent) for name, own in models.items()}
@@ -71,11 +71,11 @@ def read_models(path: Path) -> dict[str, GraderModel]:
         raise wrong(
             f"{place}: {fault['msg']}. It is a YAML mapping of names that graders give to base_url, key_file and model."
         ) from None
-    except (OSError, AttributeError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise wrong(error) from None
 
 
 def _with_key(model: GraderModel, folder: Path) -> GraderModel:
     if model.key_file is None:
         return model
-    return model.model_copy(update={"key": (folder / model.key_file.expanduser()).read_text().strip()})
+    return model.model_copy(update={"key": (folder / Path(model.key_file).expanduser()).read_text().strip()})

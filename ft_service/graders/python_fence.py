@@ -82,7 +82,7 @@ class FencedGrader:
         self._end()
         self._process = process = _started()
         if self._killed:
-            self._end()
+            process.kill()
         begin = {"source": self._source, "packages": _packages(), "memory_bytes": MEMORY_BYTES}
         self._ask(process, begin)
 

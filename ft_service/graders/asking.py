@@ -136,11 +136,10 @@ def _result(grader: ScoreModel | LabelModel, result: Any, content: Any) -> float
     return score
 
 
-async def ask_endpoint(grader: EndpointGrader, receiver: Receiver, post: Post, cases: Sequence[Case]) -> list[Score]:
-    """Have a user's server grade a batch of at most `batch_size` cases."""
-    bodies = [case.as_dict() for case in cases]
+async def ask_endpoint(grader: EndpointGrader, receiver: Receiver, post: Post, cases: Sequence[bytes]) -> list[Score]:
+    """Have a user's server grade a batch of at most `batch_size` cases, each of which is JSON."""
     alone = grader.batch_size == 1
-    message_id, body = new_id("grade_"), json.dumps(bodies[0] if alone else {"batch": bodies}).encode()
+    message_id, body = new_id("grade_"), cases[0] if alone else b'{"batch": [' + b", ".join(cases) + b"]}"
     try:
         seconds = grader.timeout_seconds
         status, answer = await _tried("endpoint_grader_server_error", seconds, lambda: post(message_id, body, seconds))

@@ -31,8 +31,7 @@ def main() -> None:
         line = next(lines, None)
         if line is None:
             return
-        case = json.loads(line)
-        reply = _tried(lambda case=case: {"reward": float(grader["grade"](case["sample"], case["item"]))})
+        reply = _tried(lambda line=line: _graded(grader, **json.loads(line)))
 
 
 def _limit(memory_bytes: int) -> None:
@@ -54,6 +53,10 @@ def _load(source: str, grader: dict[str, Any]) -> dict[str, Any]:
     if not callable(grader.get("grade")):
         raise TypeError("the source defines no function grade(sample, item)")
     return {}
+
+
+def _graded(grader: dict[str, Any], sample: Any, item: Any) -> dict[str, Any]:
+    return {"reward": float(grader["grade"](sample, item))}
 
 
 def _tried(work: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Sample:
         return [{"index": 0, "message": message, "finish_reason": self.finish_reason}]
 
     def as_dict(self) -> dict[str, Any]:
-        """The sample as python and endpoint graders get it; output_json is null for text that is not JSON."""
+        """The sample as graders that are no templates get it; output_json is null for text that is not JSON."""
         return {
             "output_text": self.output_text,
             "output_json": None if self.output_json is NO_JSON else self.output_json,
@@ -80,8 +80,9 @@ class Case:
     sample: Sample
     item: Mapping[str, Any]
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"sample": self.sample.as_dict(), "item": dict(self.item)}
+    def as_json(self) -> bytes:
+        """`{"sample", "item"}` as python and endpoint graders get it. Raises GradingError."""
+        return written({"sample": self.sample.as_dict(), "item": dict(self.item)}).encode()
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,15 @@ def parsed(text: str | bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return NO_JSON
+
+
+def written(value: Any) -> str:
+    """A value as JSON. Raises GradingError for one that JSON cannot hold: Python reads more than it can write."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        why = "a value is nested too deeply, or holds a number that is not finite"
+        raise GradingError("sample_parse_error", why) from None
 
 
 def as_reward(value: Any) -> float | None:

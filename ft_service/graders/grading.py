@@ -172,14 +172,23 @@ class _Run:
         except FtError as error:
             raise GradingError("endpoint_grader_server_error", error.message) from None
 
-        async def ask(begin: int) -> None:
-            part = slice(begin, min(begin + grader.batch_size, len(scores)))
+        bodies: dict[int, bytes] = {}
+        for number, case in enumerate(self._cases):
+            try:
+                bodies[number] = case.as_json()
+            except GradingError as error:
+                scores[number] = Score.failed(error)
+
+        async def ask(batch: Sequence[int]) -> None:
             async with self._asked:
                 began = time.perf_counter()
-                scores[part] = _timed(began, await ask_endpoint(grader, receiver, post, self._cases[part]))
+                found = await ask_endpoint(grader, receiver, post, [bodies[number] for number in batch])
+                for number, score in zip(batch, _timed(began, found), strict=True):
+                    scores[number] = score
 
+        numbers, size = list(bodies), grader.batch_size
         async with signed_posts(receiver, secrets, allow_private=allow_private) as post:
-            await asyncio.gather(*(ask(begin) for begin in range(0, len(scores), grader.batch_size)))
+            await asyncio.gather(*(ask(numbers[at : at + size]) for at in range(0, len(numbers), size)))
 
     async def _run_python(self, grader: PythonGrader, left: Iterator[int], scores: list[Score]) -> None:
         """Grade cases in one process until none is left."""

@@ -89,10 +89,11 @@ class FencedGrader:
     def score(self, case: Case) -> Score:
         """Grade a case."""
         try:
+            message = case.as_json()
             if self._process is None:
                 self.start()
             assert self._process is not None
-            reply = self._ask(self._process, case.as_dict())
+            reply = self._ask(self._process, message)
             reward = as_reward(reply.get("reward"))
             if reward is None:
                 raise GradingError("python_grader_runtime_error", f"grade returned {reply.get('reward')}: no finite number")

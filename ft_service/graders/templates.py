@@ -4,13 +4,12 @@ and of what is filled in, which is limited. Pure.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ft_service.graders.grades import NO_JSON, Case, ErrorKind, GradingError
+from ft_service.graders.grades import NO_JSON, Case, ErrorKind, GradingError, written
 
 MOST_FILLED = 2**20
 """Characters of a text with its values, at most: it may name an answer hundreds of times."""
@@ -85,7 +84,7 @@ def _value(variable: Variable, case: Case) -> Any:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else written(value)
 
 
 def _shown(variable: Variable) -> str:

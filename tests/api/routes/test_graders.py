@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import openai
 import pytest
 
-from ft_service.graders import python_fence
-from tests.support.rest.receiver import Answer, Received, receiving
+from ft_service.graders import asking, python_fence
+from tests.support.rest.receiver import Answer, Received, hanging, receiving
 from tests.support.rest.service import TRAINING, Service
 
 SAME: Any = {
@@ -155,6 +157,26 @@ def test_a_users_own_server_grades_and_can_verify_who_asks(service: Service) -> 
         ran = theirs.fine_tuning.alpha.graders.run(grader=grader, model_sample="x")
         assert ran.metadata.errors.to_dict()["endpoint_grader_server_error"], "another project's secret signs nothing"
         assert server.arrived.empty()
+
+
+def test_a_projects_slow_grader_costs_no_other_project_a_turn(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "RETRY_SECONDS", 0.0)
+    service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
+    service.store.projects.ensure_project("rival", "rival")
+    rival = service.client(service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1])
+    with hanging() as (url, hang_up), ThreadPoolExecutor(8) as threads:
+        hook = rival.webhooks.create(name="g", url=url, event_types=["fine_tuning.job.failed"])
+        slow: Any = {**ASKED, "url": url, "webhook_endpoint_id": hook.id}
+        run = partial(rival.fine_tuning.alpha.graders.run, grader=slow, model_sample="x")
+        waiting = [threads.submit(run) for _ in range(8)]
+        try:
+            quick = service.client().with_options(timeout=20.0, max_retries=0).fine_tuning.alpha.graders
+            for _ in range(4):
+                assert quick.run(grader=SAME, model_sample="x", item={"reference_answer": "x"}).reward == 1.0
+            assert not any(one.done() for one in waiting)
+        finally:
+            hang_up()
+        assert all(one.result().metadata.errors.to_dict()["endpoint_grader_server_error"] for one in waiting)
 
 
 def test_a_jobs_evaluation_takes_graders_and_a_file_of_prompts(service: Service) -> None:

@@ -38,7 +38,7 @@ class GraderValidationView(BaseModel):
 
 
 class ErrorsView(BaseModel):
-    """OpenAI's error flags with their texts, and those of endpoints, which are ours."""
+    """OpenAI's error flags, those of endpoints, and what happened."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
@@ -51,8 +51,6 @@ class ErrorsView(BaseModel):
     """There was no reward within two minutes."""
     other_error: bool = False
     """Texts are too long."""
-    other_error_details: str | None = None
-    """Not in OpenAI's API, as the other details that OpenAI does not name."""
     python_grader_server_error: bool = False
     """The process in which the grader ran has ended, or took too long."""
     python_grader_server_error_type: str | None = None
@@ -65,13 +63,12 @@ class ErrorsView(BaseModel):
     model_grader_refusal_error: bool = False
     model_grader_parse_error: bool = False
     """The model's answer is no score of the range, or none of the labels."""
-    model_grader_parse_error_details: str | None = None
     endpoint_grader_server_error: bool = False
-    """Not in OpenAI's API. The server was not reached, or answered with an error."""
-    endpoint_grader_server_error_details: str | None = None
+    """The user's server was not reached, or answered with an error."""
     endpoint_grader_parse_error: bool = False
-    """Not in OpenAI's API. Its answer is no reward."""
-    endpoint_grader_parse_error_details: str | None = None
+    """Its answer is no reward."""
+    details: dict[str, str] = {}
+    """Name of each flag that is true → what happened."""
 
 
 class GraderMetadataView(BaseModel):
@@ -124,16 +121,19 @@ def _context(services: Services, project_id: str) -> GraderContext:
 
 
 def _view(grader: Grader, graded: Grade) -> GraderRunView:
-    errors: dict[str, Any] = {}
-    for kind, detail in graded.errors.items():
-        errors |= {kind: True, f"{kind}_details": detail or None}
-    if "python_grader_server_error" in errors:
-        errors["python_grader_server_error_type"] = errors["python_grader_server_error_details"].partition(":")[0]
+    details = {str(kind): detail for kind, detail in graded.errors.items()}
+    errors = ErrorsView(
+        **dict.fromkeys(details, True),  # pyright: ignore[reportArgumentType]
+        python_grader_server_error_type=details.get("python_grader_server_error", "").partition(":")[0] or None,
+        python_grader_runtime_error_details=details.get("python_grader_runtime_error"),
+        model_grader_server_error_details=details.get("model_grader_server_error"),
+        details=details,
+    )
     totals = [tokens["total_tokens"] for tokens in graded.usage.values() if "total_tokens" in tokens]
     metadata = GraderMetadataView(
         name=grader.name,
         type=grader.type,
-        errors=ErrorsView.model_validate(errors),
+        errors=errors,
         execution_time=graded.seconds,
         scores=dict(graded.scores),
         token_usage=sum(totals) if totals else None,

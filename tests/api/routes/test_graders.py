@@ -39,6 +39,8 @@ def test_graders_are_validated_and_run(service: Service) -> None:
     assert ran.api_model_grader_token_usage_per_model == {}
     missing = graders.run(grader=SAME, model_sample="abcd", item={})
     assert (missing.reward, missing.metadata.errors.invalid_variable_error) == (0.0, True)
+    details = missing.metadata.errors.to_dict()["details"]
+    assert details == {"invalid_variable_error": "{{ item.reference_answer }} is not there"}
     alone = graders.run(
         grader=cast("Any", {**BOTH, "graders": SAME, "calculate_output": "same"}),
         model_sample="x",
@@ -102,7 +104,7 @@ def test_python_is_run_in_a_fence_or_refused_by_name(service: Service, monkeypat
         assert errors.python_grader_runtime_error
         assert 'File "grader.py", line 1, in grade\nZeroDivisionError' in (errors.python_grader_runtime_error_details or "")
         with pytest.raises(openai.BadRequestError, match=r"(?s)grader.source: cannot be loaded: .*SyntaxError"):
-            graders.validate(grader={**PYTHON, "source": "def grade("})
+            graders.validate(grader=cast("Any", {**PYTHON, "source": "def grade("}))
     monkeypatch.setattr(python_fence, "refusal", lambda: "there is no fence")
     with pytest.raises(openai.BadRequestError, match="type 'python' is not available: there is no fence") as refused:
         graders.run(grader=PYTHON, model_sample="x")
@@ -150,7 +152,7 @@ def test_a_users_own_server_grades_and_can_verify_who_asks(service: Service) -> 
         assert (asked.path, sent["item"], sent["sample"]["output_json"]) == ("/grade", {"n": 2}, {"a": 1})
         client.webhooks.verify_signature(asked.body.decode(), asked.headers, secret=hook.signing_secret)
         with pytest.raises(openai.NotFoundError) as missing:
-            graders.validate(grader={**grader, "webhook_endpoint_id": "we_none"})
+            graders.validate(grader=cast("Any", {**grader, "webhook_endpoint_id": "we_none"}))
         assert missing.value.param == "grader.webhook_endpoint_id"
         service.store.projects.ensure_project("rival", "rival")
         theirs = service.client(service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1])

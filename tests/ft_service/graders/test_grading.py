@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def graded(grader: Any, url: str, answer: str = "4", **given: Any) -> Grade:
     return grade(parse_grader(grader, own.limits), Sample(answer), {"q": "2+2?"}, own)
 
 
-def says(body: Any, status: int = 200, **headers: str) -> Any:
+def says(body: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
     return lambda _: (status, headers, iter([body if isinstance(body, bytes) else json.dumps(body).encode()]))
 
 
@@ -72,9 +73,9 @@ def says_text(content: Any, **choice: Any) -> Any:
         (says(b"\xff\xfe"), "parse"),
         (says(b""), "parse"),
         (says(b'{"reward": 1}' + b" " * 10 * 2**20), "parse"),
-        (says(b"\x1f\x8b\x08", **{"content-encoding": "gzip"}), "parse"),
-        (says(b"", 302, location="http://169.254.169.254/latest/meta-data"), "server"),
-        (says(b"", 307, location="/elsewhere"), "server"),
+        (says(b"\x1f\x8b\x08", headers={"content-encoding": "gzip"}), "parse"),
+        (says(b"", 302, {"location": "http://169.254.169.254/latest/meta-data"}), "server"),
+        (says(b"", 307, {"location": "/elsewhere"}), "server"),
         (says({"reward": 1}, 404), "server"),
         (says({"reward": 1}, 500), "server"),
         (lambda _: (200, {"content-length": "99"}, iter([b'{"reward": 1}'])), "server"),
@@ -166,7 +167,7 @@ def test_addresses_are_checked_again_when_the_name_is_looked_up(server: Receiver
         (SCORED, says(b"nonsense"), 0, "model_grader_parse_error"),
         (SCORED, says(b" " * 10 * 2**20), 0, "model_grader_parse_error"),
         (SCORED, says({"error": {"message": "no such model"}}, 404), 0, "model_grader_server_error"),
-        (SCORED, says(b"", 302, location="http://169.254.169.254/"), 0, "model_grader_server_error"),
+        (SCORED, says(b"", 302, {"location": "http://169.254.169.254/"}), 0, "model_grader_server_error"),
         (SCORED, says(b"", 502), 0, "model_grader_server_error"),
         (LABELLED, says_text('{"result": "good"}'), 1, None),
         (LABELLED, says_text('{"result": "bad"}'), 0, None),

@@ -178,7 +178,7 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
     if broken == "no libseccomp":
         monkeypatch.setattr(system_calls, "_LIBRARY", "libnone.so")
         system_calls.filter_program.cache_clear()
-    refusal = python_fence.refusal.__wrapped__()
+    refusal = python_fence.refusal.__wrapped__() or ""
     system_calls.filter_program.cache_clear()
     assert said in refusal
     assert "Use string_check, text_similarity, or an endpoint grader" in refusal

@@ -31,14 +31,12 @@ _PROBE_SECONDS = 20.0
 _INSTEAD = "Use string_check, text_similarity, or an endpoint grader, which runs your code on your own server"
 
 
-@cache
 def refusal() -> str | None:
-    """Why python graders are refused on this host, and what to do; None: they run. The answer is found by running one."""
+    """Why python graders are refused on this host, and what to do; None: they run. It is found out by running one."""
     why = _missing()
     if why is None:
         try:
-            with FencedGrader("def grade(sample, item): return 1.0", seconds=_PROBE_SECONDS) as grader:
-                grader.start()
+            _prove()
             return None
         except (GradingError, OSError) as error:
             detail = error.detail if isinstance(error, GradingError) else str(error)
@@ -47,6 +45,13 @@ def refusal() -> str | None:
                 "containers often do not"
             )
     return f"there is no fence to run code of requests in: {why}. {_INSTEAD}"
+
+
+@cache  # of success: what raises is tried again
+def _prove() -> None:
+    """Run a grader. Raises GradingError, OSError."""
+    with FencedGrader("def grade(sample, item): return 1.0", seconds=_PROBE_SECONDS) as grader:
+        grader.start()
 
 
 def _missing() -> str | None:

@@ -99,7 +99,8 @@ def test_it_sees_no_environment_and_no_file_of_the_service(tmp_path: Path, monke
         def is_open(number):
             try: return bool(os.fstat(number))
             except OSError: return False
-        assert "FT_API_KEY" not in os.environ and not os.path.exists({str(secret)!r})
+        assert set(os.environ) <= {{"OPENBLAS_NUM_THREADS", "LANG", "PWD", "LC_CTYPE"}}, os.environ
+        assert not os.path.exists({str(secret)!r})
         assert os.listdir("/etc") in ([], ["ld.so.cache"]) and not os.path.exists("/root/.ssh") and not os.path.exists("/home")
         return float([number for number in range(64) if is_open(number)] == [0, 1, 2, 3])
     """
@@ -178,7 +179,9 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
     if broken == "no libseccomp":
         monkeypatch.setattr(system_calls, "_LIBRARY", "libnone.so")
         system_calls.filter_program.cache_clear()
-    refusal = python_fence.refusal.__wrapped__() or ""
+    python_fence._prove.cache_clear()
+    refusal = python_fence.refusal() or ""
+    python_fence._prove.cache_clear()
     system_calls.filter_program.cache_clear()
     assert said in refusal
     assert "Use string_check, text_similarity, or an endpoint grader" in refusal

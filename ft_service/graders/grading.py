@@ -196,12 +196,14 @@ class _Run:
             with python_fence.FencedGrader(grader.source) as fenced:
                 for number in left:
                     began = time.perf_counter()
+                    scored = asyncio.create_task(asyncio.to_thread(fenced.score, self._cases[number]))
                     try:
-                        score = await asyncio.to_thread(fenced.score, self._cases[number])
+                        await asyncio.shield(scored)
                     except asyncio.CancelledError:
                         fenced.kill()
+                        await asyncio.wait([scored])  # the thread still uses what is closed next
                         raise
-                    [scores[number]] = _timed(began, [score])
+                    [scores[number]] = _timed(began, [scored.result()])
 
 
 def _timed(began: float, scores: list[Score]) -> list[Score]:

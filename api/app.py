@@ -75,7 +75,7 @@ def create_app(
     """Return the application over a store whose schema is up to date. `meters` None: new ones. `preview`: answers chat
     completions; None: nothing here does. `descriptions` None: those in the cache.
 
-    Raises SpecError if FT_MODEL_ALIASES is wrong.
+    Raises SpecError if FT_MODEL_ALIASES or FT_GRADER_MODELS is wrong.
     """
     meters = meters or Meters()
     app = FastAPIOffline(
@@ -87,7 +87,8 @@ def create_app(
         redirect_slashes=False,
     )
     catalogue = Catalogue.from_settings(settings, descriptions or service_descriptions(settings, makes=False))
-    app.state.services = Services(settings, store, catalogue, meters, preview)
+    app.state.services = services = Services(settings, store, catalogue, meters, preview)
+    services.grader_limits  # read now  # noqa: B018
     for module in (*_REST, *_SERVICE, *_TINKER, *(_PAGE if settings.page == "on" else ())):
         # Not by include_router: FastAPI searches an included router again at every request.
         app.router.routes.extend(module.router.routes)

@@ -45,6 +45,7 @@ _PROPERTIES = {
         *JobOptions.model_fields,
     ),
     "ModelView": ("root", "parent", "job_id", "base", "description"),
+    "ErrorsView": ("endpoint_grader_server_error", "endpoint_grader_parse_error", "details"),
     "ProjectView": ("limits", "share"),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),

@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     it."""
     inference_api_key: SecretStr | None = None
     """API key of that server; None: it needs none."""
+    grader_models: Path | None = None
+    """YAML file: name of a model that graders of type score_model and label_model may ask → base_url (with /v1) of an
+    OpenAI-compatible server, key_file with its API key, model (its name there). None: such graders are refused."""
     wandb_api_key: SecretStr | None = None
     """Key for Weights & Biases, to which metrics of jobs with `integrations` are sent; None: such jobs are refused. Needs
     the extra `wandb`."""

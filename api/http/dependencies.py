@@ -21,6 +21,7 @@ from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
 from ft_service.control.webhook_delivery import Sender
 from ft_service.errors import SpecError
+from ft_service.graders.limits import GraderLimits
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
@@ -85,6 +86,11 @@ class Services:
     def webhook_tests(self) -> Sender:
         """The sender of samples to webhook endpoints."""
         return Sender(allow_private=self.settings.webhook_allow_private, at_once=TESTS, at_once_of_project=TESTS_OF_PROJECT)
+
+    @cached_property
+    def grader_limits(self) -> GraderLimits:
+        """What graders may use. Raises SpecError if FT_GRADER_MODELS is wrong, which `create_app` finds out."""
+        return GraderLimits.from_settings(self.settings)
 
     @cached_property
     def forecasts(self) -> Forecasts:

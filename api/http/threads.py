@@ -23,16 +23,21 @@ from ft_service.errors import LimitError, UnavailableError
 AT_ONCE = 40
 """Threads of all projects together."""
 AT_ONCE_OF_PROJECT = 8
-TURNS = 2
-"""Turns of each kind at once: each has a process of about 200 MB."""
 TURNS_WAITING = 16
 """Requests of a project that may wait for a turn of each kind."""
 TURN_SECONDS = 60.0
 """Limit on the wait for a turn."""
 
-Kind = Literal["reading", "making"]
-"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint."""
-_BUSY: dict[Kind, str] = {"reading": "Files are being read", "making": "Adapters of checkpoints are being made"}
+Kind = Literal["reading", "making", "grading"]
+"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint, trying a grader."""
+TURNS: dict[Kind, int] = {"reading": 2, "making": 2, "grading": 12}
+"""Turns of each kind at once. Reading and making have a process of about 200 MB each; grading mostly waits for a server, and
+its processes are small and die first when memory runs out."""
+_BUSY: dict[Kind, str] = {
+    "reading": "Files are being read",
+    "making": "Adapters of checkpoints are being made",
+    "grading": "Graders are being tried",
+}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,7 +50,7 @@ class FairTurns:
 
     def __init__(self, kind: Kind) -> None:
         self._kind: Kind = kind
-        self._all = asyncio.Semaphore(TURNS)
+        self._all = asyncio.Semaphore(TURNS[kind])
         self._own: dict[str, asyncio.Semaphore] = {}
         self._requests: Counter[str] = Counter()
 
@@ -84,7 +89,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.all = CapacityLimiter(AT_ONCE)
-        self.turns: dict[Kind, FairTurns] = {"reading": FairTurns("reading"), "making": FairTurns("making")}
+        self.turns: dict[Kind, FairTurns] = {kind: FairTurns(kind) for kind in TURNS}
         self.own: dict[str, asyncio.Semaphore] = {}
         self.requests: Counter[str] = Counter()
 

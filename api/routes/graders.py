@@ -1,27 +1,25 @@
-"""`/v1/fine_tuning/alpha/graders`: OpenAI's graders tried on an answer. Jobs score the answers of evaluations with them."""
+"""`/v1/fine_tuning/alpha/graders`: graders tried on an answer, by the functions that grade in training."""
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, body_schema
+from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
-from ft_service.data.answer_metrics import Graded, grade, refuse_impossible
-from ft_service.errors import SpecError
-from ft_service.spec import Strict, spec_error
-from ft_service.spec.evaluation import Grader
+from api.http.threads import takes_turns
+from ft_service.control.webhook_delivery import secrets_of
+from ft_service.graders.grades import Grade, Sample
+from ft_service.graders.grading import GraderBody, GraderContext, check_outside, grade, require_usable
+from ft_service.spec import Strict
+from ft_service.spec.graders import Grader
 
 router = keyed_router("/v1/fine_tuning/alpha/graders", "fine-tuning")
 
-
-class GraderValidation(Strict):
-    """A grader to check."""
-
-    grader: Grader
+SECONDS = 120.0
+"""Time for a grader to grade one answer here, or for its source to load."""
 
 
 class GraderRun(Strict):
@@ -40,22 +38,37 @@ class GraderValidationView(BaseModel):
 
 
 class ErrorsView(BaseModel):
-    """OpenAI's error flags; only the first three occur here."""
+    """OpenAI's error flags, those of endpoints, and what happened."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
+    """The answer lacks what a template names."""
     invalid_variable_error: bool = False
+    """The item lacks what a template names."""
     truncated_observation_error: bool = False
+    """Does not occur here: an answer is given whole."""
     unresponsive_reward_error: bool = False
+    """There was no reward within two minutes."""
     other_error: bool = False
+    """Texts are too long."""
     python_grader_server_error: bool = False
+    """The process in which the grader ran has ended, or took too long."""
     python_grader_server_error_type: str | None = None
+    """time, killed, exited or garbage."""
     python_grader_runtime_error: bool = False
     python_grader_runtime_error_details: str | None = None
+    """End of the traceback."""
     model_grader_server_error: bool = False
     model_grader_server_error_details: str | None = None
     model_grader_refusal_error: bool = False
     model_grader_parse_error: bool = False
+    """The model's answer is no score of the range, or none of the labels."""
+    endpoint_grader_server_error: bool = False
+    """The user's server was not reached, or answered with an error."""
+    endpoint_grader_parse_error: bool = False
+    """Its answer is no reward."""
+    details: dict[str, str] = {}
+    """Name of each flag that is true → what happened."""
 
 
 class GraderMetadataView(BaseModel):
@@ -67,6 +80,7 @@ class GraderMetadataView(BaseModel):
     scores: dict[str, float]
     """Name → score of each grader in a multi grader; of another grader, its own."""
     token_usage: int | None = None
+    """All tokens of models that graded; null: none did, or their servers do not say."""
     sampled_model_name: str | None = None
 
 
@@ -75,43 +89,60 @@ class GraderRunView(BaseModel):
     """0 where `metadata.errors` has one."""
     metadata: GraderMetadataView
     sub_rewards: dict[str, float]
-    model_grader_token_usage_per_model: dict[str, Any] = {}
+    model_grader_token_usage_per_model: dict[str, dict[str, int]] = {}
 
 
-@router.post("/validate", openapi_extra=body_schema(GraderValidation))
-def validate(body: JsonBody, caller: Caller) -> GraderValidationView:
-    """Return the grader, if it can be used. Graders that run code or call a model are refused."""
-    _read(GraderValidation, body)
+@router.post("/validate", openapi_extra=body_schema(GraderBody))
+@takes_turns("grading")
+def validate(body: JsonBody, caller: Caller, services: Svc) -> GraderValidationView:
+    """Return the grader, if it can be used: options, templates, formula, models and addresses are checked, and the source of a
+    python grader is loaded. Servers are not asked."""
+    grader = parse_body(body, GraderBody).grader
+    require_usable(grader, services.grader_limits)
+    check_outside(grader, _context(services, caller.project_id))
     return GraderValidationView(grader=body["grader"])
 
 
 @router.post("/run", openapi_extra=body_schema(GraderRun))
-def run(body: JsonBody, caller: Caller) -> GraderRunView:
-    """Return a grader's reward for an answer."""
-    given = _read(GraderRun, body)
-    began = time.perf_counter()
-    graded = grade(given.grader, given.model_sample, given.item)
-    return _view(given.grader, graded, time.perf_counter() - began)
+@takes_turns("grading")
+def run(body: JsonBody, caller: Caller, services: Svc) -> GraderRunView:
+    """Return a grader's reward for an answer. A project tries one grader at a time; further requests wait for their turn."""
+    given = parse_body(body, GraderRun)
+    require_usable(given.grader, services.grader_limits)
+    graded = grade(given.grader, Sample(given.model_sample), given.item, _context(services, caller.project_id))
+    return _view(given.grader, graded)
 
 
-def _read(model: Any, body: Any) -> Any:
-    try:
-        given = model.model_validate(body)
-    except ValidationError as error:
-        raise spec_error(error, model) from None
-    try:
-        refuse_impossible(given.grader)
-    except ValueError as error:
-        raise SpecError(f"grader.{error}.", param="grader") from None
-    return given
+def _context(services: Services, project_id: str) -> GraderContext:
+    def secrets(endpoint_id: str) -> list[str]:
+        return secrets_of(services.store.webhooks.get_webhook(project_id, endpoint_id))
+
+    return GraderContext(limits=services.grader_limits, secrets=secrets, seconds=SECONDS)
 
 
-def _view(grader: Grader, graded: Graded, seconds: float) -> GraderRunView:
+def _view(grader: Grader, graded: Grade) -> GraderRunView:
+    details = {str(kind): detail for kind, detail in graded.errors.items()}
+    errors = ErrorsView(
+        **dict.fromkeys(details, True),  # pyright: ignore[reportArgumentType]
+        python_grader_server_error_type=details.get("python_grader_server_error", "").partition(":")[0] or None,
+        python_grader_runtime_error_details=details.get("python_grader_runtime_error"),
+        model_grader_server_error_details=details.get("model_grader_server_error"),
+        details=details,
+    )
+    totals = [tokens["total_tokens"] for tokens in graded.usage.values() if "total_tokens" in tokens]
     metadata = GraderMetadataView(
         name=grader.name,
         type=grader.type,
-        errors=ErrorsView.model_validate(dict.fromkeys(graded.errors, True)),
-        execution_time=seconds,
-        scores=graded.scores,
+        errors=errors,
+        execution_time=graded.seconds,
+        scores=dict(graded.scores),
+        token_usage=sum(totals) if totals else None,
+        sampled_model_name=graded.sampled_model,
     )
-    return GraderRunView(reward=graded.reward, metadata=metadata, sub_rewards=graded.scores if grader.type == "multi" else {})
+    usage = {model: dict(tokens) for model, tokens in graded.usage.items()}
+    return GraderRunView(
+        reward=graded.reward,
+        metadata=metadata,
+        sub_rewards=dict(graded.sub_rewards),
+        model_grader_token_usage_per_model=usage,
+    )

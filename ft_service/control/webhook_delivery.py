@@ -11,19 +11,14 @@ other project.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import logging
 import threading
-import time
 from collections import Counter
 from concurrent.futures import Future
 from functools import partial
 
-import httpx2
-
 from ft_service.errors import FtError
+from ft_service.host.signed_post import SignedMessage, signed_post
 from ft_service.host.webhook_receiver import AddressInfos, Receiver, address_of, look_up, parse_receiver
 from ft_service.meters import Meters
 from ft_service.settings import Settings
@@ -169,17 +164,6 @@ class Deliveries:
         return None if 200 <= status < 300 else f"the receiver answered {status}"
 
 
-def sign(endpoint: WebhookEndpoint, message_id: str, timestamp: int, body: str) -> dict[str, str]:
-    """The three headers of a signed message, with two signatures while an old secret is still valid."""
-    signed = f"{message_id}.{timestamp}.{body}".encode()
-    valid = [endpoint.secret, *([endpoint.old_secret] if endpoint.old_secret else [])]
-    return {
-        "webhook-id": message_id,
-        "webhook-timestamp": str(timestamp),
-        "webhook-signature": " ".join(f"v1,{_signature(secret, signed)}" for secret in valid),
-    }
-
-
 def retry_after(tries: int, age_seconds: float) -> float | None:
     """Seconds until the next try of a delivery that has failed `tries` times; None: give up."""
     delay = min(FIRST_RETRY_SECONDS * 2 ** min(tries - 1, 20), MAX_RETRY_SECONDS)
@@ -206,25 +190,11 @@ async def _run(deliveries: Deliveries, stop: threading.Event) -> None:
 
 
 async def _post(receiver: Receiver, address: str, endpoint: WebhookEndpoint, message_id: str, body: str) -> int:
-    headers = {
-        "content-type": "application/json",
-        "host": receiver.url.netloc.decode(),
-        "user-agent": "ft-service-webhooks",
-        **sign(endpoint, message_id, int(time.time()), body),
-    }
-    async with httpx2.AsyncClient(trust_env=False, timeout=TRY_SECONDS) as client:
-        pinned = client.build_request(
-            "POST",
-            receiver.url.copy_with(host=address),
-            content=body.encode(),
-            headers=headers,
-            extensions={"sni_hostname": receiver.host},
-        )
-        answer = await client.send(pinned, stream=True, follow_redirects=False)
-        await answer.aclose()
+    message = SignedMessage(message_id, body.encode(), secrets_of(endpoint))
+    async with signed_post(receiver, address, message, "ft-service-webhooks", TRY_SECONDS) as answer:
         return answer.status_code
 
 
-def _signature(secret: str, signed: bytes) -> str:
-    key = base64.b64decode(secret.removeprefix("whsec_"))
-    return base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+def secrets_of(endpoint: WebhookEndpoint) -> list[str]:
+    """The secrets that sign messages to an endpoint: two while an old one is still valid."""
+    return [endpoint.secret, *([endpoint.old_secret] if endpoint.old_secret else [])]

@@ -3,8 +3,8 @@ these (ft_service/data/formats/), and all tokens are made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 Tool = dict[str, Any]
@@ -55,6 +55,17 @@ class Pair:
     preferred: Conversation
     """Only the answer has weight 1."""
     rejected: Conversation
+
+
+@dataclass(frozen=True)
+class GradedPrompt:
+    """A conversation for the model to answer, of reinforcement learning: a grader gives the answers rewards."""
+
+    messages: tuple[dict[str, Any], ...]
+    """As of a Conversation; the last one is not the assistant's."""
+    tools: tuple[Tool, ...] = ()
+    item: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys of the line, for the grader."""
 
 
 Record = Conversation | PromptCompletion | Text | Pair

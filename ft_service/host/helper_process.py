@@ -38,7 +38,7 @@ from ft_service.host.processes import has_ended
 REFUSED = 64
 """Exit code of a helper that refused the request; its last line says why."""
 MOST_BYTES = 256 * 1024**2
-"""Longest line of a reply."""
+"""Longest line of a reply, unless a program has a limit of its own."""
 LAST_WORDS_BYTES = 16 * 1024
 """Bytes of stderr that are kept."""
 END_SECONDS = 5.0
@@ -68,6 +68,8 @@ class Program:
     """Its working directory; None: this process's."""
     descriptors: tuple[int, ...] = ()
     """Open files that it inherits."""
+    most_bytes: int = MOST_BYTES
+    """Longest line of a reply."""
     own_errors: bool = True
     """Whether stderr is kept for the error; False: it goes to this process's stderr, as for a log."""
 
@@ -158,7 +160,7 @@ class HelperProcess:
     def receive(self, seconds: float | None = None) -> bytes | None:
         """Return the next line of its output, without the newline; None: there was none within `seconds` (None: no limit).
 
-        Raises HelperFailed if it has ended, or prints a line of more than MOST_BYTES.
+        Raises HelperFailed if it has ended, or prints a line of more than the program's `most_bytes`.
         """
         due = None if seconds is None else time.monotonic() + seconds
         while (end := self._output.find(b"\n", self._searched)) < 0:
@@ -168,9 +170,9 @@ class HelperProcess:
                     raise self._failed()
                 end = len(self._output)  # its last line has no newline
                 break
-            if self._searched > MOST_BYTES:
+            if self._searched > (most := self.program.most_bytes):
                 self.kill()
-                raise self._failed(Failure.GARBAGE, f"printed a line of more than {MOST_BYTES:,} bytes")
+                raise self._failed(Failure.GARBAGE, f"printed a line of more than {most:,} bytes")
             left = SLICE_SECONDS if due is None else due - time.monotonic()
             if left <= 0:
                 return None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
+from ft_service.spec.graders import Multi, TextGrader
 from ft_service.spec.option_types import Strict
 
 AnswerMetric = Literal["exact_match", "contains", "json_valid", "rouge_l", "bleu"]
@@ -17,57 +18,7 @@ MOST_PROMPTS = 256
 MOST_CHARACTERS = 262_144
 """Most characters of all prompts of a job, as JSON: they are part of its spec."""
 
-Template = Annotated[str, Field(max_length=16_384)]
-"""Text with `{{ sample.output_text }}`, `{{ sample.output_json.key }}` and `{{ item.key }}`."""
-GraderName = Annotated[str, Field(min_length=1, max_length=64)]
-
-
-class StringCheck(Strict):
-    """OpenAI's string_check: 1 or 0."""
-
-    type: Literal["string_check"]
-    name: GraderName
-    input: Template
-    reference: Template
-    operation: Literal["eq", "ne", "like", "ilike"]
-    """eq, ne: the input is, or is not, the reference; like: it contains the reference; ilike: in any case."""
-
-
-class TextSimilarity(Strict):
-    """OpenAI's text_similarity, in [0, 1]."""
-
-    type: Literal["text_similarity"]
-    name: GraderName
-    input: Template
-    reference: Template
-    evaluation_metric: Literal["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_by_models(cls, value: Any) -> Any:
-        wanted = value.get("evaluation_metric") if isinstance(value, Mapping) else None
-        if isinstance(wanted, str) and wanted in _METRICS_REFUSED:
-            raise ValueError(f"evaluation_metric {wanted!r} is not available: {_METRICS_REFUSED[wanted]}")
-        return value
-
-
-_METRICS_REFUSED = {
-    "cosine": "it needs an embedding model, which this service does not have. Use fuzzy_match or rouge_l",
-    "meteor": "it needs WordNet, which this service does not have. Use rouge_l or gleu",
-}
-_REFUSED = {
-    "python": "code in a request is not run. Use string_check, text_similarity, or a multi grader with a formula of those",
-    "score_model": "models do not grade here. Use string_check or text_similarity",
-    "label_model": "models do not grade here. Use string_check or text_similarity",
-    "endpoint": "this service calls no other one. Use string_check or text_similarity",
-}
-
-
-def _refuse(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if isinstance(kind, str) and kind in _REFUSED:
-        raise ValueError(f"a grader of type {kind!r} is not available: {_REFUSED[kind]}")
-    return value
+_METRIC = "must be a metric's name or a grader; a grader has a type: string_check, text_similarity or multi"
 
 
 def _kind(value: Any) -> Any:
@@ -76,49 +27,23 @@ def _kind(value: Any) -> Any:
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
-_UNKNOWN = "a grader has a type: string_check, text_similarity or multi"
-Single = Annotated[
-    Annotated[StringCheck, Tag("string_check")] | Annotated[TextSimilarity, Tag("text_similarity")],
-    Discriminator(_kind, custom_error_type="grader_type", custom_error_message="must be string_check or text_similarity"),
-    BeforeValidator(_refuse),
-]
+def _only_texts(value: Any) -> Any:
+    """Refuse graders that run code or ask a server: answers are scored by the ranks."""
+    inner = value.get("graders") if _kind(value) == "multi" and isinstance(value, Mapping) else None
+    for own in [value, inner, *(inner.values() if isinstance(inner, Mapping) else ())]:
+        if _kind(own) in ("python", "score_model", "label_model", "endpoint"):
+            raise ValueError(
+                f"a grader of type {_kind(own)!r} is not available in an evaluation, whose answers the training processes "
+                "score: they run no code of requests and ask no server. Use string_check, text_similarity, or a multi grader "
+                "with a formula of those"
+            )
+    return value
 
 
-class Multi(Strict):
-    """OpenAI's multi: a formula of other graders' scores."""
-
-    type: Literal["multi"]
-    name: GraderName
-    graders: Annotated[dict[GraderName, Single], Field(min_length=1, max_length=16)]
-    """Name in the formula → grader. A single grader may be given itself, under its own name."""
-    calculate_output: Annotated[str, Field(min_length=1, max_length=1024)]
-    """A formula: + - * / ^, min, max, abs, floor, ceil, exp, sqrt and log of numbers and graders' names."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        alone = value.get("graders") if isinstance(value, Mapping) else None
-        if isinstance(alone, Mapping) and isinstance(alone.get("type"), str) and isinstance(alone.get("name"), str):
-            return {**value, "graders": {alone["name"]: alone}}
-        return value
-
-
-Grader = Annotated[
-    Annotated[StringCheck, Tag("string_check")]
-    | Annotated[TextSimilarity, Tag("text_similarity")]
-    | Annotated[Multi, Tag("multi")],
-    Discriminator(_kind, custom_error_type="grader_type", custom_error_message=f"must have a type that is known: {_UNKNOWN}"),
-    BeforeValidator(_refuse),
-]
 Metric = Annotated[
-    Annotated[AnswerMetric, Tag("metric")]
-    | Annotated[StringCheck, Tag("string_check")]
-    | Annotated[TextSimilarity, Tag("text_similarity")]
-    | Annotated[Multi, Tag("multi")],
-    Discriminator(
-        _kind, custom_error_type="grader_type", custom_error_message=f"must be a metric's name or a grader; {_UNKNOWN}"
-    ),
-    BeforeValidator(_refuse),
+    Annotated[AnswerMetric, Tag("metric")] | TextGrader | Annotated[Multi, Tag("multi")],
+    Discriminator(_kind, custom_error_type="grader_type", custom_error_message=_METRIC),
+    BeforeValidator(_only_texts),
 ]
 
 
@@ -166,7 +91,7 @@ class EvaluationOptions(Strict):
         default_factory=lambda: ["exact_match", "rouge_l"]
     )
     """Means over the answers, in [0, 1]: exact_match, contains (the expected answer, in any case), json_valid, rouge_l, bleu;
-    or graders in OpenAI's shape (string_check, text_similarity, multi), by their names."""
+    or graders in OpenAI's shape (string_check, text_similarity, and multi of these), by their names."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvaluationOptions:

@@ -16,6 +16,7 @@ import pytest
 
 from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
+from ft_service.graders import asking
 from ft_service.supervisor import worker_tasks
 from tests.support.rest.described import OPEN, filled, operations, tenant
 from tests.support.rest.receiver import hanging
@@ -36,6 +37,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
         wait = ("sh", "-c", f"until [ -e {outside.file} ]; do sleep 0.05; done")
         monkeypatch.setattr(file_views, "Examiner", partial(Examiner, command=wait))
         monkeypatch.setattr(worker_tasks, "run_worker", lambda *_: outside.released.wait())
+        monkeypatch.setattr(asking, "RETRY_SECONDS", 0.0)
         yield outside
         outside.release()
 
@@ -60,6 +62,7 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]},
 }
 """That make a route wait, where an empty one does not."""
+GRADES = "/v1/fine_tuning/alpha/graders/run"
 
 
 def test_what_hangs_for_one_tenant_holds_up_nobody(service: Service, outside: Outside) -> None:
@@ -77,17 +80,20 @@ def test_what_hangs_for_one_tenant_holds_up_nobody(service: Service, outside: Ou
         "/v1/fine_tuning/jobs/{job_id}/checkpoints/{checkpoint_id}/adapter",
         "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
         "/v1/webhook_endpoints/{webhook_endpoint_id}/test",
+        GRADES,
     }, "these wait for something, or for their turn"
 
 
 async def walked(service: Service, key: str, theirs: dict[str, str], outside: Outside) -> set[str]:
     """Paths of the requests that were not answered while everybody else's were, or of which too many waited."""
     described = list(operations(service))
+    endpoint = {"type": "endpoint", "name": "e", "url": outside.url, "webhook_endpoint_id": theirs["webhook_endpoint_id"]}
+    bodies = {**BODIES, GRADES: {"grader": endpoint, "model_sample": "x"}}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
     async with httpx2.AsyncClient(base_url=service.url, trust_env=False, timeout=None, limits=limits) as client:
 
         async def ask(method: str, path: str, key: str) -> int:
-            sent: dict[str, Any] = {"json": BODIES.get(path, {})} if method == "POST" else {"params": {"model": "tiny"}}
+            sent: dict[str, Any] = {"json": bodies.get(path, {})} if method == "POST" else {"params": {"model": "tiny"}}
             headers = {"authorization": f"Bearer {key}"}
             return (await client.request(method, filled(path, theirs), headers=headers, **sent)).status_code
 

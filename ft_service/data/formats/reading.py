@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +15,7 @@ from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, Self, TypeVar, cast
 
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns, listed
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
@@ -32,9 +32,11 @@ from ft_service.data.formats.detect_format import (
 from ft_service.data.formats.normalize import as_record, columns_of
 from ft_service.data.formats.tabular import arrow_rows, csv_rows
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.sample_kinds import Record
+from ft_service.data.prompt_line import parse_prompt
+from ft_service.data.sample_kinds import GradedPrompt, Record
 from ft_service.rundir.directory import sha256_of
 
+R = TypeVar("R")
 NOTED = 20
 """Unknown keys that a file's report names, at most."""
 _NAME = 80
@@ -107,11 +109,19 @@ class DataReader:
 
     def __iter__(self) -> Generator[tuple[int, Record | Fault]]:
         """Numbered records or their faults, from 1 through all files; fault 0: the rest cannot be read. Raises OSError."""
+        return self._numbered(self._record)
+
+    def prompts(self) -> Generator[tuple[int, GradedPrompt | Fault]]:
+        """The same with every record read as a prompt to grade. The columns must be ItemColumns. Raises OSError."""
+        assert self.columns.keeps_all, "else tables would lose their items"
+        return self._numbered(self._prompt)
+
+    def _numbered(self, parse: Callable[[int, dict[str, object]], R | Fault]) -> Generator[tuple[int, R | Fault]]:
         before = number = 0
         for path in self.paths:
             try:
                 for number, row in self._rows(path):
-                    yield before + number, row if isinstance(row, Fault) else self._record(before + number, row)
+                    yield before + number, row if isinstance(row, Fault) else parse(before + number, row)
             except UnreadableError as error:
                 where = f"{path.name}: " if len(self.paths) > 1 else ""
                 yield 0, Fault(0, "", f"{where}{error}")
@@ -149,6 +159,12 @@ class DataReader:
         try:
             named = self.columns.record(row)
             return as_record(self._format(named, row), named)
+        except LineError as error:
+            return Fault(number, error.field, error.reason)
+
+    def _prompt(self, number: int, row: dict[str, object]) -> GradedPrompt | Fault:
+        try:
+            return parse_prompt(self.columns.record(row))
         except LineError as error:
             return Fault(number, error.field, error.reason)
 

@@ -1,0 +1,42 @@
+"""Lines of a file of prompts, for reinforcement learning: a conversation that the model answers, and what a grader needs.
+
+{"messages": […], "tools": […], "reference_answer": …, …}     OpenAI's format: all other keys are the item, `{{ item.key }}`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ft_service.data.chat_line import parse_messages, parse_tools, require_answered_calls
+from ft_service.data.line_errors import LineError, required, text_of
+from ft_service.data.sample_kinds import GradedPrompt
+
+_KEYS = ("messages", "tools", "parallel_tool_calls", "functions")
+_ANSWERED: Mapping[str, str] = {
+    **dict.fromkeys(("preferred_output", "non_preferred_output", "chosen", "rejected"), "dpo"),
+    "completion": "supervised",
+}
+"""Keys of other methods' lines → the method. With them instead of messages, the file is of that method."""
+
+
+def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
+    """An object as a prompt to grade. Raises LineError (a DataError) with its first fault."""
+    other = next((key for key in _ANSWERED if key in line), None) if "messages" not in line else None
+    if other is not None:
+        reason = f"is of method: {{type: {_ANSWERED[other]}}}; a prompt to grade has messages, and no answer"
+        raise LineError(other, reason)
+    given = required(line, "messages")
+    parsed = parse_messages(given, "messages")
+    for number, message in enumerate(given):
+        if "weight" in message:
+            raise LineError(f"messages.{number}.weight", "says what is learned, and nothing of a prompt is: leave it out")
+    require_answered_calls(parsed)
+    if parsed[-1][0]["role"] == "assistant":
+        raise LineError(
+            "messages",
+            "must end with a message that the model answers, not with the assistant's own: give an expected answer under a "
+            "key of its own, such as reference_answer",
+        )
+    item = {text_of(key, "a key"): value for key, value in line.items() if key not in _KEYS}
+    return GradedPrompt(tuple(message for message, _ in parsed), tuple(parse_tools(line)), item)

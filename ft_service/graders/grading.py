@@ -1,0 +1,238 @@
+"""Graders of requests: parsed, checked against what the operator allows, and run on answers.
+
+    grader = parse_grader(body, limits)
+    grade(grader, Sample("4"), {"answer": 4}, context).reward
+
+Whatever a grader does (fails, hangs, lies), its answer is a Grade with a finite reward, and errors by kind. These functions
+block; they start an event loop of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from ft_service.errors import FtError, SpecError
+from ft_service.graders import python_fence
+from ft_service.graders.asking import ask_endpoint, ask_model, signed_posts
+from ft_service.graders.grades import Case, Grade, GradingError, Sample, Score
+from ft_service.graders.limits import GraderLimits
+from ft_service.graders.texts import check_grader, combined, text_score
+from ft_service.host.webhook_receiver import parse_receiver
+from ft_service.spec.graders import (
+    EndpointGrader,
+    Grader,
+    LabelModel,
+    PythonGrader,
+    ScoreModel,
+    Single,
+    StringCheck,
+    TextSimilarity,
+    singles_of,
+)
+from ft_service.spec.option_types import Strict
+from ft_service.spec.validation_errors import spec_error
+
+ASKED_AT_ONCE = 16
+"""Requests of one call to servers that grade, at once."""
+FENCES_AT_ONCE = 2
+"""Processes of one call for python graders, at once."""
+
+
+class GraderBody(Strict):
+    """A grader to check."""
+
+    grader: Grader
+
+
+def _no_secrets(endpoint_id: str) -> Sequence[str]:
+    raise SpecError(f"webhook_endpoint_id = {endpoint_id!r}: no webhook endpoints are known here.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderContext:
+    """What graders of a project work with."""
+
+    limits: GraderLimits = field(default_factory=GraderLimits)
+    secrets: Callable[[str], Sequence[str]] = _no_secrets
+    """Valid secrets of one of the project's webhook endpoints by its id. Raises FtError if there is none."""
+    seconds: float | None = None
+    """Time for all cases of a call together; answers without a grade by then have an unresponsive_reward_error. None: each try
+    of a grader has its own limit, and there is no other."""
+
+
+def parse_grader(body: Any, limits: GraderLimits) -> Grader:
+    """Return a grader. Raises SpecError, naming the field from `grader` on, for unknown or wrong options, and as
+    require_usable."""
+    try:
+        grader = GraderBody.model_validate({"grader": body}).grader
+    except ValidationError as error:
+        raise spec_error(error, GraderBody) from None
+    require_usable(grader, limits)
+    return grader
+
+
+def require_usable(grader: Grader, limits: GraderLimits) -> None:
+    """Raise SpecError for a grader that cannot grade: its template or formula is wrong for every answer, or its model, its
+    address, or python is not allowed here."""
+    try:
+        check_grader(grader)
+    except ValueError as error:
+        raise SpecError(f"grader.{error}.", param="grader") from None
+    for place, own in _places(grader):
+        _check_allowed(place, own, limits)
+
+
+def check_outside(grader: Grader, context: GraderContext) -> None:
+    """Check what needs more than the grader itself: secrets of endpoints are there, and sources of python graders load. Raises
+    FtError naming the field."""
+    for place, own in _places(grader):
+        if isinstance(own, EndpointGrader):
+            try:
+                context.secrets(own.webhook_endpoint_id)
+            except FtError as error:
+                raise type(error)(f"{place}.{error.message}", param=f"{place}.webhook_endpoint_id") from None
+        if isinstance(own, PythonGrader):
+            try:
+                with python_fence.FencedGrader(own.source, seconds=context.seconds or python_fence.SECONDS) as fenced:
+                    fenced.start()
+            except GradingError as error:
+                message = f"{place}.source: cannot be loaded: {error.detail.strip()}"
+                raise SpecError(message, param=f"{place}.source") from None
+
+
+def grade(grader: Grader, sample: Sample, item: Mapping[str, Any], context: GraderContext) -> Grade:
+    """Grade an answer. `item`: the other keys of its prompt's line."""
+    return grade_all(grader, [Case(sample, item)], context)[0]
+
+
+def grade_all(grader: Grader, cases: Sequence[Case], context: GraderContext) -> list[Grade]:
+    """Grade answers, several at once where a server or a process grades: one Grade for each case, in their order."""
+    return asyncio.run(_grade_all(grader, cases, context))
+
+
+async def _grade_all(grader: Grader, cases: Sequence[Case], context: GraderContext) -> list[Grade]:
+    run = _Run(context, cases)
+    names = singles_of(grader)
+    columns = await asyncio.gather(*(run.scores(own) for own in names.values()))
+    return [combined(grader, dict(zip(names, scores, strict=True))) for scores in zip(*columns, strict=True)]
+
+
+class _Run:
+    """One call: its cases, and its limits on what happens at once."""
+
+    def __init__(self, context: GraderContext, cases: Sequence[Case]) -> None:
+        self._context, self._cases = context, cases
+        self._due = None if context.seconds is None else asyncio.get_running_loop().time() + context.seconds
+        self._asked, self._fences = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Semaphore(FENCES_AT_ONCE)
+
+    async def scores(self, grader: Single) -> list[Score]:
+        """The scores of all cases; the time is up for those that are missing."""
+        late = Score(error="unresponsive_reward_error", detail=f"there was no reward within {self._context.seconds} seconds")
+        scores = [late] * len(self._cases)
+        try:
+            async with asyncio.timeout_at(self._due):
+                await self._fill(grader, scores)
+        except TimeoutError:
+            pass
+        except GradingError as error:
+            scores = [Score.failed(error)] * len(self._cases)
+        return scores
+
+    async def _fill(self, grader: Single, scores: list[Score]) -> None:
+        numbers = range(len(self._cases))
+        match grader:
+            case StringCheck() | TextSimilarity():
+                for number, case in enumerate(self._cases):
+                    scores[number] = _timed(time.perf_counter(), [text_score(grader, case)])[0]
+            case ScoreModel() | LabelModel():
+                model = self._context.limits.models[grader.model]
+                await asyncio.gather(*(self._ask_model(grader, model, number, scores) for number in numbers))
+            case EndpointGrader():
+                await self._ask_endpoint(grader, scores)
+            case PythonGrader():
+                left = iter(numbers)
+                await asyncio.gather(*(self._run_python(grader, left, scores) for _ in numbers[:FENCES_AT_ONCE]))
+
+    async def _ask_model(self, grader: ScoreModel | LabelModel, model: Any, number: int, scores: list[Score]) -> None:
+        async with self._asked:
+            began = time.perf_counter()
+            [scores[number]] = _timed(began, [await ask_model(grader, model, self._cases[number])])
+
+    async def _ask_endpoint(self, grader: EndpointGrader, scores: list[Score]) -> None:
+        allow_private = self._context.limits.allow_private
+        try:
+            secrets = await asyncio.to_thread(self._context.secrets, grader.webhook_endpoint_id)
+            receiver = parse_receiver(grader.url, allow_private=allow_private)
+        except FtError as error:
+            raise GradingError("endpoint_grader_server_error", error.message) from None
+
+        bodies: dict[int, bytes] = {}
+        for number, case in enumerate(self._cases):
+            try:
+                bodies[number] = case.as_json()
+            except GradingError as error:
+                scores[number] = Score.failed(error)
+
+        async def ask(batch: Sequence[int]) -> None:
+            async with self._asked:
+                began = time.perf_counter()
+                found = await ask_endpoint(grader, receiver, post, [bodies[number] for number in batch])
+                for number, score in zip(batch, _timed(began, found), strict=True):
+                    scores[number] = score
+
+        numbers, size = list(bodies), grader.batch_size
+        async with signed_posts(receiver, secrets, allow_private=allow_private) as post:
+            await asyncio.gather(*(ask(numbers[at : at + size]) for at in range(0, len(numbers), size)))
+
+    async def _run_python(self, grader: PythonGrader, left: Iterator[int], scores: list[Score]) -> None:
+        """Grade cases in one process until none is left."""
+        async with self._fences:
+            with python_fence.FencedGrader(grader.source) as fenced:
+                for number in left:
+                    began = time.perf_counter()
+                    scored = asyncio.create_task(asyncio.to_thread(fenced.score, self._cases[number]))
+                    try:
+                        await asyncio.shield(scored)
+                    except asyncio.CancelledError:
+                        fenced.kill()
+                        await asyncio.wait([scored])  # the thread still uses what is closed next
+                        raise
+                    [scores[number]] = _timed(began, [scored.result()])
+
+
+def _timed(began: float, scores: list[Score]) -> list[Score]:
+    """Scores with their share of the time since `began`."""
+    seconds = (time.perf_counter() - began) / len(scores)
+    return [replace(score, seconds=seconds) for score in scores]
+
+
+def _places(grader: Grader) -> Iterator[tuple[str, Single]]:
+    """Dotted place and grader of each single one."""
+    inner = singles_of(grader)
+    for name, own in inner.items():
+        yield "grader" if own is grader else f"grader.graders.{name}", own
+
+
+def _check_allowed(place: str, grader: Single, limits: GraderLimits) -> None:
+    """Raise SpecError for a grader that the operator does not allow."""
+    if isinstance(grader, (ScoreModel, LabelModel)) and grader.model not in limits.models:
+        there = f"there are {', '.join(sorted(limits.models)[:20])}" if limits.models else "and it allows none"
+        message = (
+            f"{place}.model = {grader.model[:80]!r}: is not one that this service allows graders to ask, {there}. The operator "
+            "names them in FT_GRADER_MODELS; an endpoint grader may ask any model from your own server."
+        )
+        raise SpecError(message, param=f"{place}.model", code="model_not_allowed")
+    if isinstance(grader, PythonGrader) and (why := limits.no_python):
+        message = f"{place}: a grader of type 'python' is not available: {why}."
+        raise SpecError(message, param=place, code="not_available")
+    if isinstance(grader, EndpointGrader):
+        try:
+            parse_receiver(grader.url, allow_private=limits.allow_private)
+        except SpecError as error:
+            raise SpecError(f"{place}.{error.message}", param=f"{place}.url", code=error.code) from None

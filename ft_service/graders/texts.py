@@ -1,0 +1,113 @@
+"""Graders that compare texts, formulas of graders, and what is wrong with a grader for every answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ft_service.graders.formula import FormulaError, calculated
+from ft_service.graders.grades import Case, ErrorKind, Grade, GradingError, Score
+from ft_service.graders.similarities import MOST_COMPARED, SIMILARITIES
+from ft_service.graders.templates import TemplateError, check_template, filled
+from ft_service.spec.graders import (
+    Grader,
+    GraderMessage,
+    LabelModel,
+    Multi,
+    ScoreModel,
+    Single,
+    StringCheck,
+    TextSimilarity,
+    singles_of,
+)
+
+
+def check_grader(grader: Grader) -> None:
+    """Raise ValueError for a template or a formula that is wrong for every answer."""
+    for own in singles_of(grader).values():
+        for place, template in _templates(own):
+            try:
+                check_template(template)
+            except TemplateError as error:
+                raise ValueError(f"{own.name}.{place}: {error}") from None
+    if isinstance(grader, Multi):
+        try:
+            calculated(grader.calculate_output, dict.fromkeys(grader.graders, 1.0))
+        except FormulaError as error:
+            raise ValueError(f"calculate_output: {error}") from None
+        except (ArithmeticError, ValueError):
+            pass  # with these numbers; others may be valid
+
+
+def text_score(grader: StringCheck | TextSimilarity, case: Case) -> Score:
+    """The score of a grader that compares texts."""
+    try:
+        return Score(_compared(grader, case))
+    except GradingError as error:
+        return Score.failed(error)
+
+
+def grade_text(grader: StringCheck | TextSimilarity | Multi, case: Case) -> Grade:
+    """Grade with a grader that consists of comparisons of texts."""
+    scores: dict[str, Score] = {}
+    for name, own in singles_of(grader).items():
+        assert isinstance(own, (StringCheck, TextSimilarity)), "others are refused in evaluations"
+        scores[name] = text_score(own, case)
+    return combined(grader, scores)
+
+
+def combined(grader: Grader, scores: Mapping[str, Score]) -> Grade:
+    """The grade of a case by the scores of all single graders. With an error of one of them the reward is 0."""
+    errors: dict[ErrorKind, str] = {
+        score.error: score.detail for score in reversed(list(scores.values())) if score.error is not None
+    }
+    values = {name: score.value for name, score in scores.items() if score.error is None}
+    reward = 0.0
+    if not errors and isinstance(grader, Multi):
+        try:
+            reward = calculated(grader.calculate_output, values)
+        except (ArithmeticError, ValueError) as error:
+            errors["formula_parse_error"] = str(error)
+    elif not errors:
+        [reward] = values.values()
+    usage: dict[str, dict[str, int]] = {}
+    for name, own in singles_of(grader).items():
+        if scores[name].usage and (model := getattr(own, "model", None)):
+            total = usage.setdefault(model, {})
+            for kind, tokens in scores[name].usage.items():
+                total[kind] = total.get(kind, 0) + tokens
+    return Grade(
+        reward=reward,
+        errors=errors,
+        scores=values,
+        sub_rewards=values if isinstance(grader, Multi) else {},
+        seconds=sum(score.seconds for score in scores.values()),
+        sampled_model=next((score.model for score in reversed(list(scores.values())) if score.model), None),
+        usage=usage,
+    )
+
+
+def texts_of(message: GraderMessage) -> list[str]:
+    """The templates of a message's parts."""
+    parts = message.content if isinstance(message.content, list) else [message.content]
+    return [part if isinstance(part, str) else part.text for part in parts]
+
+
+def _templates(grader: Single) -> Iterator[tuple[str, str]]:
+    """Place and text of each template."""
+    if isinstance(grader, (StringCheck, TextSimilarity)):
+        yield from (("input", grader.input), ("reference", grader.reference))
+    elif isinstance(grader, (ScoreModel, LabelModel)):
+        for number, message in enumerate(grader.input):
+            yield from ((f"input.{number}.content", text) for text in texts_of(message))
+
+
+def _compared(grader: StringCheck | TextSimilarity, case: Case) -> float:
+    given, reference = filled(grader.input, case), filled(grader.reference, case)
+    if isinstance(grader, TextSimilarity):
+        if max(len(given), len(reference)) > MOST_COMPARED:
+            raise GradingError("other_error", f"a text to compare has more than {MOST_COMPARED:,} characters")
+        return SIMILARITIES[grader.evaluation_metric](given, reference)
+    if grader.operation in ("like", "ilike"):
+        low = grader.operation == "ilike"
+        return float((reference.casefold() in given.casefold()) if low else reference in given)
+    return float((given == reference) == (grader.operation == "eq"))

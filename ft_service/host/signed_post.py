@@ -1,0 +1,72 @@
+"""A POST to a receiver that a user has chosen, signed according to Standard Webhooks: webhooks, and graders of type endpoint.
+
+The connection goes to exactly the address that was checked (webhook_receiver.py), no redirect is followed, and no proxy or
+credential of the environment is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx2
+
+from ft_service.host.webhook_receiver import Receiver
+
+
+@dataclass(frozen=True)
+class SignedMessage:
+    """A JSON message and the secrets that sign it."""
+
+    id: str
+    """The same for every try, so that a receiver can leave out repetitions."""
+    body: bytes
+    secrets: Sequence[str] = field(repr=False)
+    """`whsec_…`; each gives a signature."""
+
+    def headers(self, timestamp: int) -> dict[str, str]:
+        """The three headers of a signed message. `timestamp`: seconds since 1970."""
+        signed = f"{self.id}.{timestamp}.".encode() + self.body
+        return {
+            "webhook-id": self.id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": " ".join(f"v1,{_signature(secret, signed)}" for secret in self.secrets),
+        }
+
+
+@asynccontextmanager
+async def signed_post(
+    receiver: Receiver, address: str, message: SignedMessage, agent: str, seconds: float
+) -> AsyncIterator[httpx2.Response]:
+    """Send a message to an address of a receiver, and give the answer, whose body is not read yet. `agent`: the user agent;
+    `seconds`: limit on each wait for the network, not on the whole. Raises httpx2.HTTPError."""
+    headers = {
+        "content-type": "application/json",
+        "accept-encoding": "identity",
+        "host": receiver.url.netloc.decode(),
+        "user-agent": agent,
+        **message.headers(int(time.time())),
+    }
+    async with httpx2.AsyncClient(trust_env=False, timeout=seconds) as client:
+        pinned = client.build_request(
+            "POST",
+            receiver.url.copy_with(host=address),
+            content=message.body,
+            headers=headers,
+            extensions={"sni_hostname": receiver.host},
+        )
+        answer = await client.send(pinned, stream=True, follow_redirects=False)
+        try:
+            yield answer
+        finally:
+            await answer.aclose()
+
+
+def _signature(secret: str, signed: bytes) -> str:
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    return base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()

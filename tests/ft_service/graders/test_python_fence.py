@@ -1,0 +1,189 @@
+"""Python graders try to get out of their fence. Each attempt is a real process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from ft_service.graders import python_fence, system_calls
+from ft_service.graders.grades import GradingError, Score
+from ft_service.graders.python_fence import FencedGrader
+from tests.support.graders import case
+from tests.support.rest.service import wait_until
+
+fenced_here = pytest.mark.skipif(python_fence.refusal() is not None, reason=f"no fence on this host: {python_fence.refusal()}")
+
+
+def graded(source: str, *, seconds: float = 60.0) -> Score:
+    """The score of a grader whose body is `source`."""
+    body = f"def grade(sample, item):\n{textwrap.indent(textwrap.dedent(source), '    ')}"
+    with FencedGrader(body, seconds=seconds) as grader:
+        return grader.score(case("4", {"n": 4}))
+
+
+@fenced_here
+def test_it_computes_and_prints() -> None:
+    assert graded("print('x' * 10**6)\nreturn float(sample['output_text']) / item['n']") == Score(1.0)
+    assert graded("import numpy\nreturn numpy.float32(0.5)") == Score(0.5), "packages beside the service"
+    assert graded("import threading, json, random, datetime, re\nreturn True") == Score(1.0)
+
+
+@fenced_here
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import socket; socket.socket()", "PermissionError"),
+        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "PermissionError|Operation not permitted"),
+        ("import os; os.fork()", "PermissionError"),
+        ("import subprocess; subprocess.run(['/usr/bin/env'])", "PermissionError"),
+        ("import threading; threading.Thread(target=print).start()", "can't start new thread"),
+        ("import os; os.posix_spawn('/usr/bin/env', ['env'], {})", "PermissionError"),
+        ("open('/etc/passwd').read()", "FileNotFoundError"),
+        ("open('/proc/1/environ').read()", "FileNotFoundError"),
+        ("open('/proc/self/mem').read()", "FileNotFoundError"),
+        ("open('/sys/kernel/version').read()", "FileNotFoundError"),
+        ("open('/dev/mem').read()", "FileNotFoundError"),
+        ("open('/tmp/x', 'w')", "Read-only file system|FileNotFoundError"),
+        ("open('/x', 'w')", "Read-only file system|PermissionError"),
+        ("import os; os.mkdir('/x')", "PermissionError"),
+        ("import os; os.memfd_create('x')", "PermissionError"),
+        ("import os; os.mkfifo('/x')", "PermissionError"),
+        ("import os; os.kill(1, 9)", "PermissionError"),
+        ("import os; os.setuid(0)", "PermissionError"),
+        ("import os; os.sched_setaffinity(0, {0})", "PermissionError"),
+        ("import os; os.chroot('/usr')", "PermissionError"),
+        ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "not allowed to raise maximum limit"),
+        ("x = bytearray(3 * 2**30)", "MemoryError"),
+        ("x = [0]\nwhile True: x += x", "MemoryError"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("import json; return float('nan')", "no finite number"),
+        ("return float('inf')", "no finite number"),
+        ("return 'a lot'", "could not convert"),
+        ("return 10 ** 400", "OverflowError"),
+        ("return None", "TypeError"),
+    ],
+)
+def test_it_gets_at_nothing(source: str, error: str) -> None:
+    score = graded(source)
+    assert score.error == "python_grader_runtime_error"
+    assert any(part in score.detail for part in error.split("|")), score.detail
+    assert str(Path(python_fence.__file__).parent) not in score.detail
+
+
+@fenced_here
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are x86-64's")
+def test_raw_system_calls_are_refused_too() -> None:
+    """Those that libraries hide: clone, clone3, io_uring, bpf, keyctl, unshare, mount, ptrace."""
+    source = """
+        import ctypes
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        made = {number: (call(number, 0, 0, 0, 0, 0), ctypes.get_errno()) for number in (56, 435, 425, 321, 250, 272, 165, 101)}
+        return float(all(answer == (-1, 1) for answer in made.values()))
+    """
+    assert graded(source) == Score(1.0)
+
+
+@fenced_here
+def test_it_sees_no_environment_and_no_file_of_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    monkeypatch.setenv("FT_API_KEY", "hidden")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    source = f"""
+        import os
+        def is_open(number):
+            try: return bool(os.fstat(number))
+            except OSError: return False
+        assert set(os.environ) <= {{"OPENBLAS_NUM_THREADS", "LANG", "PWD", "LC_CTYPE"}}, os.environ
+        assert not os.path.exists({str(secret)!r})
+        assert os.listdir("/etc") in ([], ["ld.so.cache"]) and not os.path.exists("/root/.ssh") and not os.path.exists("/home")
+        return float([number for number in range(64) if is_open(number)] == [0, 1, 2, 3])
+    """
+    assert graded(source) == Score(1.0)
+
+
+@fenced_here
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("while True: pass", "time: "),
+        ("import time; time.sleep(99)", "time: "),
+        ("import os; os._exit(0)", "exited: "),
+        ("import os; os.abort()", "exited: "),
+        ("import ctypes; ctypes.string_at(0)", "exited: "),
+        ("import os\nwhile True: os.write(3, b'x' * 65536)", "garbage: "),
+        ("import os; os.write(3, b'nonsense\\n'); return 1", "garbage: "),
+        ("import os; os.write(3, b'[' * 50000 + b'\\n'); return 1", "garbage: "),
+        ("import os; os.execv('/usr/bin/sleep', ['sleep', '99'])", "time: "),
+    ],
+)
+def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, said: str) -> None:
+    body = f"def grade(sample, item):\n    if item: return 1\n{textwrap.indent(source, '    ')}"
+    with FencedGrader(body, seconds=1.0) as grader:
+        failed = grader.score(case("4"))
+        assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), failed
+        assert grader.score(case("4", {"n": 1})) == Score(1.0)
+
+
+@fenced_here
+def test_nothing_of_it_outlives_its_grader() -> None:
+    with FencedGrader("def grade(sample, item):\n    while True: pass") as grader:
+        grader.start()
+        assert grader._process is not None
+        pid = grader._process.pid
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert below
+        scores: list[Score] = []
+        thread = threading.Thread(target=lambda: scores.append(grader.score(case("4"))))
+        thread.start()
+        grader.kill()
+        thread.join()
+        assert scores[0].error == "python_grader_server_error"
+    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in (pid, *below)))
+
+
+@fenced_here
+def test_a_source_that_does_not_load_says_why() -> None:
+    for source, said in (
+        ("def grade(", "SyntaxError"),
+        ("grade = 1", "defines no function grade"),
+        ("1/0", "ZeroDivisionError"),
+    ):
+        with FencedGrader(source) as grader, pytest.raises(GradingError) as error:
+            grader.start()
+        assert said in error.value.detail
+        with FencedGrader(source) as grader:
+            assert grader.score(case("4")).error == "python_grader_runtime_error"
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("no bwrap", "apt install bubblewrap"),
+        ("no libseccomp", "libseccomp2"),
+        ("no namespaces", "must allow this service user"),
+    ],
+)
+def test_without_a_fence_python_is_refused_with_what_to_do(
+    broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + "/usr/bin:/bin" if broken != "no bwrap" else str(tmp_path / "none"))
+    if broken == "no libseccomp":
+        monkeypatch.setattr(system_calls, "_LIBRARY", "libnone.so")
+        system_calls.filter_program.cache_clear()
+    python_fence._prove.cache_clear()
+    refusal = python_fence.refusal() or ""
+    python_fence._prove.cache_clear()
+    system_calls.filter_program.cache_clear()
+    assert said in refusal
+    assert "Use string_check, text_similarity, or an endpoint grader" in refusal
+    if broken == "no namespaces":
+        assert "No permissions to create new namespace" in refusal

@@ -1,6 +1,6 @@
 """Calls of forward and forward_backward: what a client sends, checked, and what it gets back.
 
-The wire's forms are those of the `tinker` package (proto/request_conv.py and response_conv.py of 0.38); token arrays are numpy
+The wire's forms are those of the `tinker` package (its modules request_conv and response_conv in 0.38); token arrays are numpy
 arrays here, so that a server without torch can check them.
 """
 

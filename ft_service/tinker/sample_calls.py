@@ -20,7 +20,7 @@ MOST_TOP = 20
 """Limit of the likeliest tokens that are reported of a place."""
 MOST_STOPS = 64
 NO_LOGPROB = -99999.0
-"""Value of the `tinker` package (types/topk_logprobs.py of 0.38)."""
+"""Value of the `tinker` package (its module topk_logprobs in 0.38)."""
 _NOT_HERE = {
     "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's places are not computed here",
     "prompt_alt_tokens_k": "alternatives to the prompt's tokens are not drawn here",

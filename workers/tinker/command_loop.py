@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.errors import FtError, SpecError
-from ft_service.rundir.checkpoints import complete_checkpoints
+from ft_service.rundir.checkpoints import checkpoint_key, complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from ft_service.rundir.events import Metrics
@@ -370,7 +370,7 @@ class CommandLoop:
             raise SpecError(f"path = {name!r}: there are saved weights of this name. Take another one, or overwrite = True.")
         checkpoint = self._save()
         if self.context.runtime.rank == 0:
-            folder = run.path(f"checkpoints/{checkpoint}")
+            folder = run.path(checkpoint_key(checkpoint))
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             self.context.runtime.fence.check()
             saved = SavedWeights(

@@ -303,7 +303,9 @@ def _again(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | No
 def _continued(job: Job, checkpoint_step: int, reason: Reason, not_before: float) -> tuple[str, Job]:
     """Where the next attempt begins, in words, and the job until then."""
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
-    rest = replace(_at_rest(job), reason=reason, not_before=not_before)
+    rest = _at_rest(job)
+    kept = rest.state is State.PAUSED and rest.reason is Reason.IDLE  # its next command resumes it, however it ended
+    rest = replace(rest, reason=Reason.IDLE if kept else reason, not_before=not_before)
     return where, rest if checkpoint_step >= 0 else replace(rest, left_seconds=None)
 
 

@@ -273,6 +273,14 @@ def test_validated_job_is_queued_or_paused_as_wished() -> None:
     assert validated(request(new_job(), Verb.PAUSE, NOW), None, NOW).state is State.PAUSED
 
 
+def test_a_job_that_was_paused_as_idle_stays_so_however_its_attempt_ends() -> None:
+    """Its next command resumes it; a job that its user paused waits for its user."""
+    for reason, kept in ((Reason.IDLE, Reason.IDLE), (None, Reason.WORKER_KILLED)):
+        job = new_job(state=State.RUNNING, phase=Phase.STOPPING, desired=Desired.PAUSE, reason=reason)
+        ended = ended_job(job, "worker_killed").job
+        assert (ended.state, ended.reason) == (State.PAUSED, kept)
+
+
 def ended_job(job: Job, exit_reason: str, checkpoint_step: int = -1, error: ErrorInfo | None = None) -> Become:
     action = decide(job, Ended(exit_of(ExitReason(exit_reason), "", error), checkpoint_step), NOW)
     assert isinstance(action, Become)

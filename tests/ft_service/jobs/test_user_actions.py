@@ -64,3 +64,12 @@ def test_only_a_paused_job_goes_on_with_another_number_of_ranks() -> None:
         with pytest.raises(SpecError, match="only a paused job") as refused:
             request(new_job(state=state, desired=Desired.PAUSE), Verb.RESUME, NOW, 3)
         assert refused.value.param == "distributed.nproc_per_node"
+
+
+def test_the_service_pauses_a_job_for_its_own_reason_until_a_request() -> None:
+    running = new_job(state=State.RUNNING, phase=Phase.TRAINING)
+    idle = request(running, Verb.PAUSE, NOW, reason=Reason.IDLE)
+    assert (idle.desired, idle.reason) == (Desired.PAUSE, Reason.IDLE)
+    assert request(idle, Verb.RESUME, NOW).reason is None
+    by_user = request(idle, Verb.PAUSE, NOW)
+    assert (by_user.desired, by_user.reason) == (Desired.PAUSE, None), "from now on its user wants it paused"

@@ -33,8 +33,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "home").mkdir()
     options = tmp_path / "options.yaml"
     options.write_text("precision: {default: nf4, compute: fp32}\ntraining: {max_length: 64}\n")
-    settings = {"FT_TINKER_OPTIONS": str(options), "FT_TINKER_IDLE_SECONDS": "5", "FT_PORT": str(free_port())}
-    server = Server(tmp_path / "home", tmp_path / "models", slots=3, **settings)
+    server = Server(
+        tmp_path / "home",
+        tmp_path / "models",
+        slots=3,
+        FT_TINKER_OPTIONS=str(options),
+        FT_TINKER_IDLE_SECONDS="5",
+        FT_PORT=str(free_port()),  # the same after a kill
+    )
     server.start()
     yield server
     server.stop()

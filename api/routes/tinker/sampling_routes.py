@@ -1,4 +1,4 @@
-"""Samplers of Tinker clients, and their requests for samples, which the sampler's loop answers (ft_service/control/tinker_samples.py)."""
+"""Samplers of Tinker clients, and their requests for samples, which wait for ft_service/control/tinker_samples.py."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import tinker
 from tinker import types
@@ -15,10 +16,8 @@ base, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 
 def datum(ids: list[int]) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(ids[:-1]),
-        loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
-    )
+    inputs: Any = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}  # lists become arrays
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import tinker
 import torch
 from tinker import types
+from tinker.lib.api_future_impl import QueueState
 
 warnings.simplefilter("ignore")
 base = sys.argv[1]
@@ -61,10 +62,8 @@ def names(prefix: str) -> Callable[[], str]:
 
 
 def datum(ids: list[int]) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(ids[:-1]),
-        loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
-    )
+    inputs: Any = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}  # lists become arrays
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
 def neg_ll(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -108,7 +107,7 @@ def main() -> None:
         call(sampling, name)
     call(sampling, "from_sampler_handle", sampling.get_sampler_handle())
     call(sampling, "create", sampling.holder, base_model=base)
-    call(sampling, "on_queue_state_change", tinker.lib.api_future_impl.QueueState.ACTIVE, None)
+    call(sampling, "on_queue_state_change", QueueState.ACTIVE, None)
     call(sampling, "sample", prompt, 2, params)
     call(sampling, "compute_logprobs", prompt)
     _walk_rest(rest, training.model_id, saved.path, service.holder.get_session_id(), sampling)

@@ -86,11 +86,15 @@ class KubernetesLauncher:
         profile: PodProfile,
         site: Site,
         *,
+        host: str | None = None,
+        lists: bool = True,
         watch: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`watch`: whether to watch for changes; False: ask the cluster every time."""
-        self.host = f"kubernetes/{site.namespace}"
+        """`host`: None: named after the namespace. `lists`: whether `unfinished` lists the namespace; False: another launcher's
+        does. `watch`: whether to watch for changes; False: ask the cluster every time."""
+        self.host = host or f"kubernetes/{site.namespace}"
+        self._lists = lists
         self.slots = profile.slots if profile.queue is None else QUEUE_SLOTS
         self.counts = profile.queue is None
         self._cluster = cluster
@@ -247,7 +251,7 @@ class KubernetesLauncher:
         """Return the unfinished Jobs of this installation, selected by `app.kubernetes.io/instance`."""
         labels = instance_labels(self._profile)
         try:
-            jobs = self._cluster.jobs()
+            jobs = self._cluster.jobs() if self._lists else []
         except (ClusterAwayError, RefusedError) as error:
             raise LaunchError(f"the cluster does not answer: {error}") from error
         return [

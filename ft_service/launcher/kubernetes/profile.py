@@ -1,12 +1,16 @@
-"""Pod profile: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
+"""Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
 
-Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest.
+Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest. The file is one profile, or several
+by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside `profiles` are shared; a field
+of a profile replaces the shared one as a whole. A job names its profile (`distributed.profile`), or gets the first one that its
+project may use.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -26,6 +30,10 @@ Objects = list[dict[str, Any]]
 
 class PodProfile(Strict):
     """Settings of worker pods, and their number."""
+
+    projects: list[str] | None = None
+    """Ids of the projects whose jobs may use it; None: all. [] keeps a profile for the jobs that have it and gives it to no new
+    one."""
 
     image: Annotated[str, Field(min_length=1)]
     """Image of the workers; by digest, so that all attempts of a job run the same one."""
@@ -145,15 +153,69 @@ def _bytes(quantity: str | int) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGTPE".index(match[2] or " "))
 
 
-def load_profile(path: Path) -> PodProfile:
-    """Read a profile. Raises SpecError that names the file and the field."""
+@dataclass(frozen=True)
+class PodProfiles:
+    """The profiles of a file."""
+
+    by_name: Mapping[str | None, PodProfile]
+    """In the file's order. None: the file is one profile, which has no name."""
+
+    @property
+    def first(self) -> PodProfile:
+        """The profile of pods that belong to no job: they describe bases."""
+        return next(iter(self.by_name.values()))
+
+    def choose(self, name: str | None, project: str | None) -> str | None:
+        """Return the name of the profile of a job that asks for `name` (None: for none), of a project (None: of any).
+
+        Raises SpecError if there is no such profile for the project.
+        """
+        if name is None and None in self.by_name:
+            return None
+        allowed = [
+            key
+            for key, profile in self.by_name.items()
+            if project is None or profile.projects is None or project in profile.projects
+        ]
+        if name is None and allowed:
+            return allowed[0]
+        if name is not None and name in allowed:
+            return name
+        named = ", ".join(key for key in allowed if key is not None)
+        choice = f"Choose from {named}, or leave it out." if named else "Leave it out." if None in self.by_name else ""
+        choice = choice or "The operator has to give it one (projects in FT_POD_PROFILE)."
+        raise SpecError(
+            f"distributed.profile = {name!r}: this project has no such kind of pods. {choice}", param="distributed.profile"
+        )
+
+
+def load_profiles(path: Path) -> PodProfiles:
+    """Read the profiles of a file. Raises SpecError that names the file, the profile and the field."""
+    where = f"FT_POD_PROFILE = {path}"
     try:
-        return PodProfile.model_validate(yaml.safe_load(path.read_text()))
+        given = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"FT_POD_PROFILE = {path}: {error}", param="FT_POD_PROFILE") from None
+        raise SpecError(f"{where}: {error}", param="FT_POD_PROFILE") from None
+    if not isinstance(given, dict) or "profiles" not in given:
+        return PodProfiles({None: _validated(given, where)})
+    shared = {key: value for key, value in given.items() if key != "profiles"}
+    own = given["profiles"]
+    if not isinstance(own, dict) or not own or not all(_is_name(name) for name in own):
+        message = f"{where}: profiles: give each a name (lower-case letters, digits and hyphens, at most 40) and its fields."
+        raise SpecError(message, param="FT_POD_PROFILE")
+    found = {name: _validated({**shared, **(fields or {})}, f"{where}: profiles.{name}") for name, fields in own.items()}
+    return PodProfiles(found)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name) is not None
+
+
+def _validated(given: object, where: str) -> PodProfile:
+    try:
+        return PodProfile.model_validate(given)
     except ValidationError as error:
-        message = spec_error(error, PodProfile).message
-        raise SpecError(f"FT_POD_PROFILE = {path}: {message}", param="FT_POD_PROFILE") from None
+        raise SpecError(f"{where}: {spec_error(error, PodProfile).message}", param="FT_POD_PROFILE") from None
 
 
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:

@@ -86,6 +86,7 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
         host = None if name is None else host_of_profile(name)
         if host is not None and not launchers:  # jobs of the time when the file was one profile
             move_host(f"kubernetes/{site.namespace}", host)
+        _warn_without_kueue(cluster, profile)
         launcher = KubernetesLauncher(cluster, profile, site, host=host, lists=site.namespace not in listed)
         listed.add(site.namespace)
         if settings.storage:  # where there are no engines
@@ -94,6 +95,24 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
             show = partial(EngineDirectory.show, home=settings.home)
             launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, show))
     return launchers
+
+
+def _warn_without_kueue(cluster: Cluster, profile: PodProfile) -> None:
+    """Log that no job with this profile will ever start. It is not refused: jobs that run are to be observed."""
+    from ft_service.launcher.kubernetes.cluster import ClusterAwayError, RefusedError
+
+    if profile.queue is None:
+        return
+    try:
+        cluster.workload("none")
+    except (ClusterAwayError, RefusedError) as error:
+        log.warning("whether the cluster has Kueue is unknown: %s", error)
+    if cluster.lacks_kueue:
+        log.error(
+            "FT_POD_PROFILE: queue = %r, and the cluster has no Kueue (kueue.x-k8s.io/v1beta2): jobs will wait for ever. "
+            "Install Kueue 0.15 or newer, or leave out queue.",
+            profile.queue,
+        )
 
 
 def _cluster(settings: Settings, profile: PodProfile) -> tuple[Cluster, Site]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -61,11 +61,29 @@ class PodProfile(Strict):
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Objects = Field(default_factory=list)
     affinity: dict[str, Any] = Field(default_factory=dict)
+    topology_spread: Objects = Field(default_factory=list)
+    """topologySpreadConstraints of the pods. With matchLabelKeys `batch.kubernetes.io/job-name` they, and affinities, concern
+    the pods of one attempt."""
+    scheduler_name: str | None = None
+    """Scheduler of the pods; None: that of `gang`, or the cluster's."""
+    gang: Literal["volcano", "kai", "coscheduling"] | None = None
+    """Scheduler that places all pods of an attempt at once or none: Volcano, KAI, or the coscheduling plugin, whose PodGroup
+    the service creates. None: the service gives places back after `placement_seconds`. Kueue admits, and needs no gang."""
+    scheduler_queue: Name | None = None
+    """Queue of `gang`: Volcano's or KAI's. Ignored with coscheduling."""
     priority_class: Name | None = None
     runtime_class: Name | None = None
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
 
+    resource_claims: Objects = Field(default_factory=list)
+    """resourceClaims of the pods (dynamic resource allocation), all of which the workers' container gets: GPUs, network cards.
+    With `gpu_resource: null` the GPUs are theirs, `ranks_per_node` in each pod."""
+    init_containers: Objects = Field(default_factory=list)
+    """Containers that run before the workers', confined as these unless they say otherwise."""
+    host_network: bool = False
+    """Use the node's network, as some RDMA set-ups demand. NetworkPolicies do not apply then: whoever reaches the nodes reaches
+    the rendezvous, which has no authentication. Pods of jobs with several nodes do not share a node."""
     env: Objects = Field(default_factory=list)
     """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`). Ranks get those
     with plain values; those with `valueFrom`, the storage's, and `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT)."""
@@ -82,8 +100,10 @@ class PodProfile(Strict):
     """Size of /dev/shm; counts as memory of the pod."""
     add_capabilities: list[str] = Field(default_factory=list)
     """Capabilities, such as IPC_LOCK for RDMA. All others are dropped."""
-    run_as_user: Annotated[int, Field(ge=1)] = 10001
-    run_as_group: Annotated[int, Field(ge=1)] = 10001
+    run_as_user: Annotated[int, Field(ge=1)] | None = 10001
+    """User of the pods; None: the cluster chooses (OpenShift), never root."""
+    run_as_group: Annotated[int, Field(ge=1)] | None = 10001
+    """Group of the pods and of their volumes; None: the cluster chooses."""
     rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29400
     """Port of the rendezvous on the pod of node 0."""
 
@@ -114,7 +134,21 @@ class PodProfile(Strict):
         taken = {"tmp", "shm", "home", "cache"} & {str(volume.get("name")) for volume in self.volumes}
         if taken:
             raise ValueError(f"volumes: the name {min(taken)!r} is used by the service; choose another")
+        if self.gang is not None and self.queue is not None:
+            raise ValueError(
+                f"gang = {self.gang!r} with queue = {self.queue!r}: Kueue admits whole Jobs; leave out one of them"
+            )
+        if self.scheduler_queue is not None and self.gang is None:
+            raise ValueError(f"scheduler_queue = {self.scheduler_queue!r}: only with gang; Kueue's queue is `queue`")
+        nameless = [claim for claim in self.resource_claims if "name" not in claim]
+        if nameless:
+            raise ValueError("resource_claims: give each a name and its resourceClaimTemplateName")
         return self
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether pods have GPUs, one for each rank."""
+        return bool(self.gpu_resource or self.resource_claims)
 
     @property
     def memory_limit(self) -> int | None:

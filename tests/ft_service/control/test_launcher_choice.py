@@ -89,13 +89,17 @@ class ClosedCluster:
     """Never asked anything: it only has a namespace."""
 
     closed = True
+    lacks_kueue = True
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
 
+    def workload(self, job_uid: str) -> None:
+        return None
+
 
 def test_each_pod_profile_has_a_launcher_and_the_first_takes_over_what_ran_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cluster_module, "Cluster", ClosedCluster)
     volumes = {"volume_mounts": [{"name": "home", "mountPath": str(tmp_path)}], "namespace": "ft"}
@@ -108,6 +112,8 @@ def test_each_pod_profile_has_a_launcher_and_the_first_takes_over_what_ran_befor
     shown = [(launcher.host, launcher.slots, launcher.counts) for launcher in launchers]
     assert shown == [("kubernetes/big", 16, True), ("kubernetes/spot", 4, True), ("kubernetes/research", 4096, False)]
     assert get(store).host == "kubernetes/big"
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "queue = 'research', and the cluster has no Kueue" in told
     store.close()
 
 

@@ -164,6 +164,9 @@ TEMPLATES: dict[str, Template] = {
     "kueue-rbac": Template(
         "overlays/kueue/rights/rbac.yaml", when=".Values.kueue.clusterQueue", labelled=False, per_namespace=True
     ),
+    "coscheduling": Template(
+        "components/coscheduling/rbac.yaml", when=".Values.coscheduling", labelled=False, per_namespace=True
+    ),
     "workers-storage": Template(
         "overlays/s3/network.yaml", when="and .Values.storage .Values.networkPolicies", labelled=False, per_namespace=True
     ),

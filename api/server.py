@@ -32,8 +32,9 @@ from ft_service.control import housekeeping, tinker_models, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
 from ft_service.control.admission import LateAdmission
 from ft_service.control.describe_bases import service_descriptions, watch_models
-from ft_service.control.launcher_choice import new_launcher
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.launcher_choice import new_launchers
+from ft_service.control.reconciler import ReconcilerOptions
+from ft_service.control.reconcilers import run_all
 from ft_service.control.tinker_samples import SampleLoop
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
@@ -75,7 +76,7 @@ def reconcile_here(
         engines=EngineOptions(most_seats=settings.seats, mounts=settings.launcher == "kubernetes"),
         admission=LateAdmission(store, settings, descriptions),
     )
-    Reconciler(store, new_launcher(settings), Places.of(settings), options).run(stop)
+    run_all(store, new_launchers(settings, store.leases.move_host), Places.of(settings), options, stop)
 
 
 def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:

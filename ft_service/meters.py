@@ -24,7 +24,10 @@ class Meters:
         """`clock`: seconds since any moment."""
         self._clock = clock
         self._began = clock()
-        self._turned: float | None = None
+        self._turned: dict[str, float] = {}
+        """Host → when its loop last began a turn."""
+        self._away: list[Callable[[], float]] = []
+        self._orphans: dict[str, int] = {}
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Histogram(
@@ -66,27 +69,34 @@ class Meters:
             buckets=_NATS,
             registry=registry,
         )
-        self.place_away = Gauge(
+        Gauge(
             "ft_place_away_seconds",
             "For how long the place where attempts run (the cluster) has not answered; 0: it answers.",
             registry=registry,
-        )
-        self.orphaned_jobs = Gauge(
+        ).set_function(lambda: max((away() for away in tuple(self._away)), default=0.0))
+        Gauge(
             "ft_orphaned_jobs",
             "Unfinished Jobs of the cluster that the database does not know (ft doctor); NaN: not counted in this process.",
             registry=registry,
-        )
-        self.orphaned_jobs.set(math.nan)
+        ).set_function(lambda: sum(self._orphans.copy().values()) if self._orphans else math.nan)
         Gauge(
             "ft_reconciler_turn_age_seconds",
             "Since the reconciler's loop last began a turn, with or without a job; NaN: it does not run in this process.",
             registry=registry,
-        ).set_function(lambda: math.nan if self._turned is None else self.turn_age())
+        ).set_function(lambda: self.turn_age() if self._turned else math.nan)
 
-    def turn(self) -> None:
-        """Record that the reconciler's loop begins a turn."""
-        self._turned = self._clock()
+    def observe_place(self, away: Callable[[], float]) -> None:
+        """Report a place where attempts run. `away`: seconds for which it has not answered; any thread may call it."""
+        self._away.append(away)
+
+    def count_orphans(self, host: str, number: int) -> None:
+        """Record how many unfinished Jobs of a place the database does not know."""
+        self._orphans[host] = number
+
+    def turn(self, host: str = "") -> None:
+        """Record that the loop of a host's reconciler begins a turn."""
+        self._turned[host] = self._clock()
 
     def turn_age(self) -> float:
-        """Return the seconds since the loop last began a turn; before its first, since this process began."""
-        return self._clock() - (self._began if self._turned is None else self._turned)
+        """Return the seconds since the slowest loop last began a turn; before its first, since this process began."""
+        return self._clock() - min(self._turned.copy().values(), default=self._began)

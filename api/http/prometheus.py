@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ft_service.control.capacity import capacity_of
+from ft_service.control.capacity import total_slots
 from ft_service.jobs.states import TERMINAL
 from ft_service.meters import Meters
 from ft_service.settings import Settings
@@ -51,7 +51,7 @@ class _Now(Collector):
                 "Time since the reconciler's last look at the running or validating job that has waited longest for one.",
                 statistics.overdue_seconds,
             ),
-            ("ft_slots", "Slots that jobs of this service can hold in all.", capacity_of(self._settings).slots),
+            ("ft_slots", "Slots that jobs of this service can hold in all.", total_slots(self._settings)),
             ("ft_engines", "Engines that hold slots, each for several jobs.", statistics.engines),
             ("ft_engine_jobs", "Jobs that engines train.", statistics.seats),
             ("ft_file_bytes", "Bytes of uploaded and result files.", statistics.file_bytes),

@@ -13,8 +13,15 @@ COPY ft_service ft_service
 COPY api api
 COPY workers workers
 RUN /opt/ft/bin/pip install -c constraints.txt '.[api,kubernetes,s3,wandb]'
+# What is installed, as CycloneDX, by a tool that is not part of the image.
+RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install 'cyclonedx-bom==7.5.0' \
+    && /opt/sbom/bin/cyclonedx-py environment --output-file /opt/ft/sbom.cdx.json /opt/ft/bin/python
 
 FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="ft-api" \
+    org.opencontainers.image.description="API and reconciler of ft-service, a self-hosted fine-tuning service" \
+    org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft
 COPY --from=build /opt/ft /opt/ft
 ENV PATH=/opt/ft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 FT_HOME=/var/lib/ft

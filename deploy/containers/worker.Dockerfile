@@ -18,10 +18,19 @@ COPY ft_service ft_service
 COPY api api
 COPY workers workers
 RUN /opt/ft/bin/pip install -c constraints.txt '.[workers,api,s3,wandb]'
+# What is installed, as CycloneDX, by a tool that is not part of the image.
+RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install 'cyclonedx-bom==7.5.0' \
+    && /opt/sbom/bin/cyclonedx-py environment --output-file /opt/ft/sbom.cdx.json /opt/ft/bin/python
 
 FROM ${PYTHON_IMAGE}
-# distributed.compile builds its launchers with a C compiler.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+LABEL org.opencontainers.image.title="ft-worker" \
+    org.opencontainers.image.description="Workers of ft-service, a self-hosted fine-tuning service" \
+    org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
+# distributed.compile builds its launchers with a C compiler. NCCL loads the RDMA libraries if they are there; without them it would
+# use sockets and not say so.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libibverbs1 ibverbs-providers librdmacm1 \
+    && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft /var/cache/ft
 COPY --from=build /opt/ft /opt/ft
 ENV PATH=/opt/ft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 FT_HOME=/var/lib/ft \

@@ -24,7 +24,7 @@ def doctor(
     GPUs until they end. The exit code is 1 if some are left. Also say how many bases each
     folder of FT_MODELS holds, and how many of them are described."""
     from ft_service.control import describe_bases
-    from ft_service.control.launcher_choice import new_launcher  # the database takes time to import
+    from ft_service.control.launcher_choice import new_launchers  # the database takes time to import
     from ft_service.control.orphans import find_orphans
     from ft_service.launcher.protocol import LaunchError, ListsAttempts
 
@@ -32,8 +32,9 @@ def doctor(
     for line in describe_bases.models_report(settings):
         print_note(line)
     with local_store(settings) as store:
-        launcher = new_launcher(settings) if settings.launcher != "local" else None
-        if not isinstance(launcher, ListsAttempts):
+        launchers = new_launchers(settings, store.leases.move_host) if settings.launcher != "local" else []
+        places = [launcher for launcher in launchers if isinstance(launcher, ListsAttempts)]
+        if not places:
             print_note(
                 f"FT_LAUNCHER = {settings.launcher}: attempts are found by their run directories; there is nothing to list."
             )
@@ -41,13 +42,15 @@ def doctor(
                 print_json([])
             return 0
         try:
-            orphans = find_orphans(store, launcher)
-            for attempt in orphans if end else []:
+            found = [(launcher, attempt) for launcher in places for attempt in find_orphans(store, launcher)]
+            for launcher, attempt in found if end else []:
                 launcher.end_unfinished(attempt.name)
         except LaunchError as error:
             raise UnavailableError(str(error)) from None
         finally:
-            launcher.close()
+            for launcher in places:
+                launcher.close()
+    orphans = [attempt for _, attempt in found]
     if as_json:
         print_json([{**asdict(attempt), "ended": end} for attempt in orphans])
     elif orphans:

@@ -141,7 +141,7 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
     Raises SpecError as `create_job`, UnavailableError if the store does not answer.
     """
     request, principal, limits = parsed.request, context.principal, context.principal.limits
-    capacity = capacity_of(context.settings)
+    capacity = capacity_of(context.settings, request.distributed.profile, principal.project_id)
     files = context.store.files.find_files(file_ids(request)) | {file.id: file for file in announced}
     spec = resolve_parsed(parsed, files, capacity, context)
     priority = request.priority if limits.max_priority is None else min(request.priority, limits.max_priority)
@@ -157,6 +157,7 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
         nodes=spec.distributed.nnodes,
         shapes=_shapes(spec, capacity, limits),
         max_seconds=request.max_seconds,
+        host=capacity.host,
         key_id=principal.key_id,
         sweep_id=parsed.sweep and parsed.sweep.sweep_id,
         sweep_values=parsed.sweep and parsed.sweep.values,
@@ -208,13 +209,16 @@ class LateAdmission:
 
     def plan(self, job: Job, size: int | None) -> tuple[Job, list[NewEvent]]:
         """`planned` for a job that was stored without a plan. Raises the same."""
-        capacity, limits = capacity_of(self.settings), self.store.projects.get_project(job.project_id).limits
+        capacity, limits = (
+            capacity_of(self.settings, job.spec.distributed.profile),
+            self.store.projects.get_project(job.project_id).limits,
+        )
         return planned(job, size, capacity=capacity, limits=limits, descriptions=self.descriptions)
 
     def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
         """Choose the values of "auto" options from the counted samples of a planned job. Raises as `planned`."""
         base = self.descriptions.description(Path(spec.model.path))
-        return settle_counted(base, spec, machine_of(self.settings), lengths)
+        return settle_counted(base, spec, machine_of(self.settings, spec.distributed.profile), lengths)
 
 
 def _first_events(request: JobRequest, spec: JobSpec, capacity: Capacity, priority: int) -> list[NewEvent]:
@@ -256,6 +260,9 @@ def resolve_parsed(
         training = None if file_id is None else _data_file(file_id, "training_file", files, context)
     if request.evaluation is not None:
         request = _with_prompts(request, request.evaluation, files, context)
+    if capacity.profile is not None:
+        chosen = request.distributed.model_copy(update={"profile": capacity.profile})
+        request = request.model_copy(update={"distributed": chosen})
     validation = None
     if request.validation_file is not None:
         validation = _data_file(request.validation_file, "validation_file", files, context)
@@ -299,7 +306,7 @@ def _counted(path: Path, size: int, columns: Columns) -> int | None:
 
 def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings, limits: TenantLimits) -> int:
     """World size of a job that resumes with so many ranks per node. Raises SpecError if it cannot."""
-    capacity, spec = capacity_of(settings), job.spec
+    capacity, spec = capacity_of(settings, job.spec.distributed.profile), job.spec
     again: dict[str, Any] = {"replicate": "auto"} if "distributed.replicate" in spec.chosen else {}
     options = spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node, **again})
     spec = spec.model_copy(update={"distributed": options})

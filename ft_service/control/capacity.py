@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ft_service.errors import SpecError
 from ft_service.host import hardware
-from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profile
+from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profiles
 from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profile
 from ft_service.plan.machines import Machine, find_machine, this_host
 from ft_service.settings import Settings
@@ -38,18 +38,49 @@ class Capacity:
     """Limit of a job's nodes."""
     ignores_priority: str = ""
     """Why a job's priority has no effect, if the cluster orders jobs without it; empty: it has an effect."""
+    profile: str | None = None
+    """Name of the pod profile; None: there is only one kind of place."""
+
+    @property
+    def host(self) -> str | None:
+        """The only host (`Launcher.host`) that may start a job with this profile; None: any."""
+        return None if self.profile is None else host_of_profile(self.profile)
 
 
-def machine_of(settings: Settings) -> Machine:
+def host_of_profile(profile: str) -> str:
+    """Name of the host that runs the jobs of a pod profile."""
+    return f"kubernetes/{profile}"
+
+
+def machine_of(settings: Settings, profile: str | None = None) -> Machine:
     """The machine type that ranks run on. Raises as `capacity_of`."""
-    return capacity_of(settings).machine or this_host()
+    return capacity_of(settings, profile).machine or this_host()
 
 
-def capacity_of(settings: Settings) -> Capacity:
-    """The capacity that the settings give. Raises SpecError if the profile of the cluster cannot be used."""
+def total_slots(settings: Settings) -> int:
+    """The slots of all places. Raises as `capacity_of`."""
+    if settings.launcher != "kubernetes" or settings.pod_profile is None:
+        return capacity_of(settings).slots
+    return sum(_of_profile(profile).slots for profile in load_profiles(settings.pod_profile).by_name.values())
+
+
+def capacity_of(settings: Settings, profile: str | None = None, project: str | None = None) -> Capacity:
+    """The capacity for a job that asks for a pod profile (None: for none), of a project (None: of any).
+
+    Raises SpecError if there is no such profile for the project, or if the profile of the cluster cannot be used.
+    """
     if settings.launcher == "kubernetes":
         assert settings.pod_profile is not None, "the settings demand one"
-        return _of_profile(load_profile(settings.pod_profile))
+        profiles = load_profiles(settings.pod_profile)
+        name = profiles.choose(profile, project)
+        capacity = _of_profile(profiles.by_name[name])
+        return capacity if name is None else replace(capacity, place=f"a pod of the profile {name}", profile=name)
+    if profile is not None:
+        raise SpecError(
+            f"distributed.profile = {profile!r}: this service does not run jobs as pods of a cluster, and has no profiles. "
+            "Leave it out.",
+            param="distributed.profile",
+        )
     if settings.launcher == "slurm":
         assert settings.slurm_profile is not None, "the settings demand one"
         return _of_slurm(load_slurm_profile(settings.slurm_profile))
@@ -62,7 +93,7 @@ def _of_profile(profile: PodProfile) -> Capacity:
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
         machine = replace(machine, memory=profile.memory_limit)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
-    gpus = profile.ranks_per_node if profile.gpu_resource else 0
+    gpus = profile.ranks_per_node if profile.has_gpus else 0
     return Capacity(
         "a pod of this cluster",
         slots,

@@ -29,10 +29,10 @@ def service_descriptions(settings: Settings, *, makes: bool) -> Descriptions:
     """
     if settings.launcher != "kubernetes":
         return local_descriptions(settings, makes=makes)
-    from ft_service.launcher.kubernetes.profile import load_profile
+    from ft_service.launcher.kubernetes.profile import load_profiles
 
     assert settings.pod_profile is not None, "the settings demand one"
-    folder, image = Places.of(settings).descriptions(), load_profile(settings.pod_profile).image
+    folder, image = Places.of(settings).descriptions(), load_profiles(settings.pod_profile).first.image
     if not makes:
         return Descriptions(folder, image)
     from ft_service.control.launcher_choice import new_describe_pods

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ft_service.control.capacity import host_of_profile
 from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
 from ft_service.launcher.kubernetes.manifests import Site
-from ft_service.launcher.kubernetes.profile import PodProfile, load_profile, own_namespace
+from ft_service.launcher.kubernetes.profile import PodProfile, load_profiles, own_namespace
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.launcher.protocol import Launcher
 from ft_service.launcher.slurm.batch_script import SlurmSite, notice_seconds
@@ -31,14 +33,17 @@ SERVICE_STORAGE_SECRET = "ft-storage"
 """Name in `deploy/` of the Secret with the storage credentials of API and reconciler."""
 
 
-def new_launcher(settings: Settings) -> Launcher:
-    """Return the launcher that FT_LAUNCHER names. Raises SpecError if the cluster cannot be used as its profile says."""
+def new_launchers(settings: Settings, move_host: Callable[[str, str], None]) -> list[Launcher]:
+    """Return the launcher that FT_LAUNCHER names, or one for each pod profile. `move_host`: renames a host in the database.
+
+    Raises SpecError if the cluster cannot be used as its profile says.
+    """
     if settings.launcher == "local":
         ranks = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
-        return EngineLauncher(ranks, Places.of(settings).engines_dir)
+        return [EngineLauncher(ranks, Places.of(settings).engines_dir)]
     if settings.launcher == "slurm":
-        return ClusterEngineLauncher(_slurm(settings), Places.of(settings).engines_dir)
-    return _kubernetes(settings)
+        return [ClusterEngineLauncher(_slurm(settings), Places.of(settings).engines_dir)]
+    return _kubernetes(settings, move_host)
 
 
 def _slurm(settings: Settings) -> Launcher:
@@ -62,30 +67,60 @@ def _slurm(settings: Settings) -> Launcher:
 
 def new_describe_pods(settings: Settings) -> DescribePods:
     """Return the pods that describe bases. Raises SpecError if the cluster cannot be used as the pod profile says."""
-    cluster, profile, site = _cluster(settings)
+    assert settings.pod_profile is not None, "the settings demand one"
+    profile = load_profiles(settings.pod_profile).first
+    cluster, site = _cluster(settings, profile)
     from ft_service.launcher.kubernetes.describe_pod import DescribePods
 
     return DescribePods(cluster, profile, site)
 
 
-def _kubernetes(settings: Settings) -> Launcher:
-    cluster, profile, site = _cluster(settings)
-    from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
+def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> list[Launcher]:
+    assert settings.pod_profile is not None, "the settings demand one"
+    launchers: list[Launcher] = []
+    listed: set[str] = set()
+    for name, profile in load_profiles(settings.pod_profile).by_name.items():
+        cluster, site = _cluster(settings, profile)
+        from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 
-    launcher = KubernetesLauncher(cluster, profile, site)
-    if settings.storage:  # where there are no engines
-        return launcher
-    return ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, partial(EngineDirectory.show, home=settings.home))
+        host = None if name is None else host_of_profile(name)
+        if host is not None and not launchers:  # jobs of the time when the file was one profile
+            move_host(f"kubernetes/{site.namespace}", host)
+        _warn_without_kueue(cluster, profile)
+        launcher = KubernetesLauncher(cluster, profile, site, host=host, lists=site.namespace not in listed)
+        listed.add(site.namespace)
+        if settings.storage:  # where there are no engines
+            launchers.append(launcher)
+        else:
+            show = partial(EngineDirectory.show, home=settings.home)
+            launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, show))
+    return launchers
 
 
-def _cluster(settings: Settings) -> tuple[Cluster, PodProfile, Site]:
+def _warn_without_kueue(cluster: Cluster, profile: PodProfile) -> None:
+    """Log that no job with this profile will ever start. It is not refused: jobs that run are to be observed."""
+    from ft_service.launcher.kubernetes.cluster import ClusterAwayError, RefusedError
+
+    if profile.queue is None:
+        return
+    try:
+        cluster.workload("none")
+    except (ClusterAwayError, RefusedError) as error:
+        log.warning("whether the cluster has Kueue is unknown: %s", error)
+    if cluster.lacks_kueue:
+        log.error(
+            "FT_POD_PROFILE: queue = %r, and the cluster has no Kueue (kueue.x-k8s.io/v1beta2): jobs will wait for ever. "
+            "Install Kueue 0.15 or newer, or leave out queue.",
+            profile.queue,
+        )
+
+
+def _cluster(settings: Settings, profile: PodProfile) -> tuple[Cluster, Site]:
     try:
         from ft_service.launcher.kubernetes.cluster import Cluster
     except ModuleNotFoundError as error:
         message = f"FT_LAUNCHER = kubernetes: {error.name} is not installed: pip install 'ft-service[kubernetes]'."
         raise SpecError(message, param="FT_LAUNCHER") from None
-    assert settings.pod_profile is not None, "the settings demand one"
-    profile = load_profile(settings.pod_profile)
     namespace = profile.namespace or own_namespace()
     if namespace is None:
         raise SpecError("FT_POD_PROFILE: set namespace, because the service runs outside a cluster.", param="FT_POD_PROFILE")
@@ -103,4 +138,4 @@ def _cluster(settings: Settings) -> tuple[Cluster, PodProfile, Site]:
         )
     models = tuple(settings.model_folders())
     site = Site(namespace, settings.home, settings.storage, settings.stop_grace_seconds, models)
-    return Cluster(namespace), profile, site
+    return Cluster(namespace), site

@@ -9,7 +9,7 @@ from typing import Any
 from ft_service.bases.describing import Descriptions
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, file_ids, read, resolve_parsed
-from ft_service.control.capacity import capacity_of
+from ft_service.control.capacity import capacity_of, machine_of
 from ft_service.data.formats.detect_format import Container
 from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.jobs.states import Job
@@ -36,7 +36,10 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     if isinstance(body, dict) and not known:
         body = body | {"training_file": _UNKNOWN}
     parsed = read(body, context)
-    files, capacity = context.store.files.find_files(file_ids(parsed.request)), capacity_of(context.settings)
+    files, capacity = (
+        context.store.files.find_files(file_ids(parsed.request)),
+        capacity_of(context.settings, parsed.request.distributed.profile, context.principal.project_id),
+    )
     spec = resolve_parsed(parsed, files, capacity, context, data=known)
     file_id = parsed.request.training_file if known else None
     size = None if file_id is None else files[file_id].bytes
@@ -51,7 +54,9 @@ def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Desc
     file_id = job.request["training_file"]
     path = None if file_id is None else places.file(file_id)
     size = path.stat().st_size if path is not None and path.is_file() else None
-    return _document(base, job.spec, capacity_of(settings).machine or this_host(), path if size is not None else None, size)
+    return _document(
+        base, job.spec, machine_of(settings, job.spec.distributed.profile), path if size is not None else None, size
+    )
 
 
 def _document(base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Reconciler:
         self._store, self._launcher, self._places = store, launcher, places
         self._options = options = options or ReconcilerOptions()
         self._meters, self._slot_user = options.meters, options.slot_user
-        self._meters.place_away.set_function(lambda: launcher.away_seconds)
+        self._meters.observe_place(lambda: launcher.away_seconds)
         self._lease_seconds = lease_seconds = options.lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._engines = EngineTending(store, launcher, places, options.engines)
@@ -156,7 +156,7 @@ class Reconciler:
     def _step_and_wait(self, failures: int) -> int:
         """One step, and a pause if no job was due. Returns how many steps in a row have failed; the pause grows with them."""
         busy = False
-        self._meters.turn()
+        self._meters.turn(self._launcher.host)
         try:
             busy = self.step()
             failures = 0
@@ -234,7 +234,7 @@ class Reconciler:
             return
         self._orphan_count.restart()
         with contextlib.suppress(LaunchError):  # the place does not answer, which its jobs report
-            self._meters.orphaned_jobs.set(len(find_orphans(self._store, self._launcher)))
+            self._meters.count_orphans(self._launcher.host, len(find_orphans(self._store, self._launcher)))
 
     def _claim(self) -> tuple[Claim, ExpectedStart | None] | None:
         """The next active or queued job; the two kinds come first in turn, so that neither keeps the other waiting."""

@@ -82,7 +82,7 @@ class Job:
     halt: Halt | None = None
     """Why the service stops the newest attempt; None: it does not."""
     host: str | None = None
-    """Host or place of the newest attempt's processes; None before the first."""
+    """Host or place of the newest attempt's processes; before the first, the only one that may start it, None: any."""
     attempt: int = 0
     """Number of the newest attempt; 0: none yet."""
     failures: int = 0

@@ -217,6 +217,9 @@ class DistributedOptions(Strict):
     """Each attempt may start on any number of ranks per host from nproc_per_node to this, as many as are free. With another
     number of ranks results differ by rounding. None: nproc_per_node. With Kueue an attempt has nproc_per_node; `ft run` takes
     as many as the host has."""
+    profile: Annotated[str, Field(max_length=40)] | None = None
+    """Kind of pods that the operator of a Kubernetes cluster offers under this name: a type of GPU, a pool, spot nodes. None:
+    the first one that the project may use. Elsewhere there is none; ignored by `ft run`."""
     replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
     """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
     number of ranks. -1: one copy per rank, so that nothing is sharded or gathered. "auto": -1 if the base fits whole on every

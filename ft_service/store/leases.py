@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.engines import NoSeatError, insert_engine, leave_seat, take_seat
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
-from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, projects, slots
+from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, engines, events, files, hosts, jobs, projects, slots
 from ft_service.store.tenants.usage import add_to_share, add_use, exact
 from ft_service.store.webhooks import announce
 
@@ -139,6 +140,23 @@ class LeaseStore(StorePart):
         with self._database.reading() as connection:
             held = set(connection.scalars(select(slots.c.slot).where(slots.c.host == host)))
         return [slot for slot in range(total) if slot not in held]
+
+    def move_host(self, old: str, new: str) -> None:
+        """Rename a host: its unfinished jobs, its slots and its engines are those of `new` from now on.
+
+        For a host that no reconciler claims jobs for any more. Slots that `new` has already given to others get other numbers.
+        """
+        with self._database.writing() as connection:
+            numbers = select(slots.c.slot)
+            moved = list(connection.scalars(numbers.where(slots.c.host == old).order_by(slots.c.slot)))
+            taken = set(connection.scalars(numbers.where(slots.c.host == new)))
+            free = (number for number in itertools.count() if number not in taken)
+            for slot, number in zip(moved, free, strict=False):
+                row = (slots.c.host == old, slots.c.slot == slot)
+                connection.execute(update(slots).where(*row).values(host=new, slot=number))
+            for table in (jobs, engines):
+                connection.execute(update(table).where(table.c.host == old).values(host=new))
+            connection.execute(delete(hosts).where(hosts.c.host == old))
 
     def held_slots(self, job_id: str) -> list[int]:
         """Slot numbers that a job holds itself, ascending."""

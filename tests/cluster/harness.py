@@ -25,7 +25,9 @@ from tests.cluster.kubelet import Kubelet
 from tests.support.attempts import wait_for
 
 KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
-ROLE_FILES = (KUBERNETES / "base/rbac.yaml", KUBERNETES / "overlays/kueue/rbac.yaml")
+ROLE_FILES = tuple(
+    KUBERNETES / path for path in ("base/rbac.yaml", "base/workers/rbac.yaml", "overlays/kueue/rights/rbac.yaml")
+)
 ACCOUNT = "ft-reconciler"
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 """Pods share folders of the host with the tests, which a stricter default would refuse."""

@@ -29,6 +29,18 @@ def test_what_is_copied_and_installed_exists(path: Path) -> None:
     assert re.search(r"^USER 10001:10001$", text, re.MULTILINE), "it does not run as root"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_images_say_what_they_are_and_what_is_in_them(path: Path) -> None:
+    text = path.read_text()
+    assert f'org.opencontainers.image.version="{__version__}"' in text
+    assert f'org.opencontainers.image.title="ft-{path.stem}"' in text
+    build, final = text.split("\nFROM ${PYTHON_IMAGE}\n")
+    assert re.search(r"pip install 'cyclonedx-bom==[\d.]+'", build), "the tool is pinned, and only in the stage that builds"
+    assert "--output-file /opt/ft/sbom.cdx.json" in build
+    assert "cyclonedx" not in final
+    assert "COPY --from=build /opt/ft /opt/ft" in final
+
+
 def test_the_api_has_no_torch() -> None:
     text = (ROOT / "deploy/containers/api.Dockerfile").read_text()
     assert "torch" not in re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
@@ -37,7 +49,9 @@ def test_the_api_has_no_torch() -> None:
 
 def test_every_image_tag_is_the_version() -> None:
     text = "".join(path.read_text() for path in (ROOT / "deploy").rglob("*") if path.suffix in (".yaml", ".Dockerfile"))
-    tags = re.findall(r"(?:\bft-(?:api|worker):|newTag: |kubernetes\.io/version: )([\w.]+)", text)
+    tags = re.findall(
+        r"(?:\bft-(?:api|worker):|newTag: |kubernetes\.io/version: |appVersion: |image\.version=\")([\w.]+)", text
+    )
     assert len(tags) > 5
     assert set(tags) - {"dev"} == {__version__}, "but for images that one builds oneself"
 

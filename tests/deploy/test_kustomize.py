@@ -21,7 +21,7 @@ from tests.cluster.versions import KUBERNETES_VERSIONS
 
 KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-NOT_KUBERNETES = ("kustomize.config.k8s.io/", "kueue.x-k8s.io/")
+NOT_KUBERNETES = ("kustomize.config.k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "external-secrets.io/")
 """API groups whose schemas are not Kubernetes' own."""
 
 Object = dict[str, Any]
@@ -278,7 +278,10 @@ def test_only_the_service_reaches_its_database(rendered: dict[str, list[Object]]
     (rule,) = spec["ingress"]
     (peer,) = rule["from"]
     (expression,) = peer["podSelector"]["matchExpressions"]
-    assert (expression["key"], set(expression["values"])) == ("app.kubernetes.io/name", {"ft-api", "ft-reconciler"})
+    assert (expression["key"], set(expression["values"])) == (
+        "app.kubernetes.io/name",
+        {"ft-api", "ft-reconciler", "ft-backup"},
+    )
     assert rule["ports"] == [{"port": 5432, "protocol": "TCP"}]
     assert ("Egress" in spec["policyTypes"], spec.get("egress")) == (True, None)
 

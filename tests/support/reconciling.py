@@ -59,6 +59,7 @@ def add_job(
     priority: int = 0,
     max_seconds: int | None = None,
     nodes: int | None = None,
+    host: str | None = None,
     **changes: Any,
 ) -> Job:
     spec = spec_of(job_id, **changes)
@@ -73,6 +74,7 @@ def add_job(
         nodes=nodes or spec.distributed.nnodes,
         priority=priority,
         max_seconds=max_seconds,
+        host=host,
     )
     return create_job(store, job)
 

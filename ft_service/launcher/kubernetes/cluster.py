@@ -22,7 +22,9 @@ from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes.manifests import JOB_NAME, MANAGED_BY, Manifest
 from ft_service.launcher.liveness import Outage
 
-KINDS: dict[str, Any] = {"Job": Job, "Pod": Pod, "Service": Service, "NetworkPolicy": NetworkPolicy}
+PodGroup = create_namespaced_resource("scheduling.x-k8s.io", "v1alpha1", "PodGroup", "podgroups")
+"""The coscheduling plugin's group of pods."""
+KINDS: dict[str, Any] = {"Job": Job, "Pod": Pod, "Service": Service, "NetworkPolicy": NetworkPolicy, "PodGroup": PodGroup}
 Workload = create_namespaced_resource("kueue.x-k8s.io", "v1beta2", "Workload", "workloads")
 """Kueue's resource for a Job."""
 _LABELS: dict[str, Any] = dict(MANAGED_BY)
@@ -79,6 +81,8 @@ class Cluster:
         """`config`: None: the pod's, or KUBECONFIG's. Raises SpecError if there is none."""
         self.namespace = namespace
         self.closed = False
+        self.lacks_kueue = False
+        """Whether the cluster had no resource Workload of Kueue when it was last asked for one."""
         self._awake = threading.Condition()
         try:
             # `httpx2` would take proxies from the environment, and a cluster's API server is not behind one.
@@ -114,8 +118,12 @@ class Cluster:
         with _errors():
             try:
                 return _plain(self._client.create(kind.from_dict(manifest)))
-            except ApiError as error:
-                if error.status.code != 409:
+            except (ApiError, httpx2.HTTPStatusError) as error:
+                if kind is PodGroup and _code(error) == 404:
+                    raise RefusedError(
+                        "it has no PodGroup (scheduling.x-k8s.io): install scheduler-plugins, or set gang"
+                    ) from None
+                if _code(error) != 409:
                     raise
             return _plain(self._client.get(kind, manifest["metadata"]["name"]))
 
@@ -156,11 +164,14 @@ class Cluster:
         applied."""
         with _errors():
             try:
-                return next((_plain(item) for item in self._client.list(Workload, labels={JOB_UID: job_uid})), None)
+                found = next((_plain(item) for item in self._client.list(Workload, labels={JOB_UID: job_uid})), None)
             except (ApiError, httpx2.HTTPStatusError) as error:
                 if _code(error) in (403, 404):
+                    self.lacks_kueue = _code(error) == 404
                     return None
                 raise
+            self.lacks_kueue = False
+            return found
 
     def delete_job(self, name: str) -> None:
         """Delete a Job and what it owns, if it exists."""

@@ -60,6 +60,8 @@ class _Snapshot:
     workload: dict[str, Any] | None
     """Kueue's Workload, while the Job is suspended."""
     at: float
+    lacks_kueue: bool = False
+    """Whether the Job waits for a queue in a cluster that has no Kueue."""
     fresh: bool = True
     """Whether it was made for this call."""
 
@@ -86,11 +88,15 @@ class KubernetesLauncher:
         profile: PodProfile,
         site: Site,
         *,
+        host: str | None = None,
+        lists: bool = True,
         watch: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`watch`: whether to watch for changes; False: ask the cluster every time."""
-        self.host = f"kubernetes/{site.namespace}"
+        """`host`: None: named after the namespace. `lists`: whether `unfinished` lists the namespace; False: another launcher's
+        does. `watch`: whether to watch for changes; False: ask the cluster every time."""
+        self.host = host or f"kubernetes/{site.namespace}"
+        self._lists = lists
         self.slots = profile.slots if profile.queue is None else QUEUE_SLOTS
         self.counts = profile.queue is None
         self._cluster = cluster
@@ -140,7 +146,7 @@ class KubernetesLauncher:
 
     def _create_owned(self, attempt: Attempt, job: Manifest) -> None:
         """Create the Service and NetworkPolicy of a Job, then record in launched.json that the start is complete."""
-        for manifest in owned_manifests(job, self._profile.rendezvous_port):
+        for manifest in owned_manifests(job, self._profile):
             self._cluster.create(manifest)
         metadata = job["metadata"]
         attempt.write_launched(Launched(job=metadata["name"], uid=metadata["uid"]))
@@ -247,7 +253,7 @@ class KubernetesLauncher:
         """Return the unfinished Jobs of this installation, selected by `app.kubernetes.io/instance`."""
         labels = instance_labels(self._profile)
         try:
-            jobs = self._cluster.jobs()
+            jobs = self._cluster.jobs() if self._lists else []
         except (ClusterAwayError, RefusedError) as error:
             raise LaunchError(f"the cluster does not answer: {error}") from error
         return [
@@ -279,7 +285,8 @@ class KubernetesLauncher:
         refused = job is not None and len(pods) < job["spec"].get("parallelism", 1) and not status.is_suspended(job)
         queued = job is not None and status.is_suspended(job) and status.queue_of(job) is not None
         workload = self._cluster.workload(job["metadata"]["uid"]) if job is not None and queued else None
-        snapshot = _Snapshot(job, pods, self._cluster.warnings(name) if refused else [], workload, self._clock())
+        missing = queued and workload is None and self._cluster.lacks_kueue
+        snapshot = _Snapshot(job, pods, self._cluster.warnings(name) if refused else [], workload, self._clock(), missing)
         if job is not None and not status.is_finished(job) and not status.is_leaving(job):
             self._snapshots[name] = snapshot  # never one that may end the attempt
         return snapshot
@@ -293,7 +300,8 @@ class KubernetesLauncher:
         if seen.job is None or running.reported:
             self._placements.settled(attempt.job_id)
             return replace(running, note=_disruption(seen))
-        waiting = status.waiting(seen.job, seen.pods, seen.warnings, seen.workload)
+        waiting = status.without_kueue(seen.job) if seen.lacks_kueue else None
+        waiting = waiting or status.waiting(seen.job, seen.pods, seen.warnings, seen.workload)
         held, wanted = status.places(seen.job, seen.pods)
         if (waiting is not None and not waiting.admitted) or (held < wanted and not status.is_failing(seen.job)):
             return self._placing(attempt, running, waiting, held, wanted)

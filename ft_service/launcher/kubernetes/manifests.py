@@ -37,6 +37,9 @@ ATTEMPT_LABEL = "ft-service/attempt"
 JOB_NAME = "batch.kubernetes.io/job-name"
 QUEUE_NAME = "kueue.x-k8s.io/queue-name"
 CONTAINER = "worker"
+POD_GROUP = "scheduling.x-k8s.io/pod-group"
+SCHEDULERS = {"volcano": "volcano", "kai": "kai-scheduler", "coscheduling": "scheduler-plugins-scheduler"}
+"""Gang scheduler → its usual name."""
 END_SECONDS = 30
 """Seconds of a pod's grace period after that of its ranks, for the supervisor's last work."""
 SHORT_END = 0.2
@@ -116,6 +119,8 @@ def job_manifest(attempt: AttemptShape, profile: PodProfile, site: Site) -> Mani
     if profile.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = profile.active_deadline_seconds
     metadata: Manifest = {"name": name, "namespace": site.namespace, "labels": dict(labels)}
+    if profile.gang is not None:
+        _group(metadata, spec["template"]["metadata"], name, attempt.nodes, profile)
     if profile.queue is not None:
         spec["suspend"] = True  # Kueue resumes it
         metadata["labels"][QUEUE_NAME] = profile.queue
@@ -159,9 +164,40 @@ def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, 
     }
 
 
-def owned_manifests(job: Manifest, port: int) -> list[Manifest]:
-    """Return the Service and NetworkPolicy of a created Job, which owns them: they are deleted with the Job."""
-    return [_service(job, port), _policy(job)]
+def _group(job: Manifest, pods: Manifest, name: str, nodes: int, profile: PodProfile) -> None:
+    """Say to the profile's gang scheduler, in the metadata of a Job and of its pods, that these are placed together.
+
+    Sources: Volcano's controller of PodGroups for plain workloads; KAI's docs/batch; scheduler-plugins' coscheduling.
+    """
+    queue = profile.scheduler_queue
+    match profile.gang:
+        case "volcano":
+            notes = {"scheduling.volcano.sh/group-min-member": str(nodes)}
+            notes |= {"scheduling.volcano.sh/queue-name": queue} if queue else {}
+            for metadata in (job, pods):
+                metadata["annotations"] = {**metadata.get("annotations", {}), **notes}
+        case "kai":
+            job["annotations"] = {"kai.scheduler/batch-min-member": str(nodes)}
+            for metadata in (job, pods):
+                metadata["labels"] = {**metadata["labels"], **({"kai.scheduler/queue": queue} if queue else {})}
+        case "coscheduling":
+            pods["labels"] = {**pods["labels"], POD_GROUP: name}
+
+
+def owned_manifests(job: Manifest, profile: PodProfile) -> list[Manifest]:
+    """Return the Service and NetworkPolicy of a created Job, which owns them: they are deleted with the Job. With coscheduling
+    also the PodGroup, until which its pods wait."""
+    group = [_pod_group(job)] if profile.gang == "coscheduling" else []
+    return [*group, _service(job, profile.rendezvous_port), _policy(job)]
+
+
+def _pod_group(job: Manifest) -> Manifest:
+    return {
+        "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+        "kind": "PodGroup",
+        "metadata": _owned(job),
+        "spec": {"minMember": job["spec"]["parallelism"]},
+    }
 
 
 def _service(job: Manifest, port: int) -> Manifest:
@@ -234,7 +270,21 @@ def _pod(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> M
         "containers": [_container(name, attempt, profile, site, mounts)],
         "volumes": volumes,
     }
+    optional: Manifest = {
+        "schedulerName": profile.scheduler_name or SCHEDULERS.get(profile.gang or ""),
+        "resourceClaims": profile.resource_claims,
+        "initContainers": [_confined(container) for container in profile.init_containers],
+        "hostNetwork": profile.host_network,
+        "dnsPolicy": "ClusterFirstWithHostNet" if profile.host_network else None,
+    }
+    pod |= {key: value for key, value in optional.items() if value}
     return _placed(pod, profile, profile.class_of(attempt.priority))
+
+
+def _confined(container: Manifest) -> Manifest:
+    """Give an operator's container the confinement of the workers' where it says nothing else."""
+    given = container.get("securityContext", {})
+    return {**container, "securityContext": {**_CONFINED, "capabilities": {"drop": ["ALL"]}, **given}}
 
 
 def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> Manifest:
@@ -245,9 +295,8 @@ def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> M
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": profile.run_as_user,
-            "runAsGroup": profile.run_as_group,
-            "fsGroup": profile.run_as_group,
+            **({"runAsUser": profile.run_as_user} if profile.run_as_user is not None else {}),
+            **({"runAsGroup": group, "fsGroup": group} if (group := profile.run_as_group) is not None else {}),
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -259,6 +308,7 @@ def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> M
         "affinity": profile.affinity,
         "priorityClassName": priority_class,
         "runtimeClassName": profile.runtime_class,
+        "topologySpreadConstraints": profile.topology_spread,
     }
     return pod | {key: value for key, value in optional.items() if value}
 
@@ -281,6 +331,8 @@ def _container(name: str, attempt: AttemptShape, profile: PodProfile, site: Site
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONFINED | {"capabilities": capabilities},
     }
+    if profile.resource_claims:
+        container["resources"]["claims"] = [{"name": claim["name"]} for claim in profile.resource_claims]
     if attempt.nodes > 1:
         container["ports"] = [{"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}]
     if profile.env_from:

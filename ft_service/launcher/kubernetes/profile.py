@@ -1,14 +1,18 @@
-"""Pod profile: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
+"""Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
 
-Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest.
+Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest. The file is one profile, or several
+by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside `profiles` are shared; a field
+of a profile replaces the shared one as a whole. A job names its profile (`distributed.profile`), or gets the first one that its
+project may use.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -26,6 +30,10 @@ Objects = list[dict[str, Any]]
 
 class PodProfile(Strict):
     """Settings of worker pods, and their number."""
+
+    projects: list[str] | None = None
+    """Ids of the projects whose jobs may use it; None: all. [] keeps a profile for the jobs that have it and gives it to no new
+    one."""
 
     image: Annotated[str, Field(min_length=1)]
     """Image of the workers; by digest, so that all attempts of a job run the same one."""
@@ -53,11 +61,29 @@ class PodProfile(Strict):
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Objects = Field(default_factory=list)
     affinity: dict[str, Any] = Field(default_factory=dict)
+    topology_spread: Objects = Field(default_factory=list)
+    """topologySpreadConstraints of the pods. With matchLabelKeys `batch.kubernetes.io/job-name` they, and affinities, concern
+    the pods of one attempt."""
+    scheduler_name: str | None = None
+    """Scheduler of the pods; None: that of `gang`, or the cluster's."""
+    gang: Literal["volcano", "kai", "coscheduling"] | None = None
+    """Scheduler that places all pods of an attempt at once or none: Volcano, KAI, or the coscheduling plugin, whose PodGroup
+    the service creates. None: the service gives places back after `placement_seconds`. Kueue admits, and needs no gang."""
+    scheduler_queue: Name | None = None
+    """Queue of `gang`: Volcano's or KAI's. Ignored with coscheduling."""
     priority_class: Name | None = None
     runtime_class: Name | None = None
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
 
+    resource_claims: Objects = Field(default_factory=list)
+    """resourceClaims of the pods (dynamic resource allocation), all of which the workers' container gets: GPUs, network cards.
+    With `gpu_resource: null` the GPUs are theirs, `ranks_per_node` in each pod."""
+    init_containers: Objects = Field(default_factory=list)
+    """Containers that run before the workers', confined as these unless they say otherwise."""
+    host_network: bool = False
+    """Use the node's network, as some RDMA set-ups demand. NetworkPolicies do not apply then: whoever reaches the nodes reaches
+    the rendezvous, which has no authentication. Pods of jobs with several nodes do not share a node."""
     env: Objects = Field(default_factory=list)
     """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`). Ranks get those
     with plain values; those with `valueFrom`, the storage's, and `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT)."""
@@ -74,8 +100,10 @@ class PodProfile(Strict):
     """Size of /dev/shm; counts as memory of the pod."""
     add_capabilities: list[str] = Field(default_factory=list)
     """Capabilities, such as IPC_LOCK for RDMA. All others are dropped."""
-    run_as_user: Annotated[int, Field(ge=1)] = 10001
-    run_as_group: Annotated[int, Field(ge=1)] = 10001
+    run_as_user: Annotated[int, Field(ge=1)] | None = 10001
+    """User of the pods; None: the cluster chooses (OpenShift), never root."""
+    run_as_group: Annotated[int, Field(ge=1)] | None = 10001
+    """Group of the pods and of their volumes; None: the cluster chooses."""
     rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29400
     """Port of the rendezvous on the pod of node 0."""
 
@@ -106,7 +134,21 @@ class PodProfile(Strict):
         taken = {"tmp", "shm", "home", "cache"} & {str(volume.get("name")) for volume in self.volumes}
         if taken:
             raise ValueError(f"volumes: the name {min(taken)!r} is used by the service; choose another")
+        if self.gang is not None and self.queue is not None:
+            raise ValueError(
+                f"gang = {self.gang!r} with queue = {self.queue!r}: Kueue admits whole Jobs; leave out one of them"
+            )
+        if self.scheduler_queue is not None and self.gang is None:
+            raise ValueError(f"scheduler_queue = {self.scheduler_queue!r}: only with gang; Kueue's queue is `queue`")
+        nameless = [claim for claim in self.resource_claims if "name" not in claim]
+        if nameless:
+            raise ValueError("resource_claims: give each a name and its resourceClaimTemplateName")
         return self
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether pods have GPUs, one for each rank."""
+        return bool(self.gpu_resource or self.resource_claims)
 
     @property
     def memory_limit(self) -> int | None:
@@ -145,15 +187,69 @@ def _bytes(quantity: str | int) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGTPE".index(match[2] or " "))
 
 
-def load_profile(path: Path) -> PodProfile:
-    """Read a profile. Raises SpecError that names the file and the field."""
+@dataclass(frozen=True)
+class PodProfiles:
+    """The profiles of a file."""
+
+    by_name: Mapping[str | None, PodProfile]
+    """In the file's order. None: the file is one profile, which has no name."""
+
+    @property
+    def first(self) -> PodProfile:
+        """The profile of pods that belong to no job: they describe bases."""
+        return next(iter(self.by_name.values()))
+
+    def choose(self, name: str | None, project: str | None) -> str | None:
+        """Return the name of the profile of a job that asks for `name` (None: for none), of a project (None: of any).
+
+        Raises SpecError if there is no such profile for the project.
+        """
+        if name is None and None in self.by_name:
+            return None
+        allowed = [
+            key
+            for key, profile in self.by_name.items()
+            if project is None or profile.projects is None or project in profile.projects
+        ]
+        if name is None and allowed:
+            return allowed[0]
+        if name is not None and name in allowed:
+            return name
+        named = ", ".join(key for key in allowed if key is not None)
+        choice = f"Choose from {named}, or leave it out." if named else "Leave it out." if None in self.by_name else ""
+        choice = choice or "The operator has to give it one (projects in FT_POD_PROFILE)."
+        raise SpecError(
+            f"distributed.profile = {name!r}: this project has no such kind of pods. {choice}", param="distributed.profile"
+        )
+
+
+def load_profiles(path: Path) -> PodProfiles:
+    """Read the profiles of a file. Raises SpecError that names the file, the profile and the field."""
+    where = f"FT_POD_PROFILE = {path}"
     try:
-        return PodProfile.model_validate(yaml.safe_load(path.read_text()))
+        given = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"FT_POD_PROFILE = {path}: {error}", param="FT_POD_PROFILE") from None
+        raise SpecError(f"{where}: {error}", param="FT_POD_PROFILE") from None
+    if not isinstance(given, dict) or "profiles" not in given:
+        return PodProfiles({None: _validated(given, where)})
+    shared = {key: value for key, value in given.items() if key != "profiles"}
+    own = given["profiles"]
+    if not isinstance(own, dict) or not own or not all(_is_name(name) for name in own):
+        message = f"{where}: profiles: give each a name (lower-case letters, digits and hyphens, at most 40) and its fields."
+        raise SpecError(message, param="FT_POD_PROFILE")
+    found = {name: _validated({**shared, **(fields or {})}, f"{where}: profiles.{name}") for name, fields in own.items()}
+    return PodProfiles(found)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name) is not None
+
+
+def _validated(given: object, where: str) -> PodProfile:
+    try:
+        return PodProfile.model_validate(given)
     except ValidationError as error:
-        message = spec_error(error, PodProfile).message
-        raise SpecError(f"FT_POD_PROFILE = {path}: {message}", param="FT_POD_PROFILE") from None
+        raise SpecError(f"{where}: {spec_error(error, PodProfile).message}", param="FT_POD_PROFILE") from None
 
 
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:

@@ -109,6 +109,15 @@ def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], worklo
     return None
 
 
+def without_kueue(job: Object) -> PodWait:
+    """Return why a Job is suspended in a cluster without Kueue: for ever."""
+    message = (
+        f"Nothing admits the attempt: the pod profile names the queue {queue_of(job)}, and this cluster has no Kueue of a known"
+        " version (kueue.x-k8s.io/v1beta2). The operator has to install Kueue 0.15 or newer, or to leave out queue."
+    )
+    return PodWait(message, admitted=False, level="error")
+
+
 def _lacking(unplaced: Sequence[Object]) -> str:
     """Return what nodes lack, in the scheduler's words, once for all pods of a gang.
 

@@ -14,6 +14,7 @@ from ft_service.plan.machines import GIB, Machine
 from ft_service.settings import Settings
 from ft_service.store.records import File, Principal
 from ft_service.store.sql import Store, migrate, open_store
+from tests.ft_service.control.test_capacity import cluster_settings
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.describing import at_once
 
@@ -47,6 +48,7 @@ def admit(
     slots: int | None = None,
     job_id: str | None = None,
     principal: Principal = ANN,
+    settings: Settings | None = None,
     **body: Any,
 ) -> Job:
     return create_job(
@@ -54,7 +56,7 @@ def admit(
         AdmissionContext(
             principal,
             store,
-            Settings(home=models.parent, models=[models], slots=slots),
+            settings or Settings(home=models.parent, models=[models], slots=slots),
             Catalogue([models], descriptions=at_once()),
         ),
         job_id,
@@ -89,6 +91,25 @@ def test_more_ranks_than_slots_are_refused_with_both_numbers(
     with pytest.raises(SpecError, match="nproc_per_node = 4: this host runs at most 3") as caught:
         admit(store, models, distributed={"nproc_per_node": 4})
     assert caught.value.param == "distributed.nproc_per_node"
+
+
+def test_a_job_is_for_the_host_of_its_pod_profile_and_is_planned_for_its_machine(store: Store, models: Path) -> None:
+    profiles = {"h100": {"ranks_per_node": 8, "hardware": "H100"}, "l4": {"hardware": "L4", "priority_classes": {}}}
+    settings = cluster_settings(models.parent, profiles=profiles)
+    first, named = (
+        admit(store, models, settings=settings, **body) for body in ({}, {"distributed": {"profile": "l4", "nnodes": 2}})
+    )
+    assert [(job.host, job.spec.distributed.profile, job.slots, job.nodes) for job in (first, named)] == [
+        ("kubernetes/h100", "h100", 8, 1),
+        ("kubernetes/l4", "l4", 8, 2),
+    ]
+    assert store.jobs.get_job("p", named.id).host == "kubernetes/l4"
+    room = [job.seat and job.seat.room for job in (first, named)]
+    assert [bytes and bytes // 10**9 for bytes in room] == [80, 22], "memory of each machine for an engine's seats"
+    with pytest.raises(SpecError, match="Choose from h100, l4"):
+        admit(store, models, settings=settings, distributed={"profile": "a100"})
+    with pytest.raises(SpecError, match="does not run jobs as pods"):
+        admit(store, models, distributed={"profile": "h100"})
 
 
 def test_a_file_of_another_purpose_is_refused(store: Store, models: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ft_service.control.capacity import capacity_of, refuse_too_many
+from ft_service.control.capacity import capacity_of, refuse_too_many, total_slots
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
@@ -15,7 +15,7 @@ from tests.support.reconciling import spec_of
 
 def cluster_settings(folder: Path, **profile: Any) -> Settings:
     path = folder / "pod-profile.yaml"
-    path.write_text(yaml.safe_dump({"image": "w:1", "slots": 8, "ranks_per_node": 4, **profile}))
+    path.write_text(yaml.safe_dump({"image": "w:1", "slots": 8, "ranks_per_node": 4, **profile}, sort_keys=False))
     url = "postgresql+psycopg://ft@db/ft"
     return Settings(home=folder, launcher="kubernetes", pod_profile=path, database_url=url)
 
@@ -53,6 +53,27 @@ def test_pods_without_gpus_have_the_memory_that_they_are_given(
 def test_with_a_queue_the_cluster_counts(tmp_path: Path) -> None:
     spec = spec_of("j", distributed=DistributedOptions(nnodes=100, nproc_per_node=4))
     refuse_too_many(spec, capacity_of(cluster_settings(tmp_path, queue="team-a")))
+
+
+def test_each_profile_has_a_capacity_and_a_host_of_its_own(tmp_path: Path) -> None:
+    profiles = {"big": {"ranks_per_node": 8, "slots": 16}, "cpu": {"gpu_resource": None, "projects": ["proj_1"], "slots": 3}}
+    settings = cluster_settings(tmp_path, profiles=profiles)
+    big, cpu = capacity_of(settings), capacity_of(settings, "cpu", "proj_1")
+    assert [(c.gpus, c.slots, c.profile, c.host) for c in (big, cpu)] == [
+        (8, 16, "big", "kubernetes/big"),
+        (0, 3, "cpu", "kubernetes/cpu"),
+    ]
+    assert total_slots(settings) == 19
+    with pytest.raises(SpecError, match="a pod of the profile cpu runs at most 4 ranks"):
+        refuse_too_many(spec_of("j", distributed=DistributedOptions(nproc_per_node=5)), cpu)
+    with pytest.raises(SpecError, match="Choose from big"):
+        capacity_of(settings, "cpu", "proj_2")
+    assert capacity_of(cluster_settings(tmp_path)).host is None
+
+
+def test_where_no_profiles_are_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"distributed.profile = 'h100': this service does not run jobs as pods"):
+        capacity_of(Settings(home=tmp_path), "h100")
 
 
 def test_without_a_cluster_a_job_has_one_host(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, event, func, select, text
 
 from ft_service.jobs.decisions import Become, decide, placed, too_large, validated
+from ft_service.jobs.estimates import Paces
 from ft_service.jobs.states import Ended, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired, Exit, ExitReason
@@ -371,3 +372,19 @@ def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
     assert later is not None, "the host has grown"
     assert later.job.id == "ftjob-large"
     assert placed(later.job, "h1").pending is None
+
+
+def test_a_host_that_is_renamed_keeps_its_jobs_slots_and_engines(store):
+    running = create_job(store, new_job(state=State.QUEUED, slots=2))
+    place(store, running, [0, 1], host="old")
+    waiting = create_job(store, new_job(state=State.QUEUED, host="old"))
+    other = create_job(store, new_job(state=State.QUEUED, host="new"))
+    place(store, other, [1], host="new")
+    store.queue.announce_host("old", 4)
+    store.leases.move_host("old", "new")
+    store.leases.move_host("old", "new")
+    assert {store.jobs.get_job(PROJECT, job.id).host for job in (running, waiting, other)} == {"new"}
+    assert (store.leases.held_slots(running.id), store.leases.held_slots(other.id)) == ([0, 2], [1])
+    assert (store.leases.free_slots("old", 2), store.leases.free_slots("new", 4)) == ([0, 1], [3])
+    assert try_claim(store, host="new") is not None
+    assert store.queue.snapshot(Paces()).hosts == {}

@@ -51,5 +51,5 @@ class PlayedLauncher(FakeLauncher):
 
 if __name__ == "__main__":
     launcher = PlayedLauncher(Path(sys.argv[1]) / "orders", int(sys.argv[2]))
-    api.server.new_launcher = lambda settings: launcher
+    api.server.new_launchers = lambda settings, move_host: [launcher]
     api.server.reconcile_only(Settings())

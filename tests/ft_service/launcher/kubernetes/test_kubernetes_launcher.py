@@ -195,7 +195,8 @@ def test_a_queue_admits(attempts: Attempts, cluster: HarnessCluster) -> None:
     attempt = attempts("event,succeed", queue="team-a")
     attempt.start()
     seen = attempt.wait_noted()
-    assert (seen.admitted, seen.note) == (False, "The attempt waits for admission in the queue team-a.")
+    assert (seen.admitted, seen.level) == (False, "error")
+    assert "the queue team-a, and this cluster has no Kueue" in (seen.note or "")
     job = cluster.get("jobs", attempt.name)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert not [pod for pod in cluster.items("pods") if pod["metadata"]["name"].startswith(attempt.name)]
@@ -495,6 +496,13 @@ def test_a_queue_says_why_an_attempt_waits(attempts: Attempts, queues: dict[str,
     queues["team-a"] = 2
     attempt.cluster.patch_job(attempt.name, {"metadata": {"labels": {"poke": "1"}}})
     assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
+def test_coscheduling_needs_its_plugin(attempts: Attempts, ours: HarnessCluster) -> None:
+    attempt = attempts("event,succeed", gang="coscheduling")
+    with pytest.raises(LaunchError, match="it has no PodGroup"):
+        attempt.start()
+    assert attempt.wait_ended()
 
 
 def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(

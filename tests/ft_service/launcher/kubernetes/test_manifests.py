@@ -9,6 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from ft_service import __version__
 from ft_service.host.environment import child_environment
@@ -20,9 +21,10 @@ from ft_service.launcher.kubernetes.manifests import (
     object_name,
     owned_manifests,
 )
-from ft_service.launcher.kubernetes.profile import PodProfile
+from ft_service.launcher.kubernetes.profile import PodProfile, load_profiles
 from ft_service.launcher.kubernetes.volumes import VisibleFiles
 from tests.cluster.versions import KUBERNETES_VERSIONS
+from tests.support.pod_security import violations
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -101,7 +103,7 @@ def objects_of(case: str) -> list[dict[str, Any]]:
     checked = PodProfile.model_validate(profile)
     job = job_manifest(attempt, checked, Site("training", HOME, **site))
     created = {**job, "metadata": {**job["metadata"], "uid": "7f2c9b8e-0000-0000-0000-000000000000"}}
-    return [job, *owned_manifests(created, checked.rendezvous_port)]
+    return [job, *owned_manifests(created, checked)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,6 +114,93 @@ def test_golden(case: str) -> None:
     if os.environ.get("FT_GOLDEN"):
         path.write_text(found)
     assert found == path.read_text()
+
+
+def attempt_of(profile: PodProfile, nodes: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Job of an attempt, and the spec of its pods."""
+    shape = AttemptShape(JOB, 3, nodes, profile.ranks_per_node, RUN)
+    job = job_manifest(shape, profile, Site("training", HOME, "s3://bucket/ft"))
+    return job, job["spec"]["template"]["spec"]
+
+
+PROFILES = sorted((Path(__file__).parents[4] / "deploy/kubernetes/profiles").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_example_of_a_profile_makes_valid_jobs(path: Path) -> None:
+    for name, profile in load_profiles(path).by_name.items():
+        job, pod = attempt_of(profile)
+        kubernetes_validate.validate(job, KUBERNETES_VERSIONS[-1], strict=True)
+        assert profile.env_from or profile.mounts(HOME), name
+        refused = violations(pod)
+        assert refused == (["worker: capabilities.add"] if profile.add_capabilities else []), name
+
+
+@pytest.mark.parametrize(
+    ("gang", "scheduler", "of_job", "of_pods"),
+    [
+        ("volcano", "volcano", {"scheduling.volcano.sh/group-min-member": "2", "scheduling.volcano.sh/queue-name": "q"}, {}),
+        ("kai", "kai-scheduler", {"kai.scheduler/batch-min-member": "2"}, {"kai.scheduler/queue": "q"}),
+        (
+            "coscheduling",
+            "scheduler-plugins-scheduler",
+            {},
+            {"scheduling.x-k8s.io/pod-group": "ft-ab3de5gh7jk9mn1pq3st5vx7-3"},
+        ),
+    ],
+)
+def test_a_gang_is_all_pods_of_the_attempt(gang: str, scheduler: str, of_job: dict[str, str], of_pods: dict[str, str]) -> None:
+    profile = PodProfile.model_validate({**LOCAL, "gang": gang, "scheduler_queue": "q", "annotations": {"a": "1"}})
+    job, pod = attempt_of(profile)
+    template = job["spec"]["template"]["metadata"]
+    assert pod["schedulerName"] == scheduler
+    assert job["metadata"].get("annotations", {}) == of_job
+    assert of_pods.items() <= template["labels"].items()
+    assert template["annotations"] == {"a": "1", **(of_job if gang == "volcano" else {})}
+    groups = [
+        item
+        for item in owned_manifests({**job, "metadata": {**job["metadata"], "uid": "u"}}, profile)
+        if item["kind"] == "PodGroup"
+    ]
+    assert [(group["metadata"]["name"], group["spec"]) for group in groups] == (
+        [(job["metadata"]["name"], {"minMember": 2})] if gang == "coscheduling" else []
+    )
+    assert attempt_of(PodProfile.model_validate({**LOCAL, "scheduler_name": "mine"}))[1]["schedulerName"] == "mine"
+
+
+def test_the_cluster_may_choose_users_and_claims_are_the_workers() -> None:
+    own = {"securityContext": {"capabilities": {"drop": ["ALL"], "add": ["NET_ADMIN"]}}}
+    profile = PodProfile.model_validate(
+        {
+            **LOCAL,
+            "run_as_user": None,
+            "run_as_group": None,
+            "resource_claims": [{"name": "gpus", "resourceClaimTemplateName": "eight"}],
+            "init_containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i", **own}],
+            "host_network": True,
+        }
+    )
+    _, pod = attempt_of(profile)
+    assert pod["securityContext"].keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+    confined, given = (container["securityContext"] for container in pod["initContainers"])
+    assert (confined["readOnlyRootFilesystem"], confined["capabilities"]) == (True, {"drop": ["ALL"]})
+    assert (given["readOnlyRootFilesystem"], given["capabilities"]["add"]) == (True, ["NET_ADMIN"])
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"gang": "kai", "queue": "q"}, "gang = 'kai' with queue = 'q'"),
+        ({"scheduler_queue": "q"}, "only with gang"),
+        ({"resource_claims": [{}]}, "give each a name"),
+        ({"gang": "slurm"}, "gang"),
+    ],
+)
+def test_fields_that_cannot_work_together_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        PodProfile.model_validate({**LOCAL, **fields})
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)

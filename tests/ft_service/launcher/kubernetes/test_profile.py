@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -12,7 +13,7 @@ from ft_service.launcher.kubernetes.manifests import (
     Site,
     job_manifest,
 )
-from ft_service.launcher.kubernetes.profile import PodProfile, load_profile
+from ft_service.launcher.kubernetes.profile import PodProfile, PodProfiles, load_profiles
 from tests.cluster.versions import KUBERNETES_VERSIONS
 
 PROFILES = Path(__file__).parents[4] / "deploy/kubernetes"
@@ -37,12 +38,12 @@ def test_a_notice_too_short_to_stop_in_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(yaml.safe_dump({**LOCAL, "termination_grace_seconds": 5}))
     with pytest.raises(SpecError, match=r"termination_grace_seconds.*5.*10"):
-        load_profile(path)
+        load_profiles(path)
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.rglob("pod-profile.yaml")), ids=lambda path: path.parent.name)
 def test_every_profile_in_deploy_loads(path: Path) -> None:
-    load_profile(path)
+    load_profiles(path)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,89 @@ def test_a_jobs_priority_becomes_the_clusters_classes(priority: int, queue_class
         kubernetes_validate.validate(job, version, strict=True)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == queue_class
     assert job["spec"]["template"]["spec"].get("priorityClassName") == pod_class
+
+
+SEVERAL: dict[str, Any] = {
+    **LOCAL,
+    "tolerations": [{"operator": "Exists"}],
+    "profiles": {
+        "h100": {"ranks_per_node": 8, "hardware": "H100"},
+        "spot": {"slots": 32, "termination_grace_seconds": 25, "tolerations": []},
+        "research": {"projects": ["proj_1"], "namespace": "ft-research", "queue": "research"},
+        "old": {"projects": []},
+    },
+}
+
+
+def loaded(folder: Path, content: object) -> PodProfiles:
+    path = folder / "profile.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return load_profiles(path)
+
+
+def test_profiles_share_what_stands_beside_them_and_replace_it_whole(tmp_path: Path) -> None:
+    profiles = loaded(tmp_path, SEVERAL).by_name
+    assert list(profiles) == ["h100", "spot", "research", "old"]
+    assert (profiles["h100"].slots, profiles["h100"].ranks_per_node, profiles["h100"].tolerations) == (
+        4,
+        8,
+        [{"operator": "Exists"}],
+    )
+    assert (profiles["spot"].slots, profiles["spot"].ranks_per_node, profiles["spot"].tolerations) == (32, 2, [])
+    assert {profile.image for profile in profiles.values()} == {"ft-worker:dev"}
+
+
+@pytest.mark.parametrize(
+    ("name", "project", "chosen"),
+    [(None, "proj_1", "h100"), ("spot", "proj_2", "spot"), ("research", "proj_1", "research"), ("old", None, "old")],
+)
+def test_a_job_gets_the_profile_that_it_names_or_its_projects_first(
+    tmp_path: Path, name: str | None, project: str | None, chosen: str
+) -> None:
+    assert loaded(tmp_path, SEVERAL).choose(name, project) == chosen
+    own = {**SEVERAL, "profiles": dict(reversed(SEVERAL["profiles"].items()))}
+    assert loaded(tmp_path, own).choose(None, "proj_1") == "research", "its own comes first in this file"
+    assert loaded(tmp_path, own).choose(None, "proj_2") == "spot"
+
+
+@pytest.mark.parametrize(
+    ("name", "project", "says"),
+    [
+        ("a100", "proj_1", r"distributed.profile = 'a100': this project has no such kind.*Choose from h100, spot, research,"),
+        ("research", "proj_2", r"Choose from h100, spot, or leave it out"),
+        ("old", "proj_1", r"Choose from h100, spot, research"),
+    ],
+)
+def test_a_profile_that_a_project_may_not_use_is_refused_with_those_it_may(
+    tmp_path: Path, name: str, project: str, says: str
+) -> None:
+    with pytest.raises(SpecError, match=says) as refused:
+        loaded(tmp_path, SEVERAL).choose(name, project)
+    assert refused.value.param == "distributed.profile"
+
+
+def test_a_project_without_any_profile_is_told_whom_to_ask(tmp_path: Path) -> None:
+    profiles = loaded(tmp_path, {**LOCAL, "profiles": {"a": {"projects": ["proj_1"]}}})
+    with pytest.raises(SpecError, match="The operator has to give it one"):
+        profiles.choose(None, "proj_2")
+
+
+def test_a_file_of_one_profile_has_no_names(tmp_path: Path) -> None:
+    assert loaded(tmp_path, LOCAL).choose(None, "proj_1") is None
+    with pytest.raises(SpecError, match=r"'h100': this project has no such kind of pods. Leave it out"):
+        loaded(tmp_path, LOCAL).choose("h100", "proj_1")
+
+
+@pytest.mark.parametrize(
+    ("profiles", "says"),
+    [
+        ({}, "give each a name"),
+        ({"H100": {}}, "give each a name"),
+        ([{"name": "a"}], "give each a name"),
+        ({"a": {"colour": "red"}}, r"profiles\.a: colour: there is no such option"),
+        ({"a": {"slots": 0}}, r"profiles\.a: slots = 0"),
+    ],
+)
+def test_wrong_profiles_are_named(tmp_path: Path, profiles: object, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        loaded(tmp_path, {**LOCAL, "profiles": profiles})

@@ -1,0 +1,185 @@
+"""What Helm itself makes of the chart: the objects that kustomize makes of the overlays, and clear refusals of wrong values."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.cluster.versions import KUBERNETES_VERSIONS
+from tests.deploy.test_kustomize import KUBERNETES, NOT_KUBERNETES, OVERLAYS, Object, kustomize
+from tests.support import helm
+from tests.support.pod_security import pods_in, violations
+
+VALUES = helm.ROOT / "deploy/helm/values"
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+EVERYTHING = {
+    "api": {"replicas": 2},
+    "coscheduling": True,
+    "monitoring": True,
+    "ingress": {"host": "ft.example.com"},
+    "externalSecrets": {"store": {"kind": "ClusterSecretStore", "name": "secrets"}},
+    "backup": {"schedule": "17 2 * * *"},
+}
+"""Values → the overlay gpu with every component."""
+CASES: dict[str, dict[str, Any]] = {
+    **{name: yaml.safe_load((VALUES / f"{name}.yaml").read_text()) for name in OVERLAYS},
+    "default": {},
+    "everything": yaml.safe_load((VALUES / "gpu.yaml").read_text()) | EVERYTHING,
+    "digests": {"images": {"api": {"digest": DIGEST}, "worker": {"repository": "reg.example/w", "digest": DIGEST}}},
+    "openshift": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
+    "research": {
+        "workerNamespaces": ["ft-research"],
+        "kueue": {"clusterQueue": "training"},
+        "podProfile": {"queue": "ft-training"},
+    },
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tag as digest": ({"images": {"api": {"digest": "0.2.0"}}}, "digest"),
+    "no such value": ({"apis": {}}, "apis"),
+    "replicas with storage": ({"storage": "s3://b/ft", "api": {"replicas": 2}}, "parts of an upload"),
+    "a queue that no job names": ({"kueue": {"clusterQueue": "training"}}, "podProfile.queue must be kueue.localQueue"),
+    "two reconcilers": ({"reconciler": {"replicas": 2}}, "replicas"),
+}
+
+
+@pytest.fixture(scope="module")
+def charts() -> dict[str, dict[str, Any]]:
+    return helm.render({**CASES, **{name: values for name, (values, _) in REFUSED.items()}})
+
+
+@pytest.fixture(scope="module")
+def everything_of_kustomize(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed, and with it kustomize")
+    folder = tmp_path_factory.mktemp("all")
+    shutil.copytree(KUBERNETES, folder / "kubernetes")
+    overlay = folder / "kubernetes/overlays/all"
+    overlay.mkdir()
+    components = [f"../../components/{path.name}" for path in sorted((KUBERNETES / "components").iterdir())]
+    kustomization = {"resources": ["../gpu"], "components": components, "namespace": "ft"}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return kustomize(overlay)
+
+
+def alike(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
+    """Objects by kind, namespace and name, without what says only who rendered them: the digest that kustomize appends to names
+    of ConfigMaps, Helm's annotation in its place, and the name of the tool."""
+    text = re.sub(r"\b(ft-(?:config|pod-profile))-[0-9a-z]{10}\b", r"\1", yaml.safe_dump_all(objects))
+    text = re.sub(r"(app\.kubernetes\.io/managed-by:) (?:kustomize|Helm)\b", r"\1 tool", text)
+    found = {}
+    for item in yaml.safe_load_all(text):
+        item.get("spec", {}).get("template", {}).get("metadata", {}).get("annotations", {}).pop("checksum/config", None)
+        if "pod-profile.yaml" in item.get("data", {}):
+            item["data"]["pod-profile.yaml"] = yaml.safe_load(item["data"]["pod-profile.yaml"])
+        key = item["kind"], item["metadata"]["namespace"], item["metadata"]["name"]
+        assert key not in found, f"{key} twice"
+        found[key] = item
+    return found
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_chart_is_the_overlay(charts: dict[str, dict[str, Any]], overlay: str) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed, and with it kustomize")
+    assert alike(charts[overlay]["objects"]) == alike(kustomize(KUBERNETES / "overlays" / overlay))
+
+
+def test_the_chart_has_every_component(charts: dict[str, dict[str, Any]], everything_of_kustomize: list[Object]) -> None:
+    assert alike(charts["everything"]["objects"]) == alike(everything_of_kustomize)
+
+
+def test_a_further_namespace_of_workers_is_the_projects_folder(charts: dict[str, dict[str, Any]]) -> None:
+    """But for the queue, whose name is the project's, and for labels."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed, and with it kustomize")
+
+    def in_research(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
+        found = {key: item for key, item in alike(objects).items() if key[1] == "ft-research" and key[0] != "LocalQueue"}
+        for item in found.values():
+            item["metadata"].pop("labels", None)
+        return found
+
+    assert in_research(charts["research"]["objects"]) == in_research(kustomize(KUBERNETES / "project"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lint_finds_nothing(charts: dict[str, dict[str, Any]], case: str) -> None:
+    assert charts[case]["lint"] == []
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS[::2])
+@pytest.mark.parametrize("case", ["everything", "openshift", "research"])
+def test_what_no_overlay_has_fits_the_oldest_and_the_newest_version(
+    charts: dict[str, dict[str, Any]], case: str, version: str
+) -> None:
+    for item in charts[case]["objects"]:
+        if not item["apiVersion"].startswith(NOT_KUBERNETES):
+            kubernetes_validate.validate(item, version, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_pod_is_restricted(charts: dict[str, dict[str, Any]], case: str) -> None:
+    """By the strictest of the Pod Security Standards, and with a root file system that it cannot write."""
+    pods = dict(pods_in(charts[case]["objects"]))
+    assert len(pods) == 2 + (case == "local") + (case == "everything")
+    for name, pod in pods.items():
+        assert violations(pod) == [], name
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert container["securityContext"]["readOnlyRootFilesystem"], name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_binding_names_the_namespace_of_its_account(charts: dict[str, dict[str, Any]], case: str) -> None:
+    """An API server refuses a ServiceAccount without one."""
+    bindings = [item for item in charts[case]["objects"] if item["kind"] == "RoleBinding"]
+    assert bindings
+    assert {subject["namespace"] for item in bindings for subject in item["subjects"]} == {"ft"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_values_are_refused_by_name(charts: dict[str, dict[str, Any]], case: str) -> None:
+    assert REFUSED[case][1] in charts[case]["error"]
+
+
+def deployment(objects: list[Object], name: str) -> Object:
+    return next(o["spec"]["template"]["spec"] for o in objects if (o["kind"], o["metadata"]["name"]) == ("Deployment", name))
+
+
+def profile_of(objects: list[Object]) -> Object:
+    return yaml.safe_load(next(o["data"]["pod-profile.yaml"] for o in objects if o["metadata"]["name"] == "ft-pod-profile"))
+
+
+def test_images_by_digest(charts: dict[str, dict[str, Any]]) -> None:
+    objects = charts["digests"]["objects"]
+    for name in ("ft-api", "ft-reconciler"):
+        pod = deployment(objects, name)
+        assert {c["image"] for c in pod["containers"] + pod["initContainers"]} == {f"ft-api@{DIGEST}"}
+    assert profile_of(objects)["image"] == f"reg.example/w@{DIGEST}"
+
+
+def test_openshift_may_choose_the_numbers(charts: dict[str, dict[str, Any]]) -> None:
+    context = deployment(charts["openshift"]["objects"], "ft-api")["securityContext"]
+    assert context.keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+
+
+def test_a_change_of_settings_or_profile_replaces_the_pods() -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "": {},
+        "config": {"config": {"FT_LOG_LEVEL": "debug"}},
+        "profile": {"podProfile": {"slots": 9}},
+    }
+    sums = set()
+    for rendered in helm.render(changes).values():
+        for item in rendered["objects"]:
+            if item["kind"] == "Deployment" and item["metadata"]["name"] == "ft-reconciler":
+                sums.add(item["spec"]["template"]["metadata"]["annotations"]["checksum/config"])
+    assert len(sums) == len(changes)
+
+
+def test_the_values_that_make_overlays_are_those_of_the_folder() -> None:
+    assert {path.stem for path in VALUES.iterdir()} == set(OVERLAYS)

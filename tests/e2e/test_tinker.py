@@ -89,6 +89,7 @@ def read_loop(loop: Loop, until: int | None = None) -> list[dict[str, Any]]:
         lines.append(json.loads(line))
         if until is not None and lines[-1].get("step") == until:
             return lines
+    loop.stdout.close()
     assert loop.wait(60) == 0
     return lines
 

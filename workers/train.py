@@ -42,7 +42,7 @@ from ft_service.rundir.evaluations import evaluated_steps
 from ft_service.rundir.manifest import Manifest
 from ft_service.spec import JobSpec
 from workers.base.load import adapters, load
-from workers.base.rank_objects import from_first
+from workers.base.rank_objects import by_first, from_first, on_all
 from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
 from workers.job import origins
@@ -188,7 +188,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         last = from_first(newest_checkpoint(runtime.run))
         return _stopped(context, f"after step {steps}, while the prompts of the evaluation were answered", last)
     reporter.message("The last step is done; the adapter is being written, and read again to compare.")
-    reporter.flush()  # the metrics table is made from the events
+    by_first(reporter.flush)  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
     second = partial(_sharded_over_all, runtime)
     served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
@@ -266,7 +266,8 @@ def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter)
     run, spec, resumes = runtime.run, runtime.spec, runtime.start.checkpoint is not None
     kept = [key for key, used in ((REFERENCE, spec.dpo), (evaluated_steps(run).get(0, ""), spec.evaluation)) if used]
     needed = not resumes or not all(run.path(key).is_file() for key in kept)
-    adopted = adopt(prepared.parameters, spec.parent) if spec.parent and from_first(needed) else None
+    parent = spec.parent if spec.parent and from_first(needed) else None
+    adopted = on_all(partial(adopt, prepared.parameters, parent)) if parent else None
     if adopted is not None and prepared.changed is not None:
         prepared.changed()
     if adopted is not None and not resumes:
@@ -373,8 +374,7 @@ def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
 
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: int | None) -> None:
     """Begin, or continue from the attempt's checkpoint. `total_steps`: None: the job's client decides."""
-    if runtime.rank == 0:
-        _set_damaged_aside(runtime, reporter)
+    by_first(lambda: _set_damaged_aside(runtime, reporter))
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
         which = "as its client says" if total_steps is None else f"{total_steps} steps"

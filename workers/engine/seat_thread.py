@@ -59,6 +59,10 @@ class SeatThread:
         self.groups = groups
         self.used = 0
         """Tokens that were computed for it."""
+        self.waited = 0
+        """Rounds since it computed last."""
+        self.priority = 0
+        """Of the job, once the seat has begun."""
         self.size: SeatSize | None = None
         """As planned; None: it was not, or the seat has not begun."""
         self._base, self._host = base, host
@@ -172,7 +176,7 @@ class SeatThread:
     def _runtime(self) -> Runtime:
         start, host = self._attempt.read_start(), self._host
         assert start is not None, f"attempt {self.order.attempt} has no start.json"
-        self.size = start.seat
+        self.size, self.priority = start.seat, start.priority
         return Runtime(
             self._run,
             read_spec(self._run),

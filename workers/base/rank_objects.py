@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+Wait = Callable[[Callable[[], bool]], None]
+"""Lets this rank do something else until a function, asked on rank 0, says so. Called by all ranks together."""
 
 
 class FailedElsewhere(Exception):
@@ -47,9 +51,17 @@ def on_all(act: Callable[[], T]) -> T:
     return value  # pyright: ignore[reportReturnType]
 
 
-def by_first(act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, on every rank. Called by all together. Raises as `on_all`."""
+def by_first(act: Callable[[], T], wait: Wait | None = None) -> T:
+    """What `act` returns on rank 0, on every rank. Called by all together. Raises as `on_all`. `wait`: what the ranks do
+    meanwhile, while `act` runs in a thread; None: nothing.
+    """
     first = alone() or dist.get_rank() == 0
+    if wait is not None:
+        threads = ThreadPoolExecutor(1)
+        acting = threads.submit(act) if first else None
+        threads.shutdown(wait=False)
+        wait(lambda: acting is None or acting.done())
+        act = act if acting is None else acting.result
     failed, value = _tried(act) if first else (None, None)
     ended, value = from_first((failed is not None, value))
     if ended:

@@ -37,7 +37,7 @@ from workers.training.context import POLL_SECONDS, StopRequest
 from workers.training.packing import TOKENS
 
 LOOK_SECONDS = 0.005
-"""Pause of an engine whose seats all wait for their clients between two looks for a command."""
+"""Pause of an engine whose seats all wait for their clients, or for files, between two looks for what they wait for."""
 
 
 def main(run: RunDir, attempt: int) -> int:
@@ -73,7 +73,7 @@ class RoundOrders:
     dropped: tuple[str, ...] = ()
     """Keys of the orders whose seats end at once."""
     due: tuple[str, ...] = ()
-    """Keys of the orders whose seats have waited for their clients and go on."""
+    """Keys of the orders whose seats have waited and go on."""
     stops: bool = False
     """The engine is asked to stop: its seats write checkpoints and end."""
     ends: bool = False
@@ -122,7 +122,7 @@ class TrainingEngine:
                 seat.used = max(seat.used, self._least_used())
             for order in decision.orders:
                 self._join(order)
-            self._go_on({seat: () for seat in back})
+            self._go_on(dict.fromkeys(back, ()))
 
     def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
         """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
@@ -158,8 +158,7 @@ class TrainingEngine:
         return None if decision == RoundOrders() else decision
 
     def _due_seats(self) -> tuple[str, ...]:
-        """The seats that can go on, since their clients have said how; waits for one, up to the next look, if no other seat
-        computes."""
+        """The seats that have waited and can go on; waits for one, up to the next look, if no other seat computes."""
         while True:
             due = tuple(seat.key for seat in self.seats if seat.is_due())
             computes = any(seat.state is not SeatState.WAITS for seat in self.seats)

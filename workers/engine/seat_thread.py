@@ -37,7 +37,7 @@ class SeatState(IntEnum):
     """State of a seat on one rank."""
 
     WAITS = 0
-    """It waits for its client, who has not said what comes next."""
+    """It waits for its client, or for a thread of rank 0 that writes."""
     TRAINS = 1
     """It waits for a micro-batch whose backward follows."""
     ANSWERS = 2

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import bitsandbytes
@@ -33,7 +34,7 @@ from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.manifest import MANIFEST, AdapterSource
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import JobSpec
-from workers.base.rank_objects import by_first, on_all
+from workers.base.rank_objects import Wait, by_first, on_all
 from workers.job import reread_adapter
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState
@@ -73,41 +74,63 @@ def use_best(run: RunDir, spec: JobSpec, job: JobState) -> PublishedStep:
     return PublishedStep(chosen, steps, tokens)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of the adapter that is published."""
+
+    probes: list[Probe]
+    served: ServedQuality | None = None
+
+
 def publish(
-    runtime: Runtime, built: BuiltModel, job: JobState, chosen: PublishedStep, probes: list[Probe], served: ServedQuality | None
+    runtime: Runtime, built: BuiltModel, job: JobState, chosen: PublishedStep, measured: Measured, wait: Wait | None = None
 ) -> None:
     """Write the outcome of a finished job. Called by all ranks together; rank 0 writes.
 
-    `probes`, `served`: what was measured of it. Raises ExportError on rank 0 if the disk refuses the adapter or reads back
-    another one, SealedError there if the attempt is over, and FailedElsewhere on the other ranks.
+    `wait`: what the ranks do meanwhile; then rank 0 holds the whole adapter. Raises ExportError on rank 0 if the disk refuses
+    the adapter or reads back another one, SealedError there if the attempt is over, and FailedElsewhere on the other ranks.
     """
-    run, fence, tensors = runtime.run, runtime.fence, gathered_adapter(job)
-
-    def write() -> None:
-        reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
-        rows = [event.metrics for event in reported if event.metrics is not None]
-        try:
-            write_document(run, PROBES, Probes(step=job.step, probes=probes), fence)
-            if served is not None:
-                write_document(run, SERVED, served, fence)
-            _write_outcome(runtime, built, job, tensors, reported, chosen.checkpoint)
-        except OSError as error:
-            fence.check()  # a later attempt removes what this one has not finished
-            needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
-            raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
-        up_to = [row for row in rows if row.step <= job.step]
-        result = _result(fence.attempt, chosen.steps, chosen.trained_tokens, up_to)
-        write_document(run, "result.json", result, fence)
+    tensors = gathered_adapter(job)
+    write = partial(_publish, runtime, built, job, chosen, measured)
+    if wait is not None:
+        whole = [pair for pair in tensors if runtime.rank == 0]
+        by_first(lambda: write(whole), wait)
+        return
 
     def act() -> None:
         try:
             if runtime.rank == 0:
-                write()
+                write(tensors)
         finally:
             for _ in tensors:  # the other ranks take part in every gather
                 pass
 
     on_all(act)
+
+
+def _publish(
+    runtime: Runtime,
+    built: BuiltModel,
+    job: JobState,
+    chosen: PublishedStep,
+    measured: Measured,
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    run, fence = runtime.run, runtime.fence
+    reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
+    rows = [event.metrics for event in reported if event.metrics is not None]
+    try:
+        write_document(run, PROBES, Probes(step=job.step, probes=measured.probes), fence)
+        if measured.served is not None:
+            write_document(run, SERVED, measured.served, fence)
+        _write_outcome(runtime, built, job, tensors, reported, chosen.checkpoint)
+    except OSError as error:
+        fence.check()  # a later attempt removes what this one has not finished
+        needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
+        raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
+    up_to = [row for row in rows if row.step <= job.step]
+    result = _result(fence.attempt, chosen.steps, chosen.trained_tokens, up_to)
+    write_document(run, "result.json", result, fence)
 
 
 @contextmanager

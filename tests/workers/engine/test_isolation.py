@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +21,12 @@ from torch import nn
 from ft_service.data import token_folder
 from ft_service.data.examiner import Examiner
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ExitReason, Start
 from ft_service.rundir.manifest import ORIGINS
 from ft_service.spec import JobSpec
+from tests.support.attempts import wait_for
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank
 from tests.support.training.engine_runs import assert_same, engine_on_rank, exit_of, new_engine, prepare
@@ -36,7 +39,7 @@ from workers.engine.seat import Seat
 from workers.job.adamw import AdamW
 from workers.job.training_state import learning_rate_at
 from workers.layers.dropout import key_of
-from workers.output import outcome
+from workers.output import checkpoint, outcome
 from workers.training import loop
 from workers.training.loop import Trainer
 
@@ -78,7 +81,8 @@ def specs_in(folder: Path) -> dict[str, JobSpec]:
 
 @contextmanager
 def failures(rank: int) -> Iterator[None]:
-    """While it is entered, the jobs of ENDS fail as their names say."""
+    """While it is entered, the jobs of ENDS fail as their names say, the last checkpoint of one healthy job takes until the
+    other one has its own, and the adapter of that one until the first has ended: neither keeps the other waiting."""
 
     def no_room(*args: Any) -> OSError:
         return OSError(errno.ENOSPC, "No space left on device", *args)
@@ -100,29 +104,34 @@ def failures(rank: int) -> Iterator[None]:
 
         return act
 
-    def adapter(own: Callable[..., Any], *args: Any) -> None:
-        if args[-1].job_id in ("export", "outcome"):
+    def adapter(own: Callable[..., Any], folder: Path, *args: Any) -> None:
+        job = folder.parent
+        if job.name in ("export", "outcome"):
             raise no_room()
-        own(*args)
+        if job.name == HEALTHY[1]:
+            wait_for((job.with_name(HEALTHY[0]) / "result.json").exists)
+        own(folder, *args)
+
+    def complete(own: Callable[..., Any], snapshot: Any, run: RunDir, *args: Any) -> None:
+        if rank == 0 and run.root.name == HEALTHY[0]:
+            wait_for(lambda: bool(complete_checkpoints(RunDir(run.root.with_name(HEALTHY[1])))))
+        own(snapshot, run, *args)
 
     def mine(own: Callable[..., Any], self: Trainer, objective: Any, items: Any, step: int | None = None) -> Iterator[Any]:
         if self.runtime.spec.job_id == "data" and rank == 1 and step == 1:
             raise OSError(errno.EIO, "its data")
         return own(self, objective, items, step)
 
-    write, of_outcome, write_adapter, own_mine = (
-        RunDir.write_if_absent,
-        Attempt.write_outcome,
-        outcome.write_adapter,
-        Trainer._mine,
-    )
+    write, of_outcome, own_mine = RunDir.write_if_absent, Attempt.write_outcome, Trainer._mine
+
     with ExitStack() as stack:
         for owner, name, replacement in (
             (seat_thread, "initial_adapter", value),
             (loop, "learning_rate_at", rate),
             (RunDir, "write_if_absent", refused(write, ["origins"], OSError(errno.EIO, "Input/output error"), ORIGINS)),
             (Attempt, "write_outcome", refused(of_outcome, ["outcome"], no_room())),
-            (outcome, "write_adapter", lambda *args: adapter(write_adapter, *args)),
+            (outcome, "write_adapter", partial(adapter, outcome.write_adapter)),
+            (checkpoint, "_complete", partial(complete, checkpoint._complete)),
             (Trainer, "_mine", lambda self, *args: mine(own_mine, self, *args)),
         ):
             stack.enter_context(patch.object(owner, name, replacement))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -148,18 +149,18 @@ def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("together", [True, False])
 def test_jobs_of_a_killed_engine_go_on_as_if_nothing_had_happened(
-    together: bool, specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
+    together: bool, seed: int, specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
 ) -> None:
     engine = new_engine(tmp_path / "engine", specs[0])
     runs = [RunDir(tmp_path / spec.job_id) for spec in specs]
     for spec, run in zip(specs, runs, strict=True):
         prepare(spec, run, engine)
     with pytest.raises(AssertionError):
-        run_on_ranks(killed_on_rank, 2, str(engine.root), 24)
+        run_on_ranks(killed_on_rank, 2, str(engine.root), random.Random(seed).randint(6, 24))
     assert not any(Attempt(run, 1).has_exit() for run in runs)
-    assert sum(newest_checkpoint(run) is not None for run in runs) >= 2
     again = new_engine(tmp_path / "again", specs[0])
     for spec, run in zip(specs, runs, strict=True):
         if together:

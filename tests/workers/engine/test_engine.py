@@ -128,6 +128,18 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
     assert_same(paused, alone[3])
 
 
+@pytest.mark.slow
+def test_eight_jobs_in_another_order(
+    specs: list[JobSpec], alone: list[RunDir], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    more = [spec.model_copy(update={"job_id": f"{spec.job_id}-again", "seed": spec.seed + 10}) for spec in specs]
+    expected = {spec.job_id: run for spec, run in zip(specs, alone, strict=True)}
+    expected |= {spec.job_id: ran_alone(spec, tmp_path_factory.mktemp("alone"), 2) for spec in more}
+    eight = [*reversed(more), *specs]
+    for spec, run in zip(eight, run_together(eight, tmp_path), strict=True):
+        assert_same(run, expected[spec.job_id])
+
+
 def missing(spec: JobSpec) -> Any:
     return spec.data_files[0].model_copy(update={"path": "/nowhere.jsonl"})
 

@@ -173,7 +173,8 @@ def planned_bytes(plan: Any, seats: int) -> int:
     """Bytes of a rank of the job alone, or of an engine with so many of it, all of which compute in one round."""
     if not seats:
         return plan.rank.total
-    return plan.memory - plan.seat.room + seats * (plan.seat.held + plan.seat.batch)
+    seat = plan.seat
+    return plan.memory - seat.room + seats * (seat.held + seat.batch - seat.passing) + seat.passing
 
 
 def train_in_engine(spec: Any, mesh: Any, data: list[Any], seats: int) -> None:

@@ -223,7 +223,7 @@ class TrainingEngine:
                 seat.used,
                 tokens,
                 state == SeatState.TRAINS,
-                seat.size.batch_bytes(tokens) if seat.size else 0,
+                *(seat.size.batch_bytes(tokens) if seat.size else (0, 0)),
                 seat.priority,
                 seat.waited,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,8 @@ class Turn:
     """Whether a backward follows."""
     bytes: int = 0
     """Memory that its micro-batch takes, as planned; 0: not planned."""
+    passing: int = 0
+    """The part of `bytes` that is gone before another micro-batch of the round needs its own."""
     priority: int = 0
     """Higher first."""
     waited: int = 0
@@ -44,11 +45,15 @@ def next_round(turns: Sequence[Turn], budget: int, room: int | None = None) -> l
 
     order = sorted(range(len(turns)), key=rank)
     chosen, left = order[:1], budget - turns[order[0]].tokens
-    free = math.inf if room is None else room - turns[order[0]].bytes
     for position in order[1:]:
         turn = turns[position]
-        if turn.tokens <= left and turn.bytes <= free and turn.trains == turns[order[0]].trains:
+        fits = room is None or _bytes([turns[i] for i in (*chosen, position)]) <= room
+        if turn.tokens <= left and fits and turn.trains == turns[order[0]].trains:
             chosen.append(position)
             left -= turn.tokens
-            free -= turn.bytes
     return sorted(chosen)
+
+
+def _bytes(turns: Sequence[Turn]) -> int:
+    """Memory that micro-batches of one round take together."""
+    return sum(turn.bytes - turn.passing for turn in turns) + max(turn.passing for turn in turns)

@@ -42,6 +42,12 @@ def test_a_round_takes_no_more_memory_than_there_is_but_for_one_that_is_larger()
     assert next_round(turns, 100, 150) == [0, 1, 2]
 
 
+def test_of_what_is_gone_before_the_next_micro_batch_the_largest_counts() -> None:
+    turns = [Turn(number, 10, trains=True, bytes=60, passing=50 - number) for number in range(3)]
+    assert next_round(turns, 100, 83) == [0, 1, 2]
+    assert next_round(turns, 100, 82) == [0, 1]
+
+
 def test_forwards_without_gradients_have_rounds_of_their_own() -> None:
     turns = [Turn(5, 10, trains=True), Turn(0, 10, trains=False), Turn(9, 10, trains=False)]
     assert next_round(turns, 100) == [1, 2]

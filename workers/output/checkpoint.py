@@ -211,8 +211,8 @@ def _save_shards(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup) -> 
 
 
 def _agreed(act: Callable[[], Found], group: dist.ProcessGroup) -> list[Found]:
-    """The results of `act` on all ranks, in order. Raises on all of them _WriteError if it raised OSError on one, and SealedError
-    if it raised that."""
+    """The results of `act` on all ranks, in order. Raises _WriteError on all of them if it raised OSError on one, and
+    SealedError if it raised that."""
     try:
         mine: Found | OSError | SealedError = act()
     except (OSError, SealedError) as error:

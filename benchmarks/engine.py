@@ -1,11 +1,18 @@
-"""Small jobs on one engine against the same jobs one after the other, each with its own ranks.
+"""Jobs on one engine against the same jobs one after the other: each with ranks of its own, and on an engine that is there.
 
-    python benchmarks/engine.py [--jobs 8] [--steps 20]
+    python benchmarks/engine.py [--jobs 8] [--steps 20] [--repeats 3]
 
 A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 32 tokens a rank
-and step. The quantised base and the tokens of the data are in their caches, as a service has them. The clock starts with the
-first supervisor and ends with the last result. Memory is the largest sum of PSS of all ranks. The losses of every job are
-compared between both.
+and step. The quantised base and the tokens of the data are in their caches, as a service has them. Each repeat runs all ways;
+ratios are of one repeat, and their median counts, since other programs may use the machine.
+
+    engine    all at once; the clock starts with the supervisor and ends with the last result
+    cold      one after the other, each with its supervisor and ranks
+    warm      one after the other in one engine, which has trained another job before the clock starts
+    long      two jobs of rows of LONG tokens in an engine that has trained before: at once, and one after the other
+
+Memory is the largest sum of PSS of all ranks. `seconds_to_first_step`: from a job's order to the end of its first step, in an
+engine that waits. The losses of every job are compared between engine and cold.
 """
 
 from __future__ import annotations
@@ -14,12 +21,14 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,49 +39,71 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import machine, save
+from ft_service.data.examiner import Examiner
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
 from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
-from ft_service.rundir.events import read_segments
+from ft_service.rundir.events import Event, read_segments
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, parse_request, resolve
+from workers.data.token_sets import tokenise
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "examples/models/tiny-llama"
 DATA = ROOT / "examples/data/train.jsonl"
 RANKS = 2
 POLL_SECONDS = 0.5
+LONG, LONG_STEPS = 512, 4
+"""Tokens of the long rows, and steps of the jobs that train on them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    result = machine()
+    result = machine() | {"jobs": options.jobs, "steps": options.steps, "ranks": RANKS, "repeats": options.repeats}
     with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder:
-        base, parameters = save_base(Path(folder, "base"))
+        base, result["parameters"] = save_base(Path(folder, "base"))
         specs = [spec_of(base, number, options.steps) for number in range(options.jobs)]
-        supervise(
-            prepared(specs[0], Path(folder, "first", specs[0].job_id))
-        )  # so that neither has to quantise the base, or read it from disk
-        engine_runs, engine = together(specs, Path(folder, "engine"))
-        print("engine", engine, flush=True)
-        alone_runs, alone = one_after_the_other(specs, Path(folder, "alone"))
-        print("alone", alone, flush=True)
-        equal = [losses(one) == losses(other) for one, other in zip(engine_runs, alone_runs, strict=True)]
-    result |= {
-        "parameters": parameters,
-        "jobs": options.jobs,
-        "steps": options.steps,
-        "ranks": RANKS,
-        "engine": engine,
-        "alone": alone,
-        "time_ratio": round(engine["seconds"] / alone["seconds"], 3),
-        "memory_ratio_to_as_many_jobs_at_once": round(engine["pss_mb"] / (options.jobs * alone["pss_mb"]), 3),
+        long_rows = save_long_rows(Path(folder, "long.jsonl"))
+        long_specs = [spec_of(base, 100 + number, LONG_STEPS, long_rows, LONG) for number in range(2)]
+        with closing(Examiner(tokens=Path(folder, "tokens"))) as examiner:
+            for spec in (specs[0], long_specs[0]):
+                tokenise(spec, spec.data_files[0], examiner)
+        supervise(prepared(specs[0], Path(folder, "first", specs[0].job_id)))  # nobody has to quantise the base later
+        rows = []
+        for number in range(options.repeats):
+            rows.append(repeated(specs, long_specs, Path(folder), number))
+            print(json.dumps(rows[-1]), flush=True)
+    for name in rows[0]:
+        of_repeats = [row[name] for row in rows]
+        result[name] = round(statistics.median(of_repeats), 3)
+        result[f"{name}_of_repeats"] = of_repeats
+    save("engine", result)
+
+
+def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Path, number: int) -> dict[str, float]:
+    """Figures of all ways, once."""
+    engine_runs, engine = together(specs, folder / f"engine-{number}")
+    cold_runs, cold = one_after_the_other(specs, folder / f"cold-{number}")
+    warm, first_step = in_waiting_engine(specs, folder / f"warm-{number}", at_once=False)
+    at_once, _ = in_waiting_engine(long_specs, folder / f"long-{number}", at_once=True)
+    in_turn, _ = in_waiting_engine(long_specs, folder / f"turns-{number}", at_once=False)
+    equal = [losses(one) == losses(other) for one, other in zip(engine_runs, cold_runs, strict=True)]
+    return {
+        "engine_seconds": engine["seconds"],
+        "cold_seconds": cold["seconds"],
+        "warm_seconds": warm,
+        "ratio_to_cold": round(engine["seconds"] / cold["seconds"], 3),
+        "ratio_to_warm": round(engine["seconds"] / warm, 3),
+        "engine_pss_mb": engine["pss_mb"],
+        "memory_ratio_to_as_many_jobs_at_once": round(engine["pss_mb"] / (len(specs) * cold["pss_mb"]), 3),
+        "seconds_to_first_step": first_step,
+        "speed_of_long_rows_at_once": round(in_turn / at_once, 3),
         "jobs_with_equal_losses": sum(equal),
     }
-    save("engine", result)
 
 
 def save_base(folder: Path) -> tuple[Path, int]:
@@ -88,8 +119,19 @@ def save_base(folder: Path) -> tuple[Path, int]:
     return folder, sum(parameter.numel() for parameter in model.parameters())
 
 
-def spec_of(base: Path, number: int, steps: int) -> JobSpec:
-    training = {"max_steps": steps, "batch_size": RANKS, "max_length": 32, "learning_rate": 1e-3}
+def save_long_rows(path: Path) -> Path:
+    """Samples of more than LONG tokens."""
+    words = " ".join(f"{number} is followed by {number + 1}." for number in range(LONG))
+    lines = [
+        {"messages": [{"role": "user", "content": f"Count from {i}."}, {"role": "assistant", "content": words}]}
+        for i in range(8)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def spec_of(base: Path, number: int, steps: int, data: Path = DATA, length: int = 32) -> JobSpec:
+    training = {"max_steps": steps, "batch_size": RANKS, "max_length": length, "learning_rate": 1e-3}
     body = {
         "model": "base",
         "training_file": "file",
@@ -104,7 +146,7 @@ def spec_of(base: Path, number: int, steps: int) -> JobSpec:
         job_id=f"ftjob-{number}",
         organization="local",
         model=BaseModelRef(name="base", path=str(base)),
-        training_data=DataFileRef(name=DATA.name, path=str(DATA), sha256=sha256_of(DATA)),
+        training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
         validation_data=None,
         seed=number,
         gpus=0,
@@ -124,15 +166,54 @@ def prepared(spec: JobSpec, folder: Path, engine: RunDir | None = None) -> RunDi
 
 
 def together(specs: Sequence[JobSpec], folder: Path) -> tuple[list[RunDir], dict[str, float]]:
-    engine = RunDir(folder / "engine-1")
-    limits: dict[str, Any] = {"most_seats": len(specs), "idle_seconds": 0.1}
-    engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj-1", spec=specs[0], **limits))
-    Attempt(engine, 1).write_start(Start(job_id="engine-1", attempt=1, world_size=RANKS, generation=1, checkpoint=None))
-    runs = [prepared(spec, folder / spec.job_id, engine) for spec in specs]
-    for spec, run in zip(specs, runs, strict=True):
-        order = SeatOrder(job_id=spec.job_id, attempt=1, run_dir=str(run.root))
-        engine.write(seat_key(spec.job_id, 1), order)
+    engine = new_engine(folder, specs[0], seats=len(specs), idle_seconds=0.1)
+    runs = [ordered(spec, folder, engine) for spec in specs]
     return runs, supervise(engine)
+
+
+def new_engine(folder: Path, spec: JobSpec, *, seats: int, idle_seconds: float) -> RunDir:
+    engine = RunDir(folder / "engine-1")
+    limits: dict[str, Any] = {"most_seats": seats, "idle_seconds": idle_seconds}
+    engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj-1", spec=spec, **limits))
+    Attempt(engine, 1).write_start(Start(job_id="engine-1", attempt=1, world_size=RANKS, generation=1, checkpoint=None))
+    return engine
+
+
+def ordered(spec: JobSpec, folder: Path, engine: RunDir) -> RunDir:
+    """The run directory of a job that the engine is ordered to train."""
+    run = prepared(spec, folder / spec.job_id, engine)
+    engine.write(seat_key(spec.job_id, 1), SeatOrder(job_id=spec.job_id, attempt=1, run_dir=str(run.root)))
+    return run
+
+
+def in_waiting_engine(specs: Sequence[JobSpec], folder: Path, *, at_once: bool) -> tuple[float, float]:
+    """Seconds of the jobs in an engine that waits for them, at once or one after the other, and the median of the seconds from
+    an order to the end of the job's first step."""
+    engine = new_engine(folder, specs[0], seats=len(specs), idle_seconds=3.0)
+    first = specs[0].model_copy(update={"job_id": "ftjob-first"})
+    before = ordered(first.model_copy(update={"training": first.training.model_copy(update={"max_steps": 1})}), folder, engine)
+    follower = threading.Thread(target=supervise, args=(engine,))
+    follower.start()
+    wait_for_end(before)
+    began, to_first_step = time.monotonic(), []
+    runs = []
+    for spec in specs:
+        at = time.time()
+        runs.append(ordered(spec, folder, engine))
+        if not at_once:
+            wait_for_end(runs[-1])
+            to_first_step.append(metrics_of(runs[-1])[0].time - at)
+    for run in runs:
+        wait_for_end(run)
+    seconds = time.monotonic() - began
+    follower.join()
+    return round(seconds, 2), round(statistics.median(to_first_step or [0.0]), 2)
+
+
+def wait_for_end(run: RunDir) -> None:
+    while (ended := Attempt(run, 1).read_exit()) is None:
+        time.sleep(0.02)
+    assert ended.reason == "succeeded", ended.message
 
 
 def one_after_the_other(specs: Sequence[JobSpec], folder: Path) -> tuple[list[RunDir], dict[str, float]]:
@@ -188,8 +269,12 @@ def pss_of_ranks(run: RunDir) -> int:
 
 def losses(run: RunDir) -> str:
     """The losses of all steps, as text."""
-    events = [event for segment in read_segments(run, 1) for event in segment.events if event.metrics is not None]
-    return json.dumps([event.metrics.train_loss for event in events if event.metrics is not None])
+    return json.dumps([event.metrics.train_loss for event in metrics_of(run) if event.metrics is not None])
+
+
+def metrics_of(run: RunDir) -> list[Event]:
+    """The events with metrics, in order."""
+    return [event for segment in read_segments(run, 1) for event in segment.events if event.metrics is not None]
 
 
 if __name__ == "__main__":

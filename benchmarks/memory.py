@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4, 1,024 tokens, dropout": {"tokens": 1024, "format": "nf4", "dropout": 0.1},
     "fp8, 4,096 tokens, selective checkpointing": {"tokens": 4096, "format": "fp8", "checkpointing": "selective"},
     "fp8, 4,096 tokens, two ranks": {"tokens": 4096, "format": "fp8", "ranks": 2},
+    "nf4, 1,024 tokens, an engine of four jobs": {"tokens": 1024, "format": "nf4", "seats": 4},
+    "nf4, 1,024 tokens, an engine of four jobs, two ranks": {"tokens": 1024, "format": "nf4", "seats": 4, "ranks": 2},
     "fp32 arithmetic, 1,024 tokens": {"tokens": 1024, "compute": "fp32"},
     "fp32 arithmetic, 4,096 tokens": {"tokens": 4096, "compute": "fp32"},
     "fp32 arithmetic, 1,024 tokens, 64,000 words": {"tokens": 1024, "compute": "fp32", "words": LARGE},
@@ -148,9 +151,13 @@ def measure(case: str, rank: int, folder: Path) -> None:
     )
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{case}", rank=rank, world_size=ranks)
     torch.ones(64, 64).matmul(torch.ones(64, 64))  # what the libraries set up at their first use
-    print(plan_job(describe(spec.model.path), spec, host_cpu()).rank.total, flush=True)
+    seats = it.get("seats", 0)
+    print(planned_bytes(plan_job(describe(spec.model.path), spec, host_cpu()), seats), flush=True)
     sys.stdin.readline()
     mesh, device = make_mesh("cpu", ranks, 1), torch.device("cpu")
+    if seats:
+        train_in_engine(spec, mesh, rows_of(it["tokens"] // LENGTH), seats)
+        os._exit(0)
     built = construct(spec, mesh, device, print)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)
@@ -160,6 +167,42 @@ def measure(case: str, rank: int, folder: Path) -> None:
         forward_backward(built.peft_model, [make_batch(data, device, keys)], ranks * len(data) * (LENGTH - 1), ranks)
         job.update(1e-4, 1.0)
     os._exit(0)
+
+
+def planned_bytes(plan: Any, seats: int) -> int:
+    """Bytes of a rank of the job alone, or of an engine with so many of it, all of which compute in one round."""
+    if not seats:
+        return plan.rank.total
+    seat = plan.seat
+    return plan.memory - seat.room + seats * (seat.held + seat.batch - seat.passing) + seat.passing
+
+
+def train_in_engine(spec: Any, mesh: Any, data: list[Any], seats: int) -> None:
+    """Three steps of so many equal jobs on one base."""
+    from tests.support.training.lanes import whole_adapters
+    from workers.data.batches import make_batch
+    from workers.engine.lanes import Lane
+    from workers.engine.resident_base import load_resident_base
+    from workers.engine.seat import Seat
+    from workers.job.training_state import JobState
+    from workers.ranks.runtime import COMPUTE_DTYPE
+    from workers.training.step import cross_entropies
+
+    device, world = torch.device("cpu"), mesh.size()
+    base = load_resident_base(spec, mesh, device).model
+    taken = []
+    for _ in range(seats):
+        model, first = whole_adapters(spec)
+        seat = Seat(model, base, mesh, first, COMPUTE_DTYPE[spec.precision.compute])
+        taken.append((seat, JobState(seat.masters, spec.training, seat.gather)))
+    for _ in range(3):
+        batch, scale = make_batch(data, device, None), 1 / (len(data) * (LENGTH - 1))
+        forwards = [partial(cross_entropies, seat.model, batch, scale) for seat, _ in taken]
+        base.backward([loss for loss, _ in base.run([Lane(seat.linears) for seat, _ in taken], forwards)])
+        for seat, job in taken:
+            seat.add_gradients()
+            seat.reduce_gradients(world)
+            job.update(1e-4, 1.0)
 
 
 def rows_of(count: int) -> list[Any]:

@@ -42,7 +42,7 @@ from ft_service.rundir.evaluations import evaluated_steps
 from ft_service.rundir.manifest import Manifest
 from ft_service.spec import JobSpec
 from workers.base.load import adapters, load
-from workers.base.rank_objects import from_first
+from workers.base.rank_objects import by_first, from_first, on_all
 from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
 from workers.job import origins
@@ -58,7 +58,7 @@ from workers.model.probes import Probed
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
 from workers.output.event_files import FOLDER, EventFile
-from workers.output.outcome import PublishedStep, publish, use_best
+from workers.output.outcome import Measured, PublishedStep, publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
 from workers.quant import fp8_products
@@ -118,7 +118,7 @@ class PreparedModel:
     resident: IdentifiedBase | None = None
     """The base that other jobs train on too, as it was when it was loaded; None: the job has its own."""
     wait: Wait | None = None
-    """How the job waits for a command of its client without keeping others waiting; None: it has its ranks to itself."""
+    """`TrainingContext.wait`."""
 
 
 Prepare = Callable[[Runtime, Reporter, Probed | None], PreparedModel]
@@ -160,7 +160,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         reporter.warn(text)
     job = JobState(prepared.parameters, spec.training, prepared.changed)
     limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
-    context = TrainingContext(runtime, built.peft_model, limits, reporter, stop, prepared.gradients)
+    context = TrainingContext(runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait)
     if spec.training_data is None:
         return _carry_out_commands(context, prepared, job)
     objectives = _objectives(context, train_set, valid_set)  # before the adapter changes
@@ -188,11 +188,11 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         last = from_first(newest_checkpoint(runtime.run))
         return _stopped(context, f"after step {steps}, while the prompts of the evaluation were answered", last)
     reporter.message("The last step is done; the adapter is being written, and read again to compare.")
-    reporter.flush()  # the metrics table is made from the events
+    by_first(reporter.flush)  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
     second = partial(_sharded_over_all, runtime)
     served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
-    publish(runtime, built, job, chosen, probes, served)
+    publish(runtime, built, job, chosen, Measured(probes, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
@@ -213,14 +213,15 @@ def _carry_out_commands(context: TrainingContext, prepared: PreparedModel, job: 
     reporter.message("The client has finished; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
-    publish(runtime, built, job, PublishedStep(None, job.step, job.trained_tokens), probes, None)
+    step = PublishedStep(None, job.step, job.trained_tokens)
+    publish(runtime, built, job, step, Measured(probes), prepared.wait)
     reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
 def _saver(context: TrainingContext) -> Saver:
     config = context.model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
-    return Saver(context.runtime, context.reporter, config)
+    return Saver(context.runtime, context.reporter, config, context.wait)
 
 
 def _stopped(context: TrainingContext, when: str, checkpoint: str | None = None) -> Outcome:
@@ -266,7 +267,8 @@ def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter)
     run, spec, resumes = runtime.run, runtime.spec, runtime.start.checkpoint is not None
     kept = [key for key, used in ((REFERENCE, spec.dpo), (evaluated_steps(run).get(0, ""), spec.evaluation)) if used]
     needed = not resumes or not all(run.path(key).is_file() for key in kept)
-    adopted = adopt(prepared.parameters, spec.parent) if spec.parent and from_first(needed) else None
+    parent = spec.parent if spec.parent and from_first(needed) else None
+    adopted = on_all(partial(adopt, prepared.parameters, parent)) if parent else None
     if adopted is not None and prepared.changed is not None:
         prepared.changed()
     if adopted is not None and not resumes:
@@ -373,8 +375,7 @@ def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
 
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: int | None) -> None:
     """Begin, or continue from the attempt's checkpoint. `total_steps`: None: the job's client decides."""
-    if runtime.rank == 0:
-        _set_damaged_aside(runtime, reporter)
+    by_first(lambda: _set_damaged_aside(runtime, reporter))
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
         which = "as its client says" if total_steps is None else f"{total_steps} steps"

@@ -214,6 +214,12 @@ class RemoteEngine(RemoteObject):
         """Number of its jobs: `3 of 8`, or `3 of 8, ending`."""
         return f"{len(self.jobs)} of {self.most_jobs}{', ending' if self.ending else ''}"
 
+    @property
+    def shares(self) -> dict[str, str]:
+        """Share of each of its jobs in what they have used, by id: `25%`; empty if they have used nothing yet."""
+        whole = sum(job.slot_seconds for job in self.jobs)
+        return {job.id: f"{job.slot_seconds / whole:.0%}" for job in self.jobs} if whole else {}
+
 
 class RemoteEvent(RemoteObject):
     """OpenAI's FineTuningJobEvent."""

@@ -6,7 +6,8 @@ An engine (workers/engine/) holds the base once. A rank then has
 
 for its seats. Each keeps fp32 masters, gradients and moments as the job does alone and, where the base is sharded, also its
 whole adapters in the compute dtype and the fp32 sums of their gradients, since these stand outside of the base's groups. A
-round takes micro-batches of several seats, none of which shares an activation with another.
+round takes micro-batches of several seats, none of which shares an activation with another; logits, and what a layer makes of
+its input for a moment, are there for one of them at a time.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ def seat_size(
     outside = (job.compute_bytes + FP32_BYTES) * numel if sharded else rank.accumulation
     mode = "none" if job.spec.distributed.checkpointing == "none" else "full"  # lanes compute whole layers again
     alone = rank.in_mode(mode)
-    batch = alone.activations + alone.rows + max(alone.logits, alone.workspace)
+    passing = max(alone.logits, alone.workspace)
     usable = usable_bytes(machine, job.spec)
     base = sum(rank.base.values()) + rank.gather + _dequantised_layer(job)
     return SeatSize(
         held=int(rank.heap_factor * (rank.adapters + rank.gradients + rank.optimizer + outside)),
-        batch=int(rank.heap_factor * batch),
+        batch=int(rank.heap_factor * (alone.activations + alone.rows + passing)),
         batch_tokens=tokens,
         room=None if usable is None else usable - int(rank.heap_factor * base),
         gain=None if speed is None else sharing_gain(speed, seconds),
+        passing=int(rank.heap_factor * passing),
     )
 
 

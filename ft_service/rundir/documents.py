@@ -31,7 +31,7 @@ class Start(_RunDocument):
     nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Number of hosts or pods, each with the same number of ranks."""
     priority: int = 0
-    """Priority of the job, for clusters with a queue of their own."""
+    """Priority of the job, for clusters with a queue of their own and in the rounds of an engine."""
     engine: str | None = None
     """Absolute path of the directory of the engine that trains the attempt (engine.py); None: it has ranks of its own."""
     seat: SeatSize | None = None

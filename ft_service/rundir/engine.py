@@ -46,10 +46,13 @@ class SeatSize:
     """Bytes of a rank for all seats and the micro-batches of a round, when the base is held; None: not known."""
     gain: float | None
     """Time of two such jobs one after the other, divided by that of both at once in an engine; None: not known."""
+    passing: int = 0
+    """The part of `batch` that is gone before the next micro-batch of a round needs its own."""
 
-    def batch_bytes(self, tokens: int) -> int:
-        """Bytes of a micro-batch of so many tokens."""
-        return -(-self.batch * tokens // max(1, self.batch_tokens))
+    def batch_bytes(self, tokens: int) -> tuple[int, int]:
+        """Bytes of a micro-batch of so many tokens, and those of them that are `passing`."""
+        batch, passing = (-(-part * tokens // max(1, self.batch_tokens)) for part in (self.batch, self.passing))
+        return batch, passing
 
 
 class EngineSpec(BaseModel):

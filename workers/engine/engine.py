@@ -37,7 +37,7 @@ from workers.training.context import POLL_SECONDS, StopRequest
 from workers.training.packing import TOKENS
 
 LOOK_SECONDS = 0.005
-"""Pause of an engine whose seats all wait for their clients between two looks for a command."""
+"""Pause of an engine whose seats all wait for their clients, or for files, between two looks for what they wait for."""
 
 
 def main(run: RunDir, attempt: int) -> int:
@@ -73,7 +73,7 @@ class RoundOrders:
     dropped: tuple[str, ...] = ()
     """Keys of the orders whose seats end at once."""
     due: tuple[str, ...] = ()
-    """Keys of the orders whose seats have waited for their clients and go on."""
+    """Keys of the orders whose seats have waited and go on."""
     stops: bool = False
     """The engine is asked to stop: its seats write checkpoints and end."""
     ends: bool = False
@@ -117,9 +117,12 @@ class TrainingEngine:
                 self._stopping = True
                 for seat in self.seats:
                     seat.request_stop()
+            back = [seat for seat in self.seats if seat.key in decision.due and seat.state is SeatState.WAITS]
+            for seat in back:
+                seat.used = max(seat.used, self._least_used())
             for order in decision.orders:
                 self._join(order)
-            self._go_on({seat: () for seat in self.seats if seat.key in decision.due and seat.state is SeatState.WAITS})
+            self._go_on(dict.fromkeys(back, ()))
 
     def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
         """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
@@ -155,8 +158,7 @@ class TrainingEngine:
         return None if decision == RoundOrders() else decision
 
     def _due_seats(self) -> tuple[str, ...]:
-        """The seats that can go on, since their clients have said how; waits for one, up to the next look, if no other seat
-        computes."""
+        """The seats that have waited and can go on; waits for one, up to the next look, if no other seat computes."""
         while True:
             due = tuple(seat.key for seat in self.seats if seat.is_due())
             computes = any(seat.state is not SeatState.WAITS for seat in self.seats)
@@ -181,9 +183,14 @@ class TrainingEngine:
     def _join(self, order: SeatOrder) -> None:
         groups = self._free_groups.pop() if self._free_groups else Groups.made(self.spec.spec, self.runtime.world)
         seat = SeatThread(order, self.base, self.runtime, groups)
-        seat.used = min((other.used for other in self.seats), default=0)
+        seat.used = self._least_used()
         self.seats.append(seat)
         self._go_on({seat: ()})
+
+    def _least_used(self) -> int:
+        """The fewest tokens of the jobs that compute: what a job begins with that joins them, or has waited."""
+        computing = [seat for seat in self.seats if seat.state is not SeatState.WAITS] or self.seats
+        return min((seat.used for seat in computing), default=0)
 
     def _leave(self, seen: Sequence[Sequence[tuple[int, int]]], dropped: Sequence[str]) -> None:
         """Drop the seats that are over, or have failed on a rank, and let go of those that have ended."""
@@ -208,19 +215,26 @@ class TrainingEngine:
 
     def _compute(self, seen: Sequence[tuple[int, int]]) -> None:
         """One round: the next micro-batches of some seats. `seen`: (state, tokens) of every seat, the same on all ranks."""
-        seats = [seat for seat, (state, _) in zip(self.seats, seen, strict=True) if state != SeatState.WAITS]
-        turns = [
-            Turn(seat.used, tokens, state == SeatState.TRAINS, seat.size.batch_bytes(tokens) if seat.size else 0)
-            for seat, (state, tokens) in zip(self.seats, seen, strict=True)
-            if state != SeatState.WAITS
-        ]
-        if not turns:
+        ready = [(seat, *of_seat) for seat, of_seat in zip(self.seats, seen, strict=True) if of_seat[0] != SeatState.WAITS]
+        if not ready:
             return
+        turns = [
+            Turn(
+                seat.used,
+                tokens,
+                state == SeatState.TRAINS,
+                *(seat.size.batch_bytes(tokens) if seat.size else (0, 0)),
+                seat.priority,
+                seat.waited,
+            )
+            for seat, state, tokens in ready
+        ]
         held = sum(seat.size.held for seat in self.seats if seat.size)
         chosen = next_round(turns, self._budget, None if self.spec.room is None else self.spec.room - held)
-        for position in chosen:
-            seats[position].used += turns[position].tokens
-        self._go_on(self._forwards([seats[position] for position in chosen], trains=turns[chosen[0]].trains))
+        for position, (seat, _, tokens) in enumerate(ready):
+            seat.used += tokens if position in chosen else 0
+            seat.waited = 0 if position in chosen else seat.waited + 1
+        self._go_on(self._forwards([ready[position][0] for position in chosen], trains=turns[chosen[0]].trains))
 
     def _forwards(self, seats: Sequence[SeatThread], *, trains: bool) -> dict[SeatThread, tuple[Any]]:
         """The forwards that seats wait for, by the base in the mode that they need."""

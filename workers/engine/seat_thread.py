@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 
+from ft_service.host.disk import is_no_room, no_room
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
@@ -36,7 +37,7 @@ class SeatState(IntEnum):
     """State of a seat on one rank."""
 
     WAITS = 0
-    """It waits for its client, who has not said what comes next."""
+    """It waits for its client, or for a thread of rank 0 that writes."""
     TRAINS = 1
     """It waits for a micro-batch whose backward follows."""
     ANSWERS = 2
@@ -58,6 +59,10 @@ class SeatThread:
         self.groups = groups
         self.used = 0
         """Tokens that were computed for it."""
+        self.waited = 0
+        """Rounds since it computed last."""
+        self.priority = 0
+        """Of the job, once the seat has begun."""
         self.size: SeatSize | None = None
         """As planned; None: it was not, or the seat has not begun."""
         self._base, self._host = base, host
@@ -66,6 +71,8 @@ class SeatThread:
         self._fence = Fence(self._run, order.attempt)
         self._stop: StopRequest | None = None
         self._stops = self._failed = False
+        self._room: str | None = None
+        """Sentence for the user if the disk did not take the record of its failure."""
         self._lane = Lane({})
         self._thread = greenlet(self._train)
         self._waiting: tuple[Forward, Any] | None = None
@@ -137,7 +144,8 @@ class SeatThread:
         """Write the exit record of a seat that has ended. Called on rank 0."""
         outcome, result = self._attempt.read_outcome(), self._attempt.read_result()
         forced = "cancelled" if self._is_cancelled() else None
-        self._attempt.write_exit(decide_exit(Evidence(outcome=outcome, result=result, returncode=1, forced=forced)))
+        seen = Evidence(outcome=outcome, result=result, returncode=1, forced=forced, room=self._room)
+        self._attempt.write_exit(decide_exit(seen))
 
     def _is_cancelled(self) -> bool:
         """Whether its user has cancelled it; what asks for it may be unreadable, and then it cannot go on either."""
@@ -160,12 +168,15 @@ class SeatThread:
             self._failed = True
             if isinstance(error, SealedError):
                 traceback.print_exc(file=sys.stderr)
-            report_failure(self._run, self.order.attempt, error)
+            try:
+                report_failure(self._run, self.order.attempt, error)
+            except OSError as refused:  # or it would end the engine
+                self._room = no_room(self._run.root, refused) if is_no_room(refused) else None
 
     def _runtime(self) -> Runtime:
         start, host = self._attempt.read_start(), self._host
         assert start is not None, f"attempt {self.order.attempt} has no start.json"
-        self.size = start.seat
+        self.size, self.priority = start.seat, start.priority
         return Runtime(
             self._run,
             read_spec(self._run),

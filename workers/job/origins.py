@@ -30,7 +30,7 @@ from ft_service.rundir.manifest import (
 )
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec
 from workers.base.load import base_tensor_name
-from workers.base.rank_objects import from_all
+from workers.base.rank_objects import by_first, from_all
 from workers.model.build import BuiltModel
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
@@ -79,13 +79,11 @@ def record(
     if (validated := spec.validation_data or spec.training_data) is not None and spec.validates:
         data.append(_data_file("validation", validated, valid))
     compare_tokens(before.data if before is not None else [], data, [train, valid][: len(data)])
-    if dist.get_rank() == 0:
-        formats = {module.format for module in modules}
-        quantiser = {name: version for name, version in VERSIONS.items() if name in formats}
-        parent = parent_of(spec.parent.name, adopted) if spec.parent and adopted else None
-        origins = Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser, parent=parent)
-        run.write_if_absent(ORIGINS, origins)
-    dist.barrier()  # the other ranks read it
+    formats = {module.format for module in modules}
+    quantiser = {name: version for name, version in VERSIONS.items() if name in formats}
+    parent = parent_of(spec.parent.name, adopted) if spec.parent and adopted else None
+    origins = Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser, parent=parent)
+    by_first(lambda: run.write_if_absent(ORIGINS, origins))  # before the other ranks read it
     return changed_arithmetic(before, modules)
 
 
@@ -145,8 +143,7 @@ def identify_files(model: BaseModelRef) -> IdentifiedBase:
 
 
 def _adopt(run: RunDir, found: IdentifiedBase) -> BaseOrigin:
-    if dist.get_rank() == 0:
-        run.write(STATUS, found.status)
+    by_first(lambda: run.write(STATUS, found.status))
     return found.base
 
 

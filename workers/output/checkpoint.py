@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
+from ft_service.rundir.attempt_seal import SealedError
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, checkpoint_name, has_marker, write_marker
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
@@ -210,16 +211,19 @@ def _save_shards(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup) -> 
 
 
 def _agreed(act: Callable[[], Found], group: dist.ProcessGroup) -> list[Found]:
-    """The results of `act` on all ranks, in order. Raises _WriteError on all of them if it raised OSError on one."""
+    """The results of `act` on all ranks, in order. Raises _WriteError on all of them if it raised OSError on one, and
+    SealedError if it raised that."""
     try:
-        mine: Found | OSError = act()
-    except OSError as error:
+        mine: Found | OSError | SealedError = act()
+    except (OSError, SealedError) as error:
         mine = error
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    failed = next((result for result in everyone if isinstance(result, OSError)), None)
-    if failed is not None:
-        raise _WriteError(failed)
+    for failed in everyone:
+        if isinstance(failed, SealedError):
+            raise failed
+        if isinstance(failed, OSError):
+            raise _WriteError(failed)
     return everyone
 
 

@@ -21,6 +21,7 @@ from ft_service.rundir.checkpoints import checkpoint_name, newest_step
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.manifest import AdapterSource
 from ft_service.rundir.model_card import describe_adapter
+from workers.base.rank_objects import Wait
 from workers.job.training_state import JobState
 from workers.output import checkpoint
 from workers.output.checkpoint import Snapshot, Stager
@@ -36,11 +37,14 @@ WITH_ADAPTERS = "FT_CHECKPOINT_ADAPTERS"
 class Saver:
     """Writer of one attempt's checkpoints. Its methods are called by all ranks together."""
 
-    def __init__(self, runtime: Runtime, reporter: Reporter, config: PeftConfig | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, reporter: Reporter, config: PeftConfig | None = None, wait: Wait | None = None
+    ) -> None:
         """`config`: PEFT's, of the adapter in every checkpoint. None: checkpoints hold no adapter; it can be made from the
-        shards later.
+        shards later. `wait`: what the ranks do where they have to wait for a checkpoint; None: nothing.
         """
         self._config = config
+        self._wait_meanwhile = wait
         self._runtime = runtime
         self._reporter = reporter
         self._stager = Stager()
@@ -59,15 +63,19 @@ class Saver:
         if not self._runtime.spec.checkpoint.async_save:
             self._write_or_warn(snapshot, metrics, started, None)
             return
-        arguments = (snapshot, metrics, started, time.perf_counter() - started)
-        self._thread = start_thread("checkpoint", self._runtime.device, self._in_background, *arguments)
+        stall = time.perf_counter() - started
+        self._begin(partial(self._write_or_warn, snapshot, metrics, started, stall))
 
     def save_last(self, job: JobState, metrics: Metrics) -> str:
         """Write a checkpoint and return its name. Raises CheckpointError, on all ranks, if that fails."""
         started = time.perf_counter()
         self._wait()
+        written: list[str] = []
+        snapshot = self._snapshot(job)
+        self._begin(lambda: written.append(self._write(snapshot, metrics, started, None)))
         try:
-            return self._write(self._snapshot(job), metrics, started, None)
+            self._wait()
+            return written[0]
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self._what_stands()}.") from error.__cause__
 
@@ -82,15 +90,21 @@ class Saver:
 
     def _wait(self) -> None:
         """Wait for the checkpoint being written. Raises the error of its writing, on this rank alone."""
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            if self._wait_meanwhile is not None:
+                self._wait_meanwhile(lambda: not thread.is_alive())
+            thread.join()
             self._thread = None
         if self._crash is not None:
             raise self._crash
 
-    def _in_background(self, snapshot: Snapshot, metrics: Metrics, started: float, stall: float) -> None:
+    def _begin(self, write: Callable[[], object]) -> None:
+        self._thread = start_thread("checkpoint", self._runtime.device, self._in_background, write)
+
+    def _in_background(self, write: Callable[[], object]) -> None:
         try:
-            self._write_or_warn(snapshot, metrics, started, stall)
+            write()
         except BaseException as error:  # training's thread raises it
             self._crash = error
 

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import bitsandbytes
 import peft
 import torch
-import torch.distributed as dist
 import transformers
 from peft import PeftConfig
 from torch import Tensor
@@ -34,6 +34,7 @@ from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.manifest import MANIFEST, AdapterSource
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import JobSpec
+from workers.base.rank_objects import Wait, by_first, on_all
 from workers.job import reread_adapter
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState
@@ -73,34 +74,63 @@ def use_best(run: RunDir, spec: JobSpec, job: JobState) -> PublishedStep:
     return PublishedStep(chosen, steps, tokens)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of the adapter that is published."""
+
+    probes: list[Probe]
+    served: ServedQuality | None = None
+
+
 def publish(
-    runtime: Runtime, built: BuiltModel, job: JobState, chosen: PublishedStep, probes: list[Probe], served: ServedQuality | None
+    runtime: Runtime, built: BuiltModel, job: JobState, chosen: PublishedStep, measured: Measured, wait: Wait | None = None
 ) -> None:
     """Write the outcome of a finished job. Called by all ranks together; rank 0 writes.
 
-    `probes`, `served`: what was measured of it. Raises ExportError on rank 0 if the disk refuses the adapter or reads back
-    another one, and SealedError there if the attempt is over.
+    `wait`: what the ranks do meanwhile; then rank 0 holds the whole adapter. Raises ExportError on rank 0 if the disk refuses
+    the adapter or reads back another one, SealedError there if the attempt is over, and FailedElsewhere on the other ranks.
     """
-    run, fence = runtime.run, runtime.fence
-    if runtime.rank == 0:
-        reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
-        rows = [event.metrics for event in reported if event.metrics is not None]
+    tensors = gathered_adapter(job)
+    write = partial(_publish, runtime, built, job, chosen, measured)
+    if wait is not None:
+        whole = [pair for pair in tensors if runtime.rank == 0]
+        by_first(lambda: write(whole), wait)
+        return
+
+    def act() -> None:
         try:
-            write_document(run, PROBES, Probes(step=job.step, probes=probes), fence)
-            if served is not None:
-                write_document(run, SERVED, served, fence)
-            _write_outcome(runtime, built, job, reported, chosen.checkpoint)
-        except OSError as error:
-            fence.check()  # a later attempt removes what this one has not finished
-            needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
-            raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
-        up_to = [row for row in rows if row.step <= job.step]
-        result = _result(fence.attempt, chosen.steps, chosen.trained_tokens, up_to)
-        write_document(run, "result.json", result, fence)
-    else:
-        for _ in gathered_adapter(job):
-            pass
-    dist.barrier()
+            if runtime.rank == 0:
+                write(tensors)
+        finally:
+            for _ in tensors:  # the other ranks take part in every gather
+                pass
+
+    on_all(act)
+
+
+def _publish(
+    runtime: Runtime,
+    built: BuiltModel,
+    job: JobState,
+    chosen: PublishedStep,
+    measured: Measured,
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    run, fence = runtime.run, runtime.fence
+    reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
+    rows = [event.metrics for event in reported if event.metrics is not None]
+    try:
+        write_document(run, PROBES, Probes(step=job.step, probes=measured.probes), fence)
+        if measured.served is not None:
+            write_document(run, SERVED, measured.served, fence)
+        _write_outcome(runtime, built, job, tensors, reported, chosen.checkpoint)
+    except OSError as error:
+        fence.check()  # a later attempt removes what this one has not finished
+        needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
+        raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
+    up_to = [row for row in rows if row.step <= job.step]
+    result = _result(fence.attempt, chosen.steps, chosen.trained_tokens, up_to)
+    write_document(run, "result.json", result, fence)
 
 
 @contextmanager
@@ -212,21 +242,24 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def _best_checkpoint(run: RunDir, spec: JobSpec, last_step: int) -> str | None:
     """The checkpoint to publish in place of the last step; None: the last step. The same on all ranks."""
-    chosen: list[str | None] = [None]
-    if dist.get_rank() == 0 and spec.training.load_best_model_at_end:
-        best_one = best(checkpoint_entries(run))
-        chosen = [best_one.name if best_one is not None and best_one.step != last_step else None]
-    dist.broadcast_object_list(chosen, src=0)
-    return chosen[0]
+    best_one = by_first(lambda: best(checkpoint_entries(run)) if spec.training.load_best_model_at_end else None)
+    return best_one.name if best_one is not None and best_one.step != last_step else None
 
 
-def _write_outcome(runtime: Runtime, built: BuiltModel, job: JobState, reported: list[Event], chosen: str | None) -> None:
+def _write_outcome(
+    runtime: Runtime,
+    built: BuiltModel,
+    job: JobState,
+    tensors: Iterable[tuple[str, Tensor]],
+    reported: list[Event],
+    chosen: str | None,
+) -> None:
     run, fence, spec = runtime.run, runtime.fence, runtime.spec
     rows = [event.metrics for event in reported if event.metrics is not None]
     shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
     config = built.peft_model.peft_config["default"]
     with adapter_folder(run.path("adapter"), fence) as folder:
-        write_adapter(folder, shapes, gathered_adapter(job), config, spec)
+        write_adapter(folder, shapes, tensors, config, spec)
         if spec.tensorboard:
             write_event_file(folder, spec.job_id, reported)
         manifest = describe_adapter(

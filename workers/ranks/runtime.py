@@ -31,6 +31,7 @@ from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Outcome, OutcomeKind, Start
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
 from ft_service.spec import JobSpec
+from workers.base.rank_objects import FailedElsewhere
 from workers.ranks.allocator import keep_freed_memory
 from workers.ranks.sharding import make_mesh
 
@@ -198,8 +199,8 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank went away; that rank's own error is then the one to show."""
-    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+    """Whether an error only says that another rank failed or went away; that rank's own error is then the one to show."""
+    return isinstance(error, FailedElsewhere) or (isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error))))
 
 
 def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -13,6 +12,7 @@ from peft import PeftModel
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.documents import Desired
+from workers.base.rank_objects import Wait
 from workers.data.micro_batches import MicroBatchLimits
 from workers.output.report import Reporter
 from workers.ranks.runtime import Runtime
@@ -20,9 +20,6 @@ from workers.ranks.sharding import Gradients
 
 POLL_SECONDS = 0.2
 """Seconds between two reads of the run directory by rank 0."""
-
-Wait = Callable[[Callable[[], bool]], None]
-"""Lets this rank do something else until a function, asked on rank 0, says so. Called by all ranks together."""
 
 
 class StopRequest:
@@ -91,3 +88,5 @@ class TrainingContext:
     reporter: Reporter
     stop: StopRequest
     gradients: Gradients
+    wait: Wait | None = None
+    """How the job waits without keeping others waiting; None: it has its ranks to itself."""

@@ -30,7 +30,7 @@ from ft_service.rundir.evaluations import (
     read_evaluation,
 )
 from ft_service.spec import EvaluationOptions
-from workers.base.rank_objects import from_all, from_first
+from workers.base.rank_objects import by_first, from_all
 from workers.data.batches import make_batch
 from workers.output.publishing import write_document
 from workers.ranks.runtime import Runtime
@@ -73,7 +73,7 @@ class Evaluator:
 
     def begin(self) -> bool:
         """Ask the model that training starts from, unless an earlier attempt did. False: it was stopped meanwhile."""
-        self._begun = from_first(self._known(0) if self._runtime.rank == 0 else None)
+        self._begun = by_first(lambda: self._known(0))
         if self._begun is None:
             answers = self.ask(0)
             if answers is None:
@@ -89,7 +89,7 @@ class Evaluator:
 
     def at(self, step: int, *, last: bool) -> dict[str, float] | None:
         """Ask the model at a step, once; the metrics. None: it was stopped meanwhile. `last`: tell of every prompt."""
-        known = from_first(self._known(step) if self._runtime.rank == 0 else None)
+        known = by_first(lambda: self._known(step))
         if known is not None:
             return known.metrics
         assert self._begun is not None, "begin comes first"
@@ -152,9 +152,8 @@ class Evaluator:
         return evaluation if evaluation and [(own.prompt, own.reference) for own in evaluation.samples] == prompts else None
 
     def _write(self, found: Evaluation) -> Evaluation:
-        if self._runtime.rank == 0:
-            key = evaluation_key(found.step, self._runtime.start.attempt)
-            write_document(self._runtime.run, key, found, self._runtime.fence)
+        key = evaluation_key(found.step, self._runtime.start.attempt)
+        by_first(lambda: write_document(self._runtime.run, key, found, self._runtime.fence))
         return found
 
     @staticmethod

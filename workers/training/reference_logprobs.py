@@ -27,7 +27,7 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import ORIGINS, Origins
 from ft_service.spec import DpoOptions, JobSpec
-from workers.base.rank_objects import from_first
+from workers.base.rank_objects import by_first
 from workers.data.micro_batches import MicroBatchLimits
 from workers.output.publishing import put_document
 from workers.ranks.runtime import Runtime
@@ -76,8 +76,7 @@ def key_of_reference(run: RunDir, spec: JobSpec, train: TokenSet, valid: TokenSe
 
 def find_reference(run: RunDir, key: str, train: TokenSet, valid: TokenSet) -> Reference | None:
     """Return what an earlier attempt stored, None if it is absent or damaged. Called by all ranks together; rank 0 reads."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    values = from_first(_read(run, key, len(train) + len(valid)) if rank == 0 else None)
+    values = by_first(lambda: _read(run, key, len(train) + len(valid)))
     return None if values is None else _split(torch.from_numpy(values), len(train))
 
 
@@ -104,8 +103,7 @@ def compute_reference(context: TrainingContext, key: str, train: TokenSet, valid
     if runtime.world > 1:
         dist.all_reduce(values)
     on_host = values.cpu()
-    if runtime.rank == 0:
-        _write(runtime, key, on_host.numpy())
+    by_first(lambda: _write(runtime, key, on_host.numpy()))
     seconds = time.monotonic() - began
     context.reporter.message(f"Reference log-probabilities of all {pairs:,} pairs are computed, in {seconds:.0f} seconds.")
     return _split(on_host, len(train))

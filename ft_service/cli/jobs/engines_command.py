@@ -30,6 +30,5 @@ def engines(as_json: Json = False) -> None:
 
 def _trains(engine: RemoteEngine) -> str | None:
     """Jobs of an engine, each with its share of the engine's time; None: it has none."""
-    whole = sum(job.slot_seconds for job in engine.jobs)
-    shares = [f"{job.id} ({job.slot_seconds / whole:.0%})" if whole else job.id for job in engine.jobs]
+    shares = [f"{job.id} ({engine.shares[job.id]})" if engine.shares else job.id for job in engine.jobs]
     return ", ".join(shares) or None

@@ -53,8 +53,9 @@ def test_a_micro_batch_takes_what_it_takes_alone_and_a_shorter_one_its_part(tmp_
     rank, seat = its_plan.rank, its_plan.seat
     assert seat.batch_tokens == its_plan.batches.tokens == 8192
     assert seat.batch == rank.activations + rank.rows + max(rank.logits, rank.workspace)
-    assert seat.batch_bytes(8192) == seat.batch
-    assert seat.batch_bytes(1024) == pytest.approx(seat.batch / 8, rel=1e-6)
+    assert seat.passing == max(rank.logits, rank.workspace)
+    assert seat.batch_bytes(8192) == (seat.batch, seat.passing)
+    assert seat.batch_bytes(1024) == pytest.approx((seat.batch / 8, seat.passing / 8), rel=1e-6)
 
 
 def test_selective_checkpointing_is_full_in_an_engine(tmp_path: Path) -> None:

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import random
 import signal
-import threading
-import time
-import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
+from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Start
-from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
-from ft_service.rundir.events import read_segments
+from ft_service.rundir.documents import Control, Desired, ExitReason
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.attempts import run_attempt
+from tests.support.training.engine_runs import (
+    assert_same,
+    changed,
+    engine_on_rank,
+    exit_of,
+    follow,
+    new_engine,
+    prepare,
+    ran_alone,
+    run_together,
+)
 from tests.support.training.models import save_chat_base, save_chats, save_pairs, spec_for
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
 from workers.engine.engine import TrainingEngine
-from workers.engine.resident_base import load_resident_base
-from workers.ranks.runtime import surroundings
-from workers.training.context import StopRequest
 
-CPU = torch.device("cpu")
 STEPS = 6
 NAN_SEED = 1_000
 DPO: dict[str, Any] = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}
@@ -74,42 +73,6 @@ def alone(specs: list[JobSpec], tmp_path_factory: pytest.TempPathFactory) -> lis
     return [ran_alone(spec, tmp_path_factory.mktemp("alone"), 2) for spec in specs]
 
 
-def ran_alone(spec: JobSpec, folder: Path, world: int) -> RunDir:
-    run = RunDir(folder)
-    run.write("spec.json", spec)
-    assert run_attempt(run, 1, world).kind == "succeeded"
-    return run
-
-
-def prepare(spec: JobSpec, run: RunDir, engine: RunDir, attempt: int = 1, checkpoint: str | None = None) -> None:
-    """Write what the service writes for a job that takes a seat."""
-    run.write("spec.json", spec)
-    start = Start(
-        job_id=spec.job_id, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, engine=str(engine.root)
-    )
-    run.write(f"attempts/{attempt}/start.json", start)
-    order = SeatOrder(job_id=spec.job_id, attempt=attempt, run_dir=str(run.root))
-    engine.write(seat_key(spec.job_id, attempt), order)
-
-
-def new_engine(folder: Path, spec: JobSpec, world: int = 2) -> RunDir:
-    engine = RunDir(folder)
-    limits = {"most_seats": 8, "idle_seconds": 0.3}
-    engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj", spec=spec, **limits))
-    engine.write("attempts/1/start.json", Start(job_id="engine-1", attempt=1, world_size=world, generation=1, checkpoint=None))
-    return engine
-
-
-def engine_on_rank(rank: int, world: int, root: str) -> None:
-    """What a rank of an engine does."""
-    run = RunDir(root)
-    spec = run.read(ENGINE, EngineSpec)
-    assert spec is not None
-    runtime = surroundings(run, 1, CPU, spec=spec.spec)
-    base = load_resident_base(spec.spec, runtime.mesh, CPU)
-    TrainingEngine(spec, runtime, base, StopRequest(runtime)).run()
-
-
 def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     """An engine in which the adapters of one seed are not numbers."""
 
@@ -124,67 +87,6 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     assert len([name for name in read if name == "config.json"]) <= 1, (
         "the base's files are read for the engine, not for each job"
     )
-
-
-def follow(run: RunDir, step: int, act: Callable[[], None]) -> threading.Thread:
-    """Act once an attempt has reported a step."""
-
-    def wait() -> None:
-        reached = False
-        while not reached:
-            time.sleep(0.01)
-            with contextlib.suppress(OSError):
-                events = [event for segment in read_segments(run, 1) for event in segment.events]
-                reached = any(event.metrics is not None and event.metrics.step >= step for event in events)
-        act()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
-def state_of(run: RunDir, name: str) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    reader = FileSystemReader(run.path(f"checkpoints/{name}"))
-    found: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(held.size) for key, held in found.items()}
-    with warnings.catch_warnings(action="ignore"):  # that it loads in one process
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def exit_of(run: RunDir, attempt: int = 1) -> Exit:
-    ended = Attempt(run, attempt).read_exit()
-    assert ended is not None
-    return ended
-
-
-def assert_same(found: RunDir, expected: RunDir) -> None:
-    """Losses, adapter and optimizer state, bit for bit."""
-    assert losses(found) == losses(expected)
-    assert losses(found, "valid_loss") == losses(expected, "valid_loss")
-    assert losses(found, "grad_norm") == losses(expected, "grad_norm")
-    whole = adapter(expected)
-    assert adapter(found).keys() == whole.keys()
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(found).items())
-    last = complete_checkpoints(expected)[-1]
-    states = [state_of(run, complete_checkpoints(run)[-1]) for run in (found, expected)]
-    assert complete_checkpoints(found)[-1].split("-a")[0] == last.split("-a")[0]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-
-
-def run_together(specs: Sequence[JobSpec], folder: Path, world: int = 2) -> list[RunDir]:
-    engine = new_engine(folder / "engine", specs[0], world)
-    runs = [RunDir(folder / spec.job_id) for spec in specs]
-    for spec, run in zip(specs, runs, strict=True):
-        prepare(spec, run, engine)
-    run_on_ranks(engine_on_rank, world, str(engine.root))
-    return runs
-
-
-def changed(spec: JobSpec, **training: Any) -> JobSpec:
-    return spec.model_copy(update={"training": spec.training.model_copy(update=training)})
 
 
 def test_jobs_of_one_engine_leave_what_they_leave_alone(specs: list[JobSpec], alone: list[RunDir], tmp_path: Path) -> None:
@@ -226,6 +128,18 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
     assert_same(paused, alone[3])
 
 
+@pytest.mark.slow
+def test_eight_jobs_in_another_order(
+    specs: list[JobSpec], alone: list[RunDir], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    more = [spec.model_copy(update={"job_id": f"{spec.job_id}-again", "seed": spec.seed + 10}) for spec in specs]
+    expected = {spec.job_id: run for spec, run in zip(specs, alone, strict=True)}
+    expected |= {spec.job_id: ran_alone(spec, tmp_path_factory.mktemp("alone"), 2) for spec in more}
+    eight = [*reversed(more), *specs]
+    for spec, run in zip(eight, run_together(eight, tmp_path), strict=True):
+        assert_same(run, expected[spec.job_id])
+
+
 def missing(spec: JobSpec) -> Any:
     return spec.data_files[0].model_copy(update={"path": "/nowhere.jsonl"})
 
@@ -247,18 +161,18 @@ def killed_on_rank(rank: int, world: int, root: str, rounds: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("together", [True, False])
 def test_jobs_of_a_killed_engine_go_on_as_if_nothing_had_happened(
-    together: bool, specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
+    together: bool, seed: int, specs: list[JobSpec], alone: list[RunDir], tmp_path: Path
 ) -> None:
     engine = new_engine(tmp_path / "engine", specs[0])
     runs = [RunDir(tmp_path / spec.job_id) for spec in specs]
     for spec, run in zip(specs, runs, strict=True):
         prepare(spec, run, engine)
     with pytest.raises(AssertionError):
-        run_on_ranks(killed_on_rank, 2, str(engine.root), 24)
+        run_on_ranks(killed_on_rank, 2, str(engine.root), random.Random(seed).randint(6, 24))
     assert not any(Attempt(run, 1).has_exit() for run in runs)
-    assert sum(newest_checkpoint(run) is not None for run in runs) >= 2
     again = new_engine(tmp_path / "again", specs[0])
     for spec, run in zip(specs, runs, strict=True):
         if together:

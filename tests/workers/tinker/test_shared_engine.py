@@ -13,8 +13,8 @@ from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, run_attempt
 from tests.support.training.commands import Script, examples, loop_spec
+from tests.support.training.engine_runs import engine_on_rank, new_engine, prepare
 from tests.support.training.models import save_chat_base
-from tests.workers.engine.test_engine import engine_on_rank, new_engine, prepare
 
 PRECISION = {"default": "nf4", "compute": "fp32"}
 

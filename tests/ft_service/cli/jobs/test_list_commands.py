@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.cli.output import local_time
 from ft_service.client.responses import RemoteJob
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, event_body, job_body
@@ -53,6 +54,14 @@ def test_the_engine_of_a_job_is_named(ft: Ft, server: StubServer) -> None:
     assert ft("jobs").out.splitlines()[1].endswith("in engine-1")
     shown = dict(line.split("  ", 1) for line in ft("get", "ftjob-1").out.splitlines())
     assert shown["engine"].strip() == "engine-1"
+
+
+def test_a_job_in_an_engine_says_since_when_with_which_share_and_beside_whom(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running", phase="training", engine_id="engine-1")
+    seats = [{"id": f"ftjob-{number}", "since": 1_700_000_000, "slot_seconds": 10.0 * number} for number in (1, 3)]
+    server.engines = [{"id": "engine-1", "created_at": 1_700_000_000, "ranks": 2, "most_jobs": 8, "jobs": seats}]
+    shown = dict(line.split("  ", 1) for line in ft("get", "ftjob-1").out.splitlines())
+    assert shown["engine"].strip() == f"engine-1 since {local_time(1_700_000_000)}, 25% of its time, beside ftjob-3"
 
 
 def test_an_unknown_job_is_one_line(ft: Ft, server: StubServer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +59,7 @@ from workers.model.probes import Probed
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
 from workers.output.event_files import FOLDER, EventFile
-from workers.output.outcome import PublishedStep, publish, use_best
+from workers.output.outcome import Measured, PublishedStep, publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
 from workers.quant import fp8_products
@@ -78,6 +79,7 @@ from workers.tinker.command_loop import CommandLoop
 from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
+from workers.training.forgetting import measure_forgetting, seconds_of_job
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
@@ -146,6 +148,7 @@ def _event_file(runtime: Runtime) -> EventFile:
 
 def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare) -> Outcome:
     """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
+    began = time.monotonic()
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
     described = cached_description(runtime.spec.model.path)
     settled = settle_on_ranks(runtime.spec, runtime.device, train_set, lambda path: described or describe(path))
@@ -190,9 +193,10 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
+    forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))  # before the model is merged
     second = partial(_sharded_over_all, runtime)
     served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
-    publish(runtime, built, job, chosen, probes, served)
+    publish(runtime, built, job, chosen, Measured(probes, forgetting, served))
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
@@ -213,7 +217,7 @@ def _carry_out_commands(context: TrainingContext, prepared: PreparedModel, job: 
     reporter.message("The client has finished; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
-    publish(runtime, built, job, PublishedStep(None, job.step, job.trained_tokens), probes, None)
+    publish(runtime, built, job, PublishedStep(None, job.step, job.trained_tokens), Measured(probes))
     reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 

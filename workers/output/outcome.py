@@ -29,7 +29,7 @@ from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.host.helper_process import HelperFailed, Program, run_once
 from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Result
-from ft_service.rundir.evaluations import PROBES, SERVED, Probe, Probes, ServedQuality
+from ft_service.rundir.evaluations import FORGETTING, PROBES, SERVED, Forgetting, Probe, Probes, ServedQuality, read_forgetting
 from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.manifest import MANIFEST, AdapterSource
 from ft_service.rundir.model_card import describe_adapter
@@ -73,22 +73,33 @@ def use_best(run: RunDir, spec: JobSpec, job: JobState) -> PublishedStep:
     return PublishedStep(chosen, steps, tokens)
 
 
-def publish(
-    runtime: Runtime, built: BuiltModel, job: JobState, chosen: PublishedStep, probes: list[Probe], served: ServedQuality | None
-) -> None:
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of the adapter that is published."""
+
+    probes: list[Probe]
+    forgetting: Forgetting | None = None
+    """None: not measured, since the job's client runs the training loop."""
+    served: ServedQuality | None = None
+    """None: not compared."""
+
+
+def publish(runtime: Runtime, built: BuiltModel, job: JobState, chosen: PublishedStep, measured: Measured) -> None:
     """Write the outcome of a finished job. Called by all ranks together; rank 0 writes.
 
-    `probes`, `served`: what was measured of it. Raises ExportError on rank 0 if the disk refuses the adapter or reads back
-    another one, and SealedError there if the attempt is over.
+    Raises ExportError on rank 0 if the disk refuses the adapter or reads back another one, and SealedError there if the attempt
+    is over.
     """
     run, fence = runtime.run, runtime.fence
     if runtime.rank == 0:
         reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
         rows = [event.metrics for event in reported if event.metrics is not None]
         try:
-            write_document(run, PROBES, Probes(step=job.step, probes=probes), fence)
-            if served is not None:
-                write_document(run, SERVED, served, fence)
+            write_document(run, PROBES, Probes(step=job.step, probes=measured.probes), fence)
+            if measured.forgetting is not None:
+                write_document(run, FORGETTING, measured.forgetting, fence)
+            if measured.served is not None:
+                write_document(run, SERVED, measured.served, fence)
             _write_outcome(runtime, built, job, reported, chosen.checkpoint)
         except OSError as error:
             fence.check()  # a later attempt removes what this one has not finished
@@ -238,6 +249,7 @@ def _write_outcome(runtime: Runtime, built: BuiltModel, job: JobState, reported:
                 checkpoint=chosen,
                 metrics=next((row for row in rows if row.step == job.step), None),
                 versions=versions(),
+                forgetting=read_forgetting(run),
             ),
         )
     put_document(run, "metrics.csv", metrics_csv(rows).encode(), fence)

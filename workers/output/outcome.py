@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_service import __version__
+from ft_service.bases.adapter_names import peft_name
 from ft_service.bases.base_files import copy_base_file, read_document
 from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
@@ -127,7 +128,7 @@ def export_adapter(target: Path, job: JobState, config: PeftConfig, runtime: Run
             pass
         yield None
         return
-    shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
+    shapes = {peft_name(name): tuple(parameter.shape) for name, parameter in job.parameters.items()}
     try:
         runtime.fence.check()
         with new_folder(target) as folder:
@@ -149,7 +150,7 @@ def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        yield name.replace(".default.", "."), whole.cpu().contiguous()
+        yield peft_name(name), whole.cpu().contiguous()
 
 
 def versions() -> dict[str, str]:
@@ -234,7 +235,7 @@ def _best_checkpoint(run: RunDir, spec: JobSpec, last_step: int) -> str | None:
 def _write_outcome(runtime: Runtime, built: BuiltModel, job: JobState, reported: list[Event], chosen: str | None) -> None:
     run, fence, spec = runtime.run, runtime.fence, runtime.spec
     rows = [event.metrics for event in reported if event.metrics is not None]
-    shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
+    shapes = {peft_name(name): tuple(parameter.shape) for name, parameter in job.parameters.items()}
     config = built.peft_model.peft_config["default"]
     with adapter_folder(run.path("adapter"), fence) as folder:
         write_adapter(folder, shapes, gathered_adapter(job), config, spec)

@@ -76,10 +76,10 @@ def by_peft(folder: Path) -> tuple[float, float, float]:
     return before, after, divergence / answered
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, {}), (2, {}), (2, {"training.packing": False})])
+@pytest.mark.parametrize(("world", "options"), [(1, {}), (2, {"use_dora": True})])
 def test_numbers_are_those_of_plain_peft(world: int, options: dict[str, Any], tmp_path: Path) -> None:
-    training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2, "max_length": 64}
-    run = job(tmp_path, world, 1e6, training=training | {name.split(".")[1]: value for name, value in options.items()})
+    training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2, "max_length": 64, "packing": not options}
+    run = job(tmp_path, world, 1e6, training=training, lora={"r": 4, **options})
     found = read_forgetting(run)
     assert found is not None
     base, tuned, divergence = by_peft(tmp_path)

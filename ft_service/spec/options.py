@@ -65,7 +65,8 @@ class LoraOptions(Strict):
     longer, since the norms of the rows change with the adapter. Not with lora_dropout or target_parameters, and not in an
     engine. Inference servers and GGUF do not take such an adapter, but `ft merge` does."""
     init_lora_weights: Literal[True] = True
-    """A from Kaiming uniform, B zero: the tuned model starts as the base."""
+    """A from Kaiming uniform, B zero: the tuned model starts as the base. Not PiSSA, LoftQ or OLoRA: they put what is left of
+    each weight into the base, which here stays as it was published, and an adapter would belong to that changed base alone."""
 
 
 def _one_compute_type(value: object) -> object:

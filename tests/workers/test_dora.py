@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_loss_and_every_gradient_are_those_of_peft(world: int, base: Path) -> No
 
 
 def test_magnitudes_begin_as_the_norms_of_the_rows_that_each_rank_holds(base: Path) -> None:
-    model = reference(base, dora(base, 1))
+    model: Any = reference(base, dora(base, 1))
     weights = {
         plain_name(name): module.base_layer.weight for name, module in model.named_modules() if hasattr(module, "lora_A")
     }

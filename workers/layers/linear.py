@@ -82,7 +82,7 @@ class LoraLinear(peft.tuners.lora.Linear):
     def magnitude(self) -> nn.Parameter | None:
         """DoRA's magnitude; None: the layer is plain LoRA."""
         (name,) = self.active_adapters
-        return self.lora_magnitude_vector[name].weight if name in self.lora_magnitude_vector else None
+        return self.lora_magnitude_vector[name].get_parameter("weight") if name in self.lora_magnitude_vector else None
 
     @torch.no_grad()
     def begin_magnitude(self, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +79,7 @@ from workers.tinker.command_loop import CommandLoop
 from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
+from workers.training.forgetting import measure_forgetting, seconds_of_job
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
@@ -146,6 +148,7 @@ def _event_file(runtime: Runtime) -> EventFile:
 
 def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare) -> Outcome:
     """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
+    began = time.monotonic()
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
     described = cached_description(runtime.spec.model.path)
     settled = settle_on_ranks(runtime.spec, runtime.device, train_set, lambda path: described or describe(path))
@@ -190,9 +193,10 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     by_first(reporter.flush)  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
+    forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))  # before the model is merged
     second = partial(_sharded_over_all, runtime)
     served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
-    publish(runtime, built, job, chosen, Measured(probes, served), prepared.wait)
+    publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"

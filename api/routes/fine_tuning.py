@@ -41,7 +41,7 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.user_actions import Verb
-from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_served
+from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_forgetting, read_served
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
@@ -275,6 +275,7 @@ def _view(job: Job, caller: Principal, services: Services) -> JobView:
         valid_loss=validated.valid_loss if validated else None,
         ends_at=_end_of(steps, store.now() if steps else 0.0),
         place=services.forecasts.find(job) if job.state is State.QUEUED else None,
+        forgetting=read_forgetting(services.places.run(job.id)) if job.state is State.SUCCEEDED else None,
     )
     return job_view(job, caller.organization, progress)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx2
@@ -20,14 +20,16 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, server_sent
 from api.http.routing import keyed_router
 from api.http.threads import in_thread, turn
-from api.transfer import chat_answer
+from api.transfer import chat_answer, completion_answer
 from api.transfer.tar_stream import adapter_folder
 from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
-from ft_service.serving.chat_request import ChatCompletion, parse_chat_completion
+from ft_service.serving.chat_request import parse_chat_completion
+from ft_service.serving.completion_request import parse_completion
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import is_tuned
+from ft_service.store.records import Principal
 
 router = keyed_router("/v1", "inference")
 
@@ -46,6 +48,38 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
     the project's own or granted to it. With FT_INFERENCE_URL, that server answers; else the preview of this host does
     (FT_PREVIEW). Training has priority: while it holds the slots, the answer is a 503 with `retry-after`, unless `processor`
     (not in OpenAI's API) is true: then the processor computes the answer, slowly."""
+    tuned = await _model_of(body, caller, services, "/chat/completions")
+    if isinstance(tuned, Response):
+        return tuned
+    assert services.preview is not None
+    completion = parse_chat_completion(body)
+    found = await _previewed(completion.model, tuned, services)
+    order = completion.order(found.adapter)
+    submit = partial(found.submit, services, order, caller.project_id, completion.processor)
+    return await chat_answer.answer(request, completion, services.preview, submit)
+
+
+@router.post("/completions", openapi_extra=_BODY)
+async def create_completion(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
+    """Continue a text, or its tokens, without a chat template, as one object; `echo` and `logprobs` give the log-probabilities
+    of a prompt, by which evaluation harnesses compare answers. Models and servers as for chat completions; a stream only by
+    FT_INFERENCE_URL."""
+    tuned = await _model_of(body, caller, services, "/completions")
+    if isinstance(tuned, Response):
+        return tuned
+    assert services.preview is not None
+    completion = parse_completion(body)
+    found = await _previewed(completion.model, tuned, services)
+
+    def submit(prompt: str | list[int]) -> chat_answer.Submit:
+        order = completion.order(prompt, found.adapter)
+        return partial(found.submit, services, order, caller.project_id, completion.processor)
+
+    return await completion_answer.answer(request, completion, services.preview, submit)
+
+
+async def _model_of(body: Any, caller: Principal, services: Services, path: str) -> tuned_models.Tuned | Response | None:
+    """Return the tuned model that the preview is to answer with, None for a base, or an inference server's answer."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
@@ -54,40 +88,41 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
         if "processor" in body:
             message = "processor: is for the preview, and an inference server answers here (FT_INFERENCE_URL). Leave it out."
             raise SpecError(message, param="processor", code="unsupported_parameter")
-        return await _proxied(services.settings, body)
+        return await _proxied(services.settings, body, path)
     if tuned is not None:  # an inference server may still serve one that was pruned
         await in_thread(tuned_models.refuse_pruned, tuned, services.places)
     if services.preview is None:
         raise _not_served(tuned)
-    completion = parse_chat_completion(body)
-    adapter = None
-    if tuned is not None:
-        async with turn("making") if tuned.checkpoint is not None else nullcontext():
-            adapter = await in_thread(adapter_folder, tuned, services.places)
-    submit = partial(_submit, services, completion, tuned, adapter, caller.project_id)
-    return await chat_answer.answer(request, completion, services.preview, submit)
+    return tuned
 
 
-def _submit(
-    services: Services,
-    completion: ChatCompletion,
-    tuned: tuned_models.Tuned | None,
-    adapter: Path | None,
-    project_id: str,
-    deliver: Deliver,
-) -> Ticket:
+async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Services) -> Previewed:
+    """Find the model in the preview's terms, with the adapter in a folder."""
     if tuned is None:
         try:
-            base = services.catalogue.find(completion.model)
+            base = await in_thread(services.catalogue.find, name)
         except SpecError as error:
             raise NotFoundError(error.message, param="model", code="model_not_found") from None
-        model, order = PreviewModel(str(base.path)), completion.order(None)
-    else:
-        spec, job = tuned.job.spec, tuned.job if tuned.checkpoint is None else None
-        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job)
-        order = completion.order(str(adapter))
-    assert services.preview is not None
-    return services.preview.submit(model, order, deliver, project_id=project_id, on_processor=completion.processor)
+        return Previewed(PreviewModel(str(base.path)), None)
+    async with turn("making") if tuned.checkpoint is not None else nullcontext():
+        adapter = await in_thread(adapter_folder, tuned, services.places)
+    spec, job = tuned.job.spec, tuned.job if tuned.checkpoint is None else None
+    return Previewed(PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job), str(adapter))
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """A model for the preview."""
+
+    model: PreviewModel
+    adapter: str | None
+    """Folder of the adapter; None: the base alone."""
+
+    def submit(
+        self, services: Services, order: dict[str, Any], project_id: str, on_processor: bool, deliver: Deliver
+    ) -> Ticket:
+        assert services.preview is not None
+        return services.preview.submit(self.model, order, deliver, project_id=project_id, on_processor=on_processor)
 
 
 class InferenceView(BaseModel):
@@ -141,7 +176,7 @@ def _not_served(tuned: tuned_models.Tuned | None) -> NotFoundError:
     return NotFoundError(message, param="model", code="model_not_served")
 
 
-async def _proxied(settings: Settings, body: Any) -> StreamingResponse:
+async def _proxied(settings: Settings, body: Any, path: str) -> StreamingResponse:
     """Send a body to a replica of FT_INFERENCE_URL with the server's key; the caller's key is never sent. If a replica does not
     answer, the next one gets the request. Raises UnavailableError.
     """
@@ -150,7 +185,7 @@ async def _proxied(settings: Settings, body: Any) -> StreamingResponse:
     failure = UnavailableError("FT_INFERENCE_URL names no server.")
     for url in (*urls[first:], *urls[:first]):
         try:
-            return await _forward(url, settings, body)
+            return await _forward(url + path, settings, body)
         except UnavailableError as error:
             failure = error
     raise failure
@@ -162,7 +197,7 @@ async def _forward(url: str, settings: Settings, body: Any) -> StreamingResponse
         headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
     client = httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False)
     try:
-        request = client.build_request("POST", f"{url}/chat/completions", json=body, headers=headers)
+        request = client.build_request("POST", url, json=body, headers=headers)
         answer = await client.send(request, stream=True)
     except BaseException as error:
         await client.aclose()

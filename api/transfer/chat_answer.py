@@ -21,7 +21,7 @@ from ft_service.serving.preview import Deliver, Preview, Ticket
 _GONE_POLL_SECONDS = 1.0
 """Interval of the check whether the caller of an answer that is not streamed is still connected."""
 
-_DISCONNECTED = 499
+DISCONNECTED = 499
 """Status in the log of an answer whose caller has disconnected."""
 
 Submit = Callable[[Deliver], Ticket]
@@ -34,20 +34,14 @@ async def answer(request: Request, completion: ChatCompletion, preview: Preview,
     `submit`: sends the request to the preview. It is cancelled if the caller disconnects.
     """
     parts: asyncio.Queue[Part] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def deliver(part: Part) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(parts.put_nowait, part)
-
-    ticket = await in_thread(submit, deliver)
+    ticket = await in_thread(submit, _into(parts))
     shape = _Shape(completion)
     streams = False
     try:
         while shape.completion_tokens is None:
             part = await _next(parts, request)
             if part is None:
-                return Response(status_code=_DISCONNECTED)
+                return Response(status_code=DISCONNECTED)
             shape.take(part)
             if completion.stream:  # the first part has come, so there will be an answer
                 streams = True
@@ -56,6 +50,34 @@ async def answer(request: Request, completion: ChatCompletion, preview: Preview,
     finally:
         if not streams:
             preview.cancel(ticket)
+
+
+async def parts_of(request: Request, preview: Preview, submit: Submit) -> list[Part] | None:
+    """Return all parts of an answer, the last of which is `done`; None if the caller has disconnected. Raises the FtError that
+    the answer ends with."""
+    queued: asyncio.Queue[Part] = asyncio.Queue()
+    ticket = await in_thread(submit, _into(queued))
+    parts: list[Part] = []
+    try:
+        while not parts or parts[-1]["kind"] != "done":
+            part = await _next(queued, request)
+            if part is None:
+                return None
+            parts.append(part)
+        return parts
+    finally:
+        preview.cancel(ticket)
+
+
+def _into(parts: asyncio.Queue[Part]) -> Deliver:
+    """Return a function that puts a part into a queue of this loop, from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def deliver(part: Part) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(parts.put_nowait, part)
+
+    return deliver
 
 
 async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:

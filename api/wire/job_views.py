@@ -10,7 +10,7 @@ from pydantic import Field
 from api.wire.views import Seconds, View, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
-from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, ServedQuality
+from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality
 from ft_service.rundir.events import Metrics
 from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict
 
@@ -106,6 +106,28 @@ class MembershipView(View):
     """Why the sweep stopped it; null: the sweep did not."""
 
 
+class ForgettingView(View):
+    """What the tuned model has lost of what its base knew, compared with the base alone."""
+
+    tokens: int
+    """Tokens of the general text."""
+    base_perplexity: float | None
+    perplexity: float | None
+    """Perplexity on the general text, as tuned; null: left out."""
+    answer_tokens: int
+    """Tokens of the base's own answers to general prompts."""
+    divergence: float | None
+    """Mean KL(base || tuned) of the next token over these answers, in nats; null: left out."""
+    agreement: float | None
+    """Share of these tokens that are the tuned model's likeliest too."""
+    seconds: float
+    """Time that measuring took."""
+    left_out: str | None
+    """What was not measured, and why."""
+    warnings: list[str]
+    """A sentence for each figure beyond its threshold."""
+
+
 class JobView(View):
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -167,6 +189,8 @@ class JobView(View):
     """The engine that trains it beside other jobs on its base; null: it does not run, or has ranks of its own."""
     sweep: MembershipView | None
     """Its sweep; null: it belongs to none."""
+    forgetting: ForgettingView | None
+    """Whether the model forgets, once the job has succeeded; null: not measured."""
 
 
 class AnsweredView(View):
@@ -227,6 +251,8 @@ class LiveProgress:
     """The likely end, in seconds since the epoch."""
     place: QueuePosition | None = None
     """Its place in the queue."""
+    forgetting: Forgetting | None = None
+    """What was measured at its end."""
 
 
 def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) -> JobView:
@@ -259,12 +285,17 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         chosen=spec.chosen,
         engine=spec.engine,
         sweep=_membership(job),
+        forgetting=_forgetting(known.forgetting) if known.forgetting else None,
     )
 
 
 def status_text(job: Job) -> str:
     """Return the `status` of a job; one that waits for its slots again is shown as queued."""
     return State.QUEUED.value if job.phase is Phase.WAITING else job.state.value
+
+
+def _forgetting(found: Forgetting) -> ForgettingView:
+    return ForgettingView(**found.model_dump(exclude={"step"}), warnings=found.warnings)
 
 
 def _membership(job: Job) -> MembershipView | None:

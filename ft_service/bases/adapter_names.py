@@ -14,6 +14,8 @@ from functools import cached_property
 
 _KEY = "renamed_modules"
 _LORA = ".lora_"
+MAGNITUDE = "lora_magnitude_vector"
+"""PEFT's name of what DoRA trains beside A and B: one number for each output row."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class AdapterNames:
     @cached_property
     def _in_model(self) -> Mapping[str, str]:
         return {in_file: in_model for in_model, in_file in self.renamed.items()}
+
+
+def peft_name(name: str) -> str:
+    """The name that PEFT gives a tensor on disk, by its plain name in a model: without the adapter's."""
+    name = name.replace(".default.", ".")
+    return name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name
 
 
 def _rename(name: str, renamed: Mapping[str, str]) -> str:

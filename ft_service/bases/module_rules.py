@@ -190,6 +190,15 @@ def refuse_dropout(dropout: float, what: Sequence[str]) -> None:
         )
 
 
+def refuse_dora(use_dora: bool, what: Sequence[str]) -> None:
+    """Raise SpecError for lora.use_dora if there are adapters without it in PEFT. `what`: their modules."""
+    if use_dora and what:
+        raise SpecError(
+            f"lora.use_dora = True: PEFT has no DoRA for adapters on {what[0]}, parameters to it: leave it out.",
+            param="lora.use_dora",
+        )
+
+
 def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: float, modules: Sequence[str]) -> list[str]:
     """The stacks of experts that get an adapter, in the model's order. Raises SpecError for a name that matches none.
 

@@ -77,6 +77,8 @@ class RemoteJob(RemoteObject):
     """Engine that trains it beside other jobs; None: it does not run, or has ranks of its own."""
     sweep: dict[str, Any] | None = None
     """Sweep that it belongs to: id, values of its own, reason for which it was stopped."""
+    forgetting: dict[str, Any] | None = None
+    """Comparison with the base alone, on general text and prompts; None: not measured."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
     adapters that jobs continue from.
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
-    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, compiled layers, other
+    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, DoRA, compiled layers, other
     groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
     ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room beside the base. The gain does
     not matter to a job whose client runs the training loop: it would hold its ranks while it waits for its client.
@@ -39,7 +39,12 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
     options = spec.distributed
     if spec.parent is not None and not shares_adapters:
         return None
-    if spec.engine == "off" or spec.training.neftune_noise_alpha is not None or spec.lora.target_parameters:
+    if (
+        spec.engine == "off"
+        or spec.training.neftune_noise_alpha is not None
+        or spec.lora.target_parameters
+        or spec.lora.use_dora
+    ):
         return None
     if options.nnodes > 1 or (options.max_nnodes or 1) > 1 or options.max_nproc_per_node not in (None, options.nproc_per_node):
         return None

@@ -158,7 +158,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         base=by_format,
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
-        optimizer=2 * numel * FP32_BYTES + 2 * len(job.adapters) * FP32_BYTES,
+        optimizer=2 * numel * FP32_BYTES + sum(2 + a.magnitude for a in job.adapters) * FP32_BYTES,
         gather=_gather(job) if layout.shard > 1 else 0,
         accumulation=_accumulation(job, batches),
         activations=kept[mode],
@@ -289,14 +289,15 @@ def layer_activation_bytes(job: ShardedJob) -> int:
 
     The frozen weights' own inputs are not kept (no weight gradient needs them), but the adapters' are. A norm keeps its input
     in fp32; attention its queries, keys, values, output and one log-sum per head; a gated feed-forward gate, up, the gate's
-    activation and the product; every adapter its A(x).
+    activation and the product; every adapter its A(x), and with DoRA its result before the magnitude.
     """
     shape, compute = job.base.dimensions, job.compute_bytes
     norms = FP32_BYTES * (shape.norms * (shape.hidden + 1) + (shape.q + shape.kv if shape.head_norms else 0))
     inputs = 2 * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
     inner = compute * (4 if shape.gated else 2) * _inner_width(shape)
-    return int(norms + inputs + attention + inner + compute * _ranks_of_layer(job))
+    scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(1, shape.layers)
+    return int(norms + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled))
 
 
 def _accumulation(job: ShardedJob, batches: MicroBatches) -> int:

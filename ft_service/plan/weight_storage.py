@@ -76,13 +76,15 @@ class AdapterShape:
     """Rows of A; on a stack of experts, the sum over all experts."""
     experts: int = 1
     """Matrices of the adapted stack."""
+    magnitude: bool = False
+    """Whether there is a vector [rows] besides (DoRA)."""
 
     @property
     def numel(self) -> int:
-        return self.r * (self.rows + self.cols)
+        return self.r * (self.rows + self.cols) + self.magnitude * self.rows
 
     def numel_on_rank(self, layout: ShardLayout) -> int:
-        return layout.rows(self.r) * self.cols + layout.rows(self.rows) * self.r
+        return layout.rows(self.r) * self.cols + layout.rows(self.rows) * (self.r + self.magnitude)
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,10 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")
     weights = [linears[name] for name in chosen]
-    shapes = [AdapterShape(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r)) for w in weights]
+    shapes = [
+        AdapterShape(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r), magnitude=spec.lora.use_dora)
+        for w in weights
+    ]
     count = base.dimensions.experts
     for weight in (weight for weight in base.experts if weight.module in stacks):
         r = ranks.get(weight.module, spec.lora.r)

@@ -27,6 +27,7 @@ checkpoints.py.)
     exports/<format>/                     the outcome in formats of other programs, made by the service on request; their state
                                           is exports/<format>.json (see documents.py)
     served.json                           ServedQuality, with the outcome: quality of the adapter by how it is served
+    forgetting.json                       Forgetting, with the outcome: what the tuned model has lost of what its base knew
     probes.json                           Probes, with the outcome: they verify a server of the adapter
     serving.json                          by the service: where the adapter is served (ft_service/serving/handoff.py)
     result.json                           Result, last of all; names the attempt

@@ -3,6 +3,7 @@
     evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again: answers at a step to the job's
                                       prompts, with those before training
     served.json                       ServedQuality: quality of the adapter by how it is served
+    forgetting.json                   Forgetting: what the tuned model has lost of what its base knew
     probes.json                       Probes: the trainer's log-probabilities of a few token sequences, with the adapter and
                                       without, to verify a server of the adapter
 
@@ -99,6 +100,73 @@ class ServedQuality(_QualityDocument):
         return [way for way, loss in self.loss.items() if loss - self.loss[AS_TRAINED] > self.bound]
 
 
+FORGETTING = "forgetting.json"
+"""Key in the run directory, written with the outcome."""
+MOST_PERPLEXITY_RISE = 0.10
+"""Share by which perplexity on general text may rise without a warning; learning a format or a style usually costs less."""
+MOST_DIVERGENCE = 0.5
+"""Nats per token by which the tuned model may diverge from its base, on the base's own answers, without a warning."""
+
+
+class Forgetting(_QualityDocument):
+    """What the tuned model has lost of what its base knew, compared with the base alone (the adapter switched off)."""
+
+    step: int
+    """Step of the adapter."""
+    tokens: int = 0
+    """Tokens of general text that were predicted: the beginning of the text if time was short."""
+    base_perplexity: float | None = None
+    """exp(mean cross entropy) of that text by the base; None: left out."""
+    perplexity: float | None = None
+    """The same by the tuned model."""
+    answer_tokens: int = 0
+    """Tokens of the base's greedy answers to general prompts."""
+    divergence: float | None = None
+    """Mean KL(base || tuned) of the next token's distribution over these tokens, in nats; None: left out."""
+    agreement: float | None = None
+    """Share of these tokens that are the tuned model's likeliest too."""
+    seconds: float = 0.0
+    """Time that measuring took."""
+    left_out: str | None = None
+    """What was left out, and why; None: nothing."""
+
+    @property
+    def perplexity_rise(self) -> float | None:
+        """Share by which perplexity rose; below zero, it fell."""
+        if self.perplexity is None or self.base_perplexity is None:
+            return None
+        return self.perplexity / self.base_perplexity - 1
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """(name, value) of what was measured, for display."""
+        rise, found = self.perplexity_rise, []
+        if rise is not None:
+            text = f"{self.perplexity:.4g} (base: {self.base_perplexity:.4g}, {rise:+.1%}), {self.tokens:,} tokens"
+            found.append(("perplexity on general text", text))
+        if self.divergence is not None:
+            text = f"{self.divergence:.3f} nats per token, {self.agreement or 0:.1%} of {self.answer_tokens:,} tokens the same"
+            found.append(("divergence from the base's own answers", text))
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each figure beyond its threshold."""
+        found = []
+        if (rise := self.perplexity_rise) is not None and rise > MOST_PERPLEXITY_RISE:
+            found.append(
+                f"Perplexity on general text is {rise:.0%} higher than the base's, more than {MOST_PERPLEXITY_RISE:.0%}"
+            )
+        if self.divergence is not None and self.divergence > MOST_DIVERGENCE:
+            found.append(
+                f"On the base's own answers, the model diverges from it by {self.divergence:.2f} nats per token, more than "
+                f"{MOST_DIVERGENCE:g}"
+            )
+        return [f"{text}: it has forgotten some of what the base knew. {_REMEMBER}" for text in found]
+
+
+_REMEMBER = "If it is to answer other questions too, train with a lower learning_rate or fewer epochs, or mix in general data."
+
 PROBES = "probes.json"
 """Key in the run directory, written with the outcome; see Probes."""
 MOST_PROBES = 4
@@ -141,3 +209,8 @@ def read_evaluation(run: RunDir, key: str) -> Evaluation | None:
 def read_served(run: RunDir) -> ServedQuality | None:
     """Read served.json; None: it does not exist (yet), or is unreadable."""
     return run.readable(SERVED, ServedQuality)
+
+
+def read_forgetting(run: RunDir) -> Forgetting | None:
+    """Read forgetting.json; None: it does not exist (yet), or is unreadable."""
+    return run.readable(FORGETTING, Forgetting)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from ft_service.bases.base_files import is_base_file
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import Forgetting
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.spec import JobSpec, WeightFormat
@@ -133,6 +134,8 @@ class Manifest(_ManifestDocument):
     history: list[AttemptSummary]
     metrics: Metrics | None
     """Metrics of `step`; None: none were reported."""
+    forgetting: Forgetting | None = None
+    """What the tuned model has lost of what its base knew; None: not measured, as of a checkpoint."""
     files: dict[str, FileDigest]
     """Digests of every other file of the adapter's folder."""
     digest: str
@@ -182,6 +185,7 @@ class AdapterSource:
     step: int
     checkpoint: str | None = None
     metrics: Metrics | None = None
+    forgetting: Forgetting | None = None
     versions: Mapping[str, str]
 
 
@@ -206,6 +210,7 @@ def manifest_of(run: RunDir, source: AdapterSource) -> Manifest:
         versions=dict(source.versions),
         history=history(run, source.attempt),
         metrics=source.metrics,
+        forgetting=source.forgetting,
         files={},
         digest="",
     )

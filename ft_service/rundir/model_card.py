@@ -98,6 +98,9 @@ def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
             ("trained tokens", metrics.trained_tokens, ","),
         )
         yield from ((name, format(value, shape)) for name, value, shape in figures if value is not None)
+    if manifest.forgetting is not None:
+        yield from manifest.forgetting.figures
+        yield from (("warning", text) for text in manifest.forgetting.warnings)
     for file in manifest.data:
         yield f"{file.role} data", f"{file.samples:,} samples, {file.tokens:,} tokens, {file.targets:,} of them learned"
 

@@ -12,21 +12,21 @@ from ft_service.data.line_errors import LineError
 from ft_service.errors import SpecError
 from ft_service.spec import Number, Strict, spec_error
 
-_PREVIEW = "the preview does not have it; an inference server has (FT_INFERENCE_URL). Leave it out"
+PREVIEW_LACKS = "the preview does not have it; an inference server has (FT_INFERENCE_URL). Leave it out"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "functions": ((), "is the older word for tools: send tools"),
     "function_call": ((), "is the older word for tool_choice: send tools"),
     "tool_choice": (("auto", "none"), "only auto and none are known: nothing here forces a call. Leave it out"),
-    "response_format": (({"type": "text"},), _PREVIEW),
-    "logit_bias": (({},), _PREVIEW),
-    "presence_penalty": ((0,), _PREVIEW),
-    "frequency_penalty": ((0,), _PREVIEW),
+    "response_format": (({"type": "text"},), PREVIEW_LACKS),
+    "logit_bias": (({},), PREVIEW_LACKS),
+    "presence_penalty": ((0,), PREVIEW_LACKS),
+    "frequency_penalty": ((0,), PREVIEW_LACKS),
     "modalities": ((["text"],), "only text is answered. Leave it out"),
     "audio": ((), "only text is answered. Leave it out"),
-    "prediction": ((), _PREVIEW),
-    "reasoning_effort": ((), _PREVIEW),
-    "verbosity": ((), _PREVIEW),
-    "web_search_options": ((), _PREVIEW),
+    "prediction": ((), PREVIEW_LACKS),
+    "reasoning_effort": ((), PREVIEW_LACKS),
+    "verbosity": ((), PREVIEW_LACKS),
+    "web_search_options": ((), PREVIEW_LACKS),
     "store": ((False,), "answers are not kept here. Leave it out"),
 }
 """Unsupported fields of OpenAI's API: values without effect, and the message for any other value."""

@@ -60,8 +60,13 @@ class LoraOptions(Strict):
     """The same, in place of lora_alpha."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r."""
+    use_dora: bool = False
+    """Weight-decomposed adapters (DoRA): each output row of an adapted weight also learns its magnitude, as in PEFT. Steps take
+    longer, since the norms of the rows change with the adapter. Not with lora_dropout or target_parameters, and not in an
+    engine. Inference servers and GGUF do not take such an adapter, but `ft merge` does."""
     init_lora_weights: Literal[True] = True
-    """A from Kaiming uniform, B zero: the tuned model starts as the base."""
+    """A from Kaiming uniform, B zero: the tuned model starts as the base. Not PiSSA, LoftQ or OLoRA: they put what is left of
+    each weight into the base, which here stays as it was published, and an adapter would belong to that changed base alone."""
 
 
 def _one_compute_type(value: object) -> object:
@@ -423,6 +428,19 @@ class JobOptions(Strict):
     def _something_to_train(self) -> JobOptions:
         if self.lora.target_modules == [] and not self.lora.target_parameters:
             raise ValueError("lora.target_modules = []: nothing would be trained. Name modules, or leave it out (all-linear)")
+        return self
+
+    @model_validator(mode="after")
+    def _dora_as_peft_has_it(self) -> JobOptions:
+        if self.lora.use_dora and self.lora.lora_dropout:
+            raise ValueError(
+                "lora.use_dora with lora.lora_dropout: it would take the frozen product twice, of the input with and without "
+                "dropout. Leave one of the two out"
+            )
+        if self.lora.use_dora and self.lora.target_parameters:
+            raise ValueError(
+                "lora.use_dora with lora.target_parameters: PEFT has no DoRA for stacks of experts. Leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")

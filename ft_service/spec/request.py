@@ -17,14 +17,19 @@ from ft_service.spec.option_types import Number
 from ft_service.spec.options import DPO_EPOCHS, DPO_LEARNING_RATE, LEARNING_RATE, JobOptions, TrainingOptions
 from ft_service.spec.validation_errors import OptionFault, joined, option_faults
 
+_OWN_BASE = (
+    "it puts what is left of each weight, quantised anew, into the base, and the adapter belongs to that base alone; here the "
+    "base stays as it was published, one for all jobs, and the adapter goes on it with plain PEFT"
+)
+
 NOT_YET: Mapping[str, str] = {
-    "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
 }
 """Options that this version refuses: dotted name → what to do instead."""
 
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
+    **dict.fromkeys((("lora.init_lora_weights", name) for name in ("pissa", "loftq", "olora")), f"use true: {_OWN_BASE}"),
     ("method.type", "reinforcement"): "use 'supervised' or 'dpo'",
     ("method.type", "tinker"): "a client that runs the training loop creates such jobs by Tinker's wire (docs/tinker.md)",
 }

@@ -202,7 +202,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         data=request.data,
         chat_template=named_template(request.chat_template or ""),
         date=context.date,
-        shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,
+        shared_experts=not (request.lora.lora_dropout or request.lora.use_dora) if parent is None else parent.shared_experts,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,

@@ -20,6 +20,7 @@ from tests.support.blocks import PAGES, ROOT, Block, blocks
 SECONDS = 600.0
 ELSEWHERE = {
     r"git clone|TORCH_INDEX=|make quickstart$": "set-up needs a network; tests/ft_service/cli/quickstart has the rest",
+    r"lm-eval/bin": "a package index; tests/ft_service/client/test_suite.py has the rest",
     r"^pip install": "a package index; tests/e2e/test_installed_wheel.py has the rest",
     r"\b(kubectl|kind|docker)\b|<ID>": "a cluster; tests/cluster and tests/deploy",
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",

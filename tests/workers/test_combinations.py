@@ -92,6 +92,7 @@ DECIDE: dict[str, list[Any]] = {
     "lora.lora_alpha": [8],
     "lora.lora_dropout": [0.1],
     "lora.use_rslora": [True],
+    "lora.use_dora": [True],
     "lora.target_modules": [["q_proj"], r".*\.(q|k)_proj"],
     "lora.rank_pattern": [{"q_proj": 2}],
     "lora.alpha_pattern": [{"q_proj": 2}],

@@ -103,6 +103,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "in one group": (2, {"default": "fp8"}, {}, {"wrap": "none"}),
     "fp8 by blocks on three, columns that do not divide": (3, {"default": "fp8_blocks"}, {"intermediate_size": 200}, {}),
     "some weights whole": (3, {**MIXED, "compute": "fp32"}, {}, {"ignored": [r".*norm\.weight", r".*up_proj.*"]}),
+    "magnitudes on three": (3, MIXED, ODD, {}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
 
@@ -114,7 +115,7 @@ def job(base: Path, case: str) -> JobSpec:
         ranks=world,
         precision=precision,
         training={"batch_size": 2 * world + 1, "per_device_train_batch_size": 2, "max_length": LENGTH},
-        lora={"r": 5},
+        lora={"r": 5, "use_dora": "magnitudes" in case},
     )
     return spec.model_copy(update={"distributed": spec.distributed.model_copy(update=distributed)})
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ft_service.bases.adapter_names import MAGNITUDE
 from workers.base.parameter_sources import NamedBase
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED
@@ -183,11 +184,12 @@ def with_shard(tensor: DTensor, shard: Tensor) -> DTensor:
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The first value of an adapter matrix [rows, cols], fp32: A from Kaiming uniform as PEFT does, B zero.
+    DoRA's magnitude [rows] is zero until its weight is loaded.
 
     `name`: the plain name. The whole matrix is drawn from (seed, name), so that it depends neither on the world size nor on
     what was drawn before.
     """
-    if ".lora_B." in name:
+    if ".lora_B." in name or f".{MAGNITUDE}." in name:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -23,6 +23,7 @@ from workers.base.frozen_weights import Deviation, FrozenWeight, Loaded, Place, 
 from workers.base.parameter_sources import NamedBase, load_buffers
 from workers.base.quantized_rows import StoredBase
 from workers.base.rank_objects import from_all
+from workers.layers.linear import LoraLinear
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED
 
@@ -79,6 +80,9 @@ def load(
         if isinstance(weight.storage, RowQuantized):
             weight.storage.name = name
         _replace(weight.parameter, weight.storage, weight.places)
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.begin_magnitude(compute_dtype)
     return loaded
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ft_service.bases.adapter_names import AdapterNames
+from ft_service.bases.adapter_names import AdapterNames, peft_name
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import FileDigest
@@ -36,7 +36,7 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
     if FileDigest.of(folder / WEIGHTS) != manifest.files.get(WEIGHTS):
         message = f"The adapter of {parent.name} is damaged: {folder / WEIGHTS} is not what its manifest says."
         raise SpecError(message, param="model", code="adapter_damaged")
-    wanted = {name.replace(".default.", "."): parameter for name, parameter in parameters.items()}
+    wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
         names = AdapterNames.of_file(file.metadata())
         wanted = {names.in_file(name): parameter for name, parameter in wanted.items()}

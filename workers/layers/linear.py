@@ -11,8 +11,10 @@ import peft.tuners.lora
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from ft_service.bases.adapter_names import MAGNITUDE
 from workers.layers import dropout
 from workers.layers.dropout import Dropping, Keys
 from workers.quant import frozen_linear
@@ -67,7 +69,47 @@ class LoraLinear(peft.tuners.lora.Linear):
     dropping: Dropping | None = None
     """Replaces PEFT's dropout, which draws from the rank's own generator. None: nothing is dropped."""
 
+    def add_magnitude(self) -> None:
+        """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude` gives it its first values."""
+        (name,) = self.active_adapters
+        holder, b = nn.Module(), self.lora_B[name].weight
+        assert isinstance(b, nn.Parameter)
+        holder.register_parameter("weight", nn.Parameter(torch.empty(b.shape[0], device=b.device)))
+        self.lora_magnitude_vector[name] = holder
+        self.adapter_layer_names = (*self.adapter_layer_names, MAGNITUDE)
+
+    @property
+    def magnitude(self) -> nn.Parameter | None:
+        """DoRA's magnitude; None: the layer is plain LoRA."""
+        (name,) = self.active_adapters
+        return self.lora_magnitude_vector[name].get_parameter("weight") if name in self.lora_magnitude_vector else None
+
+    @torch.no_grad()
+    def begin_magnitude(self, dtype: torch.dtype) -> None:
+        """Set this rank's rows of the magnitude to the norms of its rows of the frozen weight, rounded to `dtype`, in which the
+        layer computes: the tuned model then starts as the base."""
+        if self.magnitude is not None:
+            weight, magnitude = (_local(own) for own in (self.base_layer.weight, self.magnitude))
+            magnitude.copy_(row_norms(*_parts_of(weight), weight.shape[1]).to(dtype))
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (name,) = self.active_adapters
+        bias: Any = self.base_layer.bias
+        if self.magnitude is None or not self.scaling[name]:
+            return self._forward(x, bias, *args, **kwargs)
+        # DoRA (arXiv 2402.09353): m / ‖W + scale · B A‖ times what W + scale · B A makes of x, without a gradient to the norm.
+        y = self._forward(x, None, *args, **kwargs)
+        y = y * self._magnitude_ratio(name, x.dtype)
+        return y if bias is None else y + bias
+
+    def _magnitude_ratio(self, name: str, dtype: torch.dtype) -> Tensor:
+        a, b = (getattr(self, part)[name].weight.detach() for part in ("lora_A", "lora_B"))
+        norms = row_norms(*_parts_of(self.base_layer.weight), a.shape[1], a, b, self.scaling[name])
+        assert self.magnitude is not None
+        return self.magnitude.to(dtype) / norms.to(dtype)
+
+    def _forward(self, x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """W x + scale · B A x + bias."""
         base: Any = self.base_layer
         (name,) = self.active_adapters
         a: Tensor = self.lora_A[name].weight  # pyright: ignore[reportAssignmentType]  [r, in]
@@ -76,11 +118,13 @@ class LoraLinear(peft.tuners.lora.Linear):
         dropping = dropping if dropping is None or dropping.concerns(x) else None
         if torch.compiler.is_compiling() or type(base) not in (nn.Linear, FrozenLinear):
             down = F.linear if dropping is None else dropping
-            return base(x, *args, **kwargs) + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
+            y = base(x, *args, **kwargs)
+            y = y if bias is base.bias else y - base.bias
+            return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
         parts, stored_as = _stored(base)
         keys, rate = (None, 0.0) if dropping is None else (dropping.keys, dropping.rate)
         call = _Call(stored_as, base.in_features, self.scaling[name], keys, rate)
-        return _LoraProduct.apply(x, a, b, base.bias, call, *parts)  # pyright: ignore[reportReturnType]
+        return _LoraProduct.apply(x, a, b, bias, call, *parts)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -148,9 +192,50 @@ def _stored(layer: nn.Linear) -> tuple[Sequence[Tensor], str]:
     """The tensors that hold a layer's weight, and the name of the arithmetic on them."""
     weight: Any = layer.weight
     if not isinstance(weight, RowQuantized):
-        return (weight,), frozen_linear.PLAIN
+        return _parts_of(weight)
     numerics = weight.IN_FP8 if isinstance(layer, FrozenLinear) and layer.in_fp8 else weight.NUMERICS  # pyright: ignore
     return weight.parts, numerics.name
+
+
+def _parts_of(weight: Any) -> tuple[Sequence[Tensor], str]:
+    """The tensors that hold a weight, and the name of its format."""
+    return (weight.parts, weight.NUMERICS.name) if isinstance(weight, RowQuantized) else ((weight,), frozen_linear.PLAIN)
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+NORM_ROWS = 1024
+"""Rows of a weight that are dequantised at once for their norms."""
+
+
+def row_norms(
+    parts: Sequence[Tensor], stored_as: str, cols: int, a: Tensor | None = None, b: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """‖W + scale · B A‖ of every row of a stored weight W [rows, cols], fp32 [rows]. A [r, cols], B [rows, r]; None: of W.
+
+    A row's norm needs that row of W and B only, so that any split by rows gives the same norms.
+    """
+    if a is None or b is None:
+        a, b = parts[0].new_zeros(1, cols, dtype=torch.float32), parts[0].new_zeros(parts[0].shape[0], 1, dtype=torch.float32)
+    return _norms_operator(list(parts), stored_as, cols, a, b, scale)
+
+
+# One opaque operator: a compiler would keep dequantised weights alive for the backward (see frozen_linear).
+@torch.library.custom_op("ft_service::row_norms", mutates_args=())
+def _norms_operator(parts: list[Tensor], stored_as: str, cols: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    norms = a.new_empty(parts[0].shape[0], dtype=torch.float32)
+    for start in range(0, norms.shape[0], NORM_ROWS):
+        rows = slice(start, start + NORM_ROWS)
+        weight = frozen_linear.rows_of(parts, stored_as, cols, rows)
+        norms[rows] = torch.addmm(weight, b[rows].float(), a.float(), alpha=scale).norm(dim=1)
+    return norms
+
+
+@_norms_operator.register_fake
+def _(parts: list[Tensor], stored_as: str, cols: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return a.new_empty(parts[0].shape[0], dtype=torch.float32)
 
 
 def use_keys(model: nn.Module, tokens: Tensor | None) -> None:

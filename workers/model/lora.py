@@ -14,12 +14,14 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers import PreTrainedModel
 
+from ft_service.bases.adapter_names import peft_name
 from ft_service.bases.module_rules import (
     NOTHING,
     choose_parameters,
     choose_targets,
     last_name,
     named_apart,
+    refuse_dora,
     refuse_dropout,
     values_by_module,
 )
@@ -69,6 +71,7 @@ def add_adapters(
     apart += [name for name in by_peft if not isinstance(model.get_submodule(name), LoraLayer)]  # it took them for experts
     by_peft = [name for name in by_peft if name not in apart]
     refuse_dropout(lora.lora_dropout, apart)
+    refuse_dora(lora.use_dora, apart)
     if stacks or apart:  # only now: PEFT would wrap other modules, and freeze what it does not know
         config.rank_pattern = _by_module(model, [*chosen, *stacks], ranks, lora.r)
         config.alpha_pattern = _by_module(model, [*chosen, *stacks], alphas, lora.lora_alpha)
@@ -77,13 +80,18 @@ def add_adapters(
         config.target_parameters = [*shortest_parameters(model, stacks), *(f"{name}.weight" for name in apart)]
     config.fan_in_fan_out = bool(turned_weights(model))  # of the published class, on which the adapter is put
     config.target_modules = shortest_names(model, by_peft)  # PEFT shortens long lists by a model that has no towers
+    if lora.use_dora:  # only now: PEFT would compute the norms of weights that are on meta
+        config.use_dora = True
+        for module in model.modules():
+            if isinstance(module, LoraLinear):
+                module.add_magnitude()
     if lora.lora_dropout:
         for name, module in model.named_modules():
             if isinstance(module, LoraLinear):
                 module.dropping = Dropping(lora.lora_dropout, name)
     trained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
     assert all(parameter.dtype == torch.float32 for parameter in trained.values()), "adapters are fp32 masters"
-    settle_names(peft_model, config, {name.replace(".default.", "."): p.detach() for name, p in trained.items()})
+    settle_names(peft_model, config, {peft_name(name): p.detach() for name, p in trained.items()})
     return peft_model
 
 

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_service import __version__
+from ft_service.bases.adapter_names import peft_name
 from ft_service.bases.base_files import copy_base_file, read_document
 from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.host.helper_process import HelperFailed, Program, run_once
 from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Result
-from ft_service.rundir.evaluations import PROBES, SERVED, Probe, Probes, ServedQuality
+from ft_service.rundir.evaluations import FORGETTING, PROBES, SERVED, Forgetting, Probe, Probes, ServedQuality, read_forgetting
 from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.manifest import MANIFEST, AdapterSource
 from ft_service.rundir.model_card import describe_adapter
@@ -79,7 +80,10 @@ class Measured:
     """What was measured of the adapter that is published."""
 
     probes: list[Probe]
+    forgetting: Forgetting | None = None
+    """None: not measured, since the job's client runs the training loop."""
     served: ServedQuality | None = None
+    """None: not compared."""
 
 
 def publish(
@@ -121,6 +125,8 @@ def _publish(
     rows = [event.metrics for event in reported if event.metrics is not None]
     try:
         write_document(run, PROBES, Probes(step=job.step, probes=measured.probes), fence)
+        if measured.forgetting is not None:
+            write_document(run, FORGETTING, measured.forgetting, fence)
         if measured.served is not None:
             write_document(run, SERVED, measured.served, fence)
         _write_outcome(runtime, built, job, tensors, reported, chosen.checkpoint)
@@ -146,7 +152,7 @@ def export_adapter(target: Path, job: JobState, config: PeftConfig, runtime: Run
             pass
         yield None
         return
-    shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
+    shapes = {peft_name(name): tuple(parameter.shape) for name, parameter in job.parameters.items()}
     try:
         runtime.fence.check()
         with new_folder(target) as folder:
@@ -168,7 +174,7 @@ def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        yield name.replace(".default.", "."), whole.cpu().contiguous()
+        yield peft_name(name), whole.cpu().contiguous()
 
 
 def versions() -> dict[str, str]:
@@ -256,7 +262,7 @@ def _write_outcome(
 ) -> None:
     run, fence, spec = runtime.run, runtime.fence, runtime.spec
     rows = [event.metrics for event in reported if event.metrics is not None]
-    shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
+    shapes = {peft_name(name): tuple(parameter.shape) for name, parameter in job.parameters.items()}
     config = built.peft_model.peft_config["default"]
     with adapter_folder(run.path("adapter"), fence) as folder:
         write_adapter(folder, shapes, tensors, config, spec)
@@ -271,6 +277,7 @@ def _write_outcome(
                 checkpoint=chosen,
                 metrics=next((row for row in rows if row.step == job.step), None),
                 versions=versions(),
+                forgetting=read_forgetting(run),
             ),
         )
     put_document(run, "metrics.csv", metrics_csv(rows).encode(), fence)

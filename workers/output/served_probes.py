@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS, Probe
@@ -28,7 +28,7 @@ def measure(model: PeftModel, samples: Sequence[Tokens], device: torch.device) -
             if len(ids) < 2:
                 continue
             tuned = _logprobs(model, ids)
-            with _without_adapter(model):
+            with without_adapter(model):
                 base = _logprobs(model, ids)
             probes.append(Probe(tokens=ids.tolist(), tuned=tuned, base=base))
     reshard(model)
@@ -42,7 +42,7 @@ def _logprobs(model: PeftModel, ids: Tensor) -> list[float]:
 
 
 @contextmanager
-def _without_adapter(model: PeftModel) -> Iterator[None]:
+def without_adapter(model: nn.Module) -> Iterator[None]:
     """Scaled by zero, and in place: what is gathered together stays the same."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLinear)]
     experts = [module for module in model.modules() if isinstance(module, FrozenExperts)]

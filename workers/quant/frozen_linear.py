@@ -85,6 +85,14 @@ def dense(parts: list[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tens
     return _KNOWN[name].dense(parts, cols, dtype)
 
 
+def rows_of(parts: Sequence[Tensor], name: str, cols: int, rows: slice) -> Tensor:
+    """Rows of a stored weight, also of a plain one, dequantised to fp32."""
+    own = [part[rows] for part in parts]
+    if name == PLAIN:
+        return own[0].float()
+    return _KNOWN[name].module.dequantize(_KNOWN[name].parts(*own), cols, torch.float32)
+
+
 def frozen_linear(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
     """x [.., cols] times the transposed weight [rows, cols] that `parts` store in format `name` → [.., rows], in x's dtype."""
     if watched():

@@ -79,7 +79,9 @@ class PreviewWorker:
                 self._engine.add(_chat_request(message))
             case "sample" if self._engine is not None:
                 self._engine.add_tokens(_token_request(message))
-            case "complete" | "sample":
+            case "text" if self._engine is not None:
+                self._engine.add_text(_text_request(message))
+            case "complete" | "sample" | "text":
                 self._wire.say({"kind": "error", "id": message["id"], **self._failure})
 
     def _load(self, wanted: dict[str, Any]) -> None:
@@ -136,6 +138,12 @@ def _chat_request(message: dict[str, Any]) -> Any:
     from workers.serving.requests import ChatRequest
 
     return ChatRequest(**message)
+
+
+def _text_request(message: dict[str, Any]) -> Any:
+    from workers.serving.requests import TextRequest
+
+    return TextRequest(**message)
 
 
 def _token_request(message: dict[str, Any]) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.serving.answer_text import AnswerText
-from workers.serving.chat_tokens import Chats, ChatTokenizer
-from workers.serving.requests import ChatRequest, TokenRequest
+from workers.serving.chat_tokens import Chats, ChatTokenizer, PlainTokenizer
+from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
 from workers.serving.sampling import Choice
 
 TOLD_TOKENS = 256
@@ -31,28 +31,30 @@ class Answer(Protocol):
 
 @dataclass
 class ChatAnswer:
-    """An answer in a conversation, reported as text as soon as that is certain."""
+    """An answer in a conversation, or the continuation of a text, reported as text as soon as that is certain."""
 
-    request: ChatRequest
+    request: ChatRequest | TextRequest
     index: int
-    chat: ChatTokenizer
+    chat: ChatTokenizer | PlainTokenizer
     text: AnswerText
     say: Say
     unsaid: list[dict[str, Any]] = field(default_factory=list)
     """Log-probabilities of tokens whose text is kept back."""
 
     @classmethod
-    def of(cls, request: ChatRequest, index: int, chat: ChatTokenizer, say: Say) -> ChatAnswer:
+    def of(cls, request: ChatRequest | TextRequest, index: int, chat: ChatTokenizer | PlainTokenizer, say: Say) -> ChatAnswer:
         calls = chat.calls if request.tools else None
         prefix = calls.prefix if calls else None
         text = AnswerText(chat.tokenizer, request.stop, prefix, keep_special=calls is not None)
         return cls(request, index, chat, text, say)
 
     def push(self, choice: Choice) -> bool:
-        if choice.token in self.chat.ends:
-            return True
-        if choice.logprob is not None:
+        ends = choice.token in self.chat.ends
+        if choice.logprob is not None and (not ends or isinstance(self.request, TextRequest)):
+            # The token that ends a text counts among its log-probabilities, as with vLLM: harnesses drop what they asked for.
             self.unsaid.append(_shown(self.chat, choice))
+        if ends:
+            return True
         self._tell(self.text.push(choice.token))
         return self.text.stopped
 
@@ -121,6 +123,6 @@ class TokenAnswer:
         self.say(said)
 
 
-def _shown(chat: ChatTokenizer, choice: Choice) -> dict[str, Any]:
+def _shown(chat: ChatTokenizer | PlainTokenizer, choice: Choice) -> dict[str, Any]:
     top = [{**chat.token(token), "logprob": logprob} for token, logprob in choice.top]
     return {**chat.token(choice.token), "logprob": choice.logprob, "top_logprobs": top}

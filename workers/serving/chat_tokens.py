@@ -39,6 +39,7 @@ class Chats:
         named = {self.tokenizer.eos_token_id, *stops_of(Path(path))}
         self.ends = frozenset(token for token in named if isinstance(token, int))
         """Tokens that end an answer whatever the chat template: the tokenizer's and those of generation_config.json."""
+        self.plain = PlainTokenizer(self.tokenizer, self.ends)
         of_base = partial(ChatTokenizer, path, self.tokenizer)
         self._own = lru_cache(maxsize=1)(of_base)  # apart, so that no number of others takes its place
         self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
@@ -50,6 +51,23 @@ class Chats:
         except OSError:
             template = ""
         return self._by(template) if template else self._own()
+
+
+class PlainTokenizer:
+    """A base's tokenizer for texts without a chat template."""
+
+    calls = None
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer begins texts with."""
+        return self.tokenizer(text)["input_ids"]
+
+    def text(self, token: int) -> str:
+        return self.token(token)["token"]
 
 
 class ChatTokenizer:

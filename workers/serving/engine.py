@@ -10,7 +10,7 @@ import contextlib
 import queue
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ from workers.serving.batched_adapters import Adapter
 from workers.serving.cached_attention import KeyValueCache, Span
 from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.model import ServedModel, TokenSpan
-from workers.serving.requests import ChatRequest, TokenRequest
+from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
 from workers.serving.sampling import Sampling, choose, scores
 
 MOST_SEQUENCES = 32
@@ -58,6 +58,8 @@ class _Sequence:
     """Tokens at the prompt's end whose log-probabilities are to be reported."""
     top: int = 0
     """Likeliest tokens to report at each of their places."""
+    name: Callable[[int], str] | None = None
+    """Text of a token, to report these by; None: by their numbers."""
     others: list[_Sequence] = field(default_factory=list)
     """Answers to the same prompt, which wait until this one has read it."""
     memory: KeyValueCache = field(default_factory=KeyValueCache)
@@ -115,6 +117,27 @@ class Engine:
         except FtError as error:
             self._fail(request.id, error)
 
+    def add_text(self, request: TextRequest) -> None:
+        """Queue a request to continue a text."""
+        plain, top = self._chats.plain, request.top_logprobs
+        try:
+            prompt = plain.tokens(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            if not prompt:
+                raise SpecError("prompt: has no token.", param="prompt")
+            self._require_known("prompt", prompt)
+            self._room(prompt, request.max_tokens, "prompt", "the prompt")
+            answers = [ChatAnswer.of(request, index, plain, self._say) for index in range(request.n)]
+            sequences = self._sequences(request, prompt, request.max_tokens, answers)
+            if request.echo and top is not None:
+                sequences[0].scored, sequences[0].top, sequences[0].name = len(prompt) - 1, top, plain.text
+            self._queue(request, sequences)
+        except FtError as error:
+            self._fail(request.id, error)
+            return
+        if request.echo:
+            text = request.prompt if isinstance(request.prompt, str) else plain.tokenizer.decode(prompt)
+            self._say({"id": request.id, "kind": "prompt", "text": text, "tokens": [plain.text(token) for token in prompt]})
+
     def take_rendered(self, seconds: float = 0.0) -> None:
         """Queue the requests whose prompts are rendered, and report errors. `seconds`: wait so long for the first."""
         while True:
@@ -132,7 +155,7 @@ class Engine:
         except FtError as error:
             self._fail(request.id, error)
 
-    def _queue(self, request: ChatRequest | TokenRequest, sequences: list[_Sequence]) -> None:
+    def _queue(self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]) -> None:
         """Queue the answers of a request: the first of them reads the prompt for all."""
         first, *others = sequences
         first.others = others
@@ -193,15 +216,18 @@ class Engine:
 
     def _continuations(self, request: TokenRequest) -> list[_Sequence]:
         room = self._room(request.prompt, request.max_tokens, "prompt", "the prompt")
-        for name, tokens in (("prompt", request.prompt), ("stop", request.stop_tokens)):
-            for place, token in enumerate(tokens):
-                if not 0 <= token < self._model.vocabulary:
-                    known = f"the base's tokens are 0 to {self._model.vocabulary - 1}"
-                    raise SpecError(f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name)
+        self._require_known("prompt", request.prompt)
+        self._require_known("stop", request.stop_tokens)
         answers = [TokenAnswer.of(request, index, self._chats, self._say) for index in range(request.n)]
         sequences = self._sequences(request, request.prompt, request.max_tokens or room, answers)
         sequences[0].scored, sequences[0].top = request.scored, request.top_prompt_logprobs
         return sequences
+
+    def _require_known(self, name: str, tokens: Sequence[int]) -> None:
+        for place, token in enumerate(tokens):
+            if not 0 <= token < self._model.vocabulary:
+                known = f"the base's tokens are 0 to {self._model.vocabulary - 1}"
+                raise SpecError(f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name)
 
     def _room(self, prompt: Sequence[int], wanted: int | None, param: str, which: str) -> int:
         """Tokens that fit behind a prompt. Raises SpecError if there are not as many as are wanted."""
@@ -217,7 +243,7 @@ class Engine:
         return room
 
     def _sequences(
-        self, request: ChatRequest | TokenRequest, prompt: list[int], limit: int, answers: Sequence[Answer]
+        self, request: ChatRequest | TextRequest | TokenRequest, prompt: list[int], limit: int, answers: Sequence[Answer]
     ) -> list[_Sequence]:
         """The sequences of a request's answers, each with a generator of its own: what is drawn depends on the seed and the
         place of the answer alone."""
@@ -317,7 +343,8 @@ class Engine:
             return False
         one.scored -= len(after)
         said = {"id": one.request_id, "kind": "scores", "place": place + 1, "logprobs": logprobs}
-        self._say({**said, "top": top} if one.top else said)
+        named = [[(one.name(token), logprob) for token, logprob in own] for own in top] if one.name else top
+        self._say({**said, "top": named} if one.top else said)
         return True
 
     def _share(self, one: _Sequence, last: Tensor) -> None:

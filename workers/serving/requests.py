@@ -1,9 +1,9 @@
-"""The requests that the engine answers, as they arrive: of conversations, and of tokens."""
+"""The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from workers.serving.sampling import Sampling
 
@@ -26,6 +26,32 @@ class ChatRequest:
     probes: list[list[int]] = field(default_factory=list)
     """Tokens whose log-probabilities show that the adapter's model answers."""
     parallel_tool_calls: bool = True
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, top_logprobs=self.top_logprobs)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """Continuations of a text without a chat template (ft_service/serving/completion_request.py makes it)."""
+
+    id: str
+    prompt: str | list[int]
+    """Text, or its tokens."""
+    max_tokens: int
+    adapter: str | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: list[str] = field(default_factory=list)
+    seed: int | None = None
+    top_logprobs: int | None = None
+    echo: bool = False
+    """Whether the prompt is reported too, as tokens; with `top_logprobs`, with the log-probabilities of all but the first."""
+    probes: list[list[int]] = field(default_factory=list)
+    tools: ClassVar[tuple[()]] = ()
+    parallel_tool_calls: ClassVar[bool] = True
 
     @property
     def sampling(self) -> Sampling:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ft_service.bases.adapter_names import peft_name
 from ft_service.errors import NotFoundError
 from ft_service.rundir.checkpoints import checkpoint_faults, checkpoint_key, read_marker
 from ft_service.rundir.directory import RunDir
@@ -67,7 +68,7 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings():  # no process group is needed
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(dict(wanted), checkpoint_id=folder, no_dist=True)
-    return {name.removeprefix(PREFIX).replace(".default.", "."): tensor for name, tensor in wanted.items()}
+    return {peft_name(name.removeprefix(PREFIX)): tensor for name, tensor in wanted.items()}
 
 
 def main(arguments: list[str]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ft_service.bases.adapter_names import peft_name
 from ft_service.data.examiner import Examiner
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.sample import Tokens
@@ -97,7 +98,7 @@ def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Modul
     files = PeftAdapter(adapter)
     with torch.no_grad():
         for name, parameter in adapters(model):
-            parameter.copy_(files.read(name.replace(".default.", ".")))
+            parameter.copy_(files.read(peft_name(name)))
     return model
 
 

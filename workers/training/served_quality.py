@@ -207,7 +207,11 @@ def merge_in_place(model: PeftModel) -> bool:
         start, end = rows_of(weight)
         local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight.data
         update = layer.scaling[name] * (b[start:end].to(local.device) @ a.to(local.device))
-        local.copy_((local.float() + update).bfloat16())
+        merged = local.float() + update
+        if layer.magnitude is not None:
+            magnitude = _whole(layer.magnitude)[start:end].to(local.device)
+            merged *= (magnitude / merged.norm(dim=1))[:, None]
+        local.copy_(merged.bfloat16())
         layer.scaling[name] = 0.0
     return True
 

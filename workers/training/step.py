@@ -138,6 +138,15 @@ def target_log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Te
     return logs.gather(1, batch.targets[:, None]).squeeze(1), logs.detach().argmax(dim=-1) == batch.targets
 
 
+def target_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """The logits before each target, fp32 [targets, words], and where the head allows it no others."""
+    causal = causal_model(model)
+    if works_in_chunks(causal):
+        with logits_in_head(causal, batch.places):
+            return logits_of(model, batch).float()
+    return _own_logits(logits_of(model, batch), batch)
+
+
 def last_logits(model: nn.Module, batch: Batch, lengths: Sequence[int]) -> Tensor:
     """The logits behind each sample's last token, [samples, words], and where the head allows it no others. `lengths`: of the
     samples.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,15 +15,27 @@ from rich.table import Table
 from rich.text import Text
 
 from ft_service.cli.jobs.job_argument import JobId, connect_to_job
-from ft_service.cli.output import Json, is_terminal, print_json, print_table
+from ft_service.cli.output import Json, is_terminal, load_settings, print_json, print_note, print_table
 from ft_service.client.responses import RemoteEvaluation
 from ft_service.errors import NotFoundError
 from ft_service.rundir.evaluations import prompt_turns
+
+if TYPE_CHECKING:
+    from ft_service.client.suite import Score
 
 COLUMNS = 80
 """Width without a terminal, suited to two answers side by side."""
 
 Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="The answers at this step (default: the newest).")]
+Suite = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--suite",
+        metavar="TASK",
+        help="Run a task of the package (arithmetic, common_sense, facts, all), or a file; repeatable.",
+    ),
+]
+LmEval = Annotated[str, typer.Option("--lm-eval", metavar="PROGRAM", help="lm-eval's program, in an environment of its own.")]
 Samples = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many prompts.")]
 
 
@@ -27,8 +43,19 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(evaluation)
 
 
-def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Json = False) -> None:
-    """Show a job's answers before and after training side by side, with their scores at every step that was evaluated."""
+def evaluation(
+    job_id: JobId,
+    step: Step = None,
+    limit: Samples = 8,
+    suite: Suite = None,
+    lm_eval: LmEval = "lm_eval",
+    as_json: Json = False,
+) -> None:
+    """Show a job's answers before and after training side by side, with their scores at every step that was evaluated. With
+    --suite: run multiple-choice tasks on the tuned model and on its base, by lm-eval."""
+    if suite:
+        _run_suite(job_id, suite, lm_eval, as_json=as_json)
+        return
     with connect_to_job(job_id) as (client, job_id):
         evaluations = client.evaluations(job_id)
     if as_json:
@@ -49,6 +76,34 @@ def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Js
             if text is not None:
                 console.print(_named(name, text))
         console.print(_side_by_side(sample, chosen.step))
+
+
+def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bool) -> None:
+    from ft_service.client.connection import find_connection  # HTTP and YAML are for this option alone
+    from ft_service.client.suite import SuiteRun, find_tasks, require_lm_eval
+
+    tasks, program = find_tasks(words), require_lm_eval(lm_eval)
+    connection = find_connection(os.environ, load_settings().home)
+    with connect_to_job(job_word) as (client, job_id), tempfile.TemporaryDirectory(prefix="ft-suite-") as scratch:
+        job = client.job(job_id)
+        if job.fine_tuned_model is None:
+            raise NotFoundError(f"Job {job_id} has no tuned model ({job.status}); only a job that has succeeded has one.")
+        tokenizer = client.download_adapter(job_id, Path(scratch) / "adapter")  # with the base's tokenizer
+        run = SuiteRun(program, connection, tokenizer, tasks, Path(scratch))
+        scores = {}
+        for model in (job.base, job.fine_tuned_model):
+            print_note(f"lm-eval asks {model} …")
+            scores[model] = run.scores(model)
+    base, tuned = scores.values()
+    if as_json:
+        print_json({model: {name: asdict(score) for name, score in own.items()} for model, own in scores.items()})
+        return
+    rows = [(name, str(tuned[name].questions), _accuracy(base[name]), _accuracy(tuned[name])) for name in tasks]
+    print_table(("TASK", "QUESTIONS", "BASE", "TUNED"), rows)
+
+
+def _accuracy(score: Score) -> str:
+    return f"{score.accuracy:.3f}" + (f" ± {score.error:.3f}" if score.error is not None else "")
 
 
 def _print_scores(evaluations: Sequence[RemoteEvaluation]) -> None:

@@ -16,6 +16,7 @@ from ft_service.client.progress import clock
 from ft_service.client.responses import RemoteEngine, RemoteEvaluation, RemoteJob, scores_text, shown
 from ft_service.errors import FtError
 from ft_service.plan.plan_text import bytes_text
+from ft_service.rundir.evaluations import Forgetting
 from ft_service.sweeps.search_space import values_text
 
 _SHORT = 8
@@ -74,6 +75,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("progress", _progress(job)),
             ("validation loss", _valid(job)),
             ("evaluation", _evaluation(evaluated)),
+            *_forgetting(job),
             ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
             ("created", local_time(job.created_at)),
@@ -191,6 +193,14 @@ def _evaluation(newest: Sequence[RemoteEvaluation]) -> str | None:
         scores = scores_text(own.metrics, own.base_metrics)
         return f"{f'{scores}, ' if scores else ''}at step {own.step}; the answers: ft eval" if own.step else "begun"
     return None
+
+
+def _forgetting(job: RemoteJob) -> list[tuple[str, str | None]]:
+    """Return the comparison with the base alone."""
+    if job.forgetting is None:
+        return []
+    found = Forgetting.model_validate({"step": 0, **job.forgetting})
+    return [*found.figures, *(("warning", text) for text in found.warnings), ("forgetting", found.left_out)]
 
 
 def _number(value: object) -> str:

@@ -67,6 +67,16 @@ def test_who_serves_models_answers_for_a_checkpoint_that_was_pruned_here(
     assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
 
 
+def test_a_text_to_be_continued_goes_on_too(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+    choice = {"index": 0, "text": "Hi there", "finish_reason": "stop", "logprobs": None}
+    body = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(body).encode()]))
+    assert client.completions.create(model=tuned, prompt=[5, 6], echo=True, logprobs=1).choices[0].text == "Hi there"
+    arrived = receiver.arrived.get(timeout=10)
+    assert arrived.path == "/v1/completions"
+    assert json.loads(arrived.body) == {"model": tuned, "prompt": [5, 6], "echo": True, "logprobs": 1}
+
+
 def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
     go_on = threading.Event()
 

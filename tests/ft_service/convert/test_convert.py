@@ -406,10 +406,10 @@ def test_base_adapter_and_format_of_other_tools_are_taken_over(ft: Ft, tmp_path:
 
 def test_what_changes_the_result_and_is_not_taken_over_is_named(ft: Ft, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**TRL, "use_dora": True}))
+    path.write_text(yaml.safe_dump({**TRL, "lora_modules_to_save": ["lm_head"]}))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: use_dora. ")
+    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: lora_modules_to_save. ")
     assert ft("convert", path, "--json").code == 1
 
 

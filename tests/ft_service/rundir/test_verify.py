@@ -124,7 +124,7 @@ def test_a_file_that_nobody_wrote_shows(run: RunDir) -> None:
     assert verify(run.path("adapter")).faults == ["tokenizer.bin is not in the manifest"]
 
 
-@pytest.mark.parametrize("field", sorted(Manifest.model_fields.keys() - {"version"}))
+@pytest.mark.parametrize("field", sorted(Manifest.model_fields.keys() - {"version", "forgetting"}))  # older ones have none
 def test_a_manifest_without_one_of_its_fields_is_incomplete(run: RunDir, field: str) -> None:
     path = run.path("adapter/manifest.json")
     body = json.loads(path.read_text())

@@ -116,6 +116,19 @@ def test_adapters_on_stacks_of_experts_are_refused_by_name(tmp_path: Path) -> No
     assert spec_on(tmp_path, lora=experts).lora.target_parameters == ["mlp.experts.gate_up_proj"]
 
 
+def test_an_adapter_with_magnitudes_is_refused_for_a_server(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="it loads only A and B of LoRA") as caught:
+        spec_on(tmp_path, serve="vllm", lora={"use_dora": True})
+    assert caught.value.param == "lora.use_dora"
+    assert spec_on(tmp_path, lora={"use_dora": True}).lora.use_dora
+
+
+@pytest.mark.parametrize("name", ["pissa", "loftq", "olora"])
+def test_an_adapter_that_changes_its_base_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=f"'{name}' is not available .* the adapter belongs to that base alone"):
+        spec_on(tmp_path, lora={"init_lora_weights": name})
+
+
 @pytest.mark.parametrize(
     ("lora", "step", "padded"),
     [({"r": 12}, 16, False), ({"r": 8, "rank_pattern": {"q_proj": 300}}, 320, True), ({"r": 512}, 512, False)],

@@ -92,6 +92,7 @@ FACTORS: dict[str, dict[str, Body]] = {
     "adapter": {
         "plain": {"lora": {"r": 4}},
         "rslora": {"lora": {"r": 4, "use_rslora": True}, "training": {"loraplus_lr_ratio": 4, "weight_decay": 0.1}},
+        "dora": {"lora": {"r": 4, "use_dora": True}},
         "names": {"lora": {"r": 3, "target_modules": ["q_proj", "v_proj"]}},
         "patterns": {
             "lora": {
@@ -142,7 +143,7 @@ def _never(one: tuple[str, str], other: tuple[str, str]) -> list[frozenset[Value
 NEVER = {
     *_never(("kept", "best"), ("validation", "none")),  # it goes by validation loss
     *_never(("adapter", "experts"), ("base", "llama|gemma3_text|lfm2")),
-    *_never(("adapter", "experts"), ("random", "dropout|both")),
+    *_never(("adapter", "experts|dora"), ("random", "dropout|both")),
     *_never(("data", "completions|texts|pairs|pairs, ipo|pairs, normed"), ("learned", "last_assistant")),
     *_never(("data", "texts|pairs|pairs, ipo|pairs, normed"), ("learned", "everything")),
 }

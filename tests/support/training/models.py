@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from ft_service.bases.adapter_names import MAGNITUDE
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, parse_request, resolve
 from tests.support.bases import AS_IT_IS
@@ -272,6 +273,8 @@ def spec_for(
 
 def adapter_value(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3) -> torch.Tensor:
     """A small value with no zero in it: with B = 0, A would get no gradient and an error there could not be seen."""
+    if MAGNITUDE in name:
+        return 1 + 0.1 * initial_adapter(name.replace(MAGNITUDE, "lora_A"), (1, *shape), seed)[0]
     return 0.1 * initial_adapter(name.replace("lora_B", "lora_A"), tuple(shape), seed)
 
 
@@ -303,6 +306,7 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         target_parameters=list(spec.lora.target_parameters) or None,
         rank_pattern=dict(spec.lora.rank_pattern),
         alpha_pattern=dict(spec.lora.alpha_pattern),
+        use_dora=spec.lora.use_dora,
         task_type="CAUSAL_LM",
     )
     peft_model = get_peft_model(base, config)

@@ -14,11 +14,12 @@ import torch
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Desired, ExitReason
+from ft_service.rundir.documents import Control, Desired, ExitReason, Start
+from ft_service.rundir.evaluations import read_forgetting
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.attempts import run_attempt
+from tests.support.training.attempts import attempt_on_rank, run_attempt
 from tests.support.training.engine_runs import (
     assert_same,
     changed,
@@ -34,6 +35,7 @@ from tests.support.training.models import save_chat_base, save_chats, save_pairs
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
 from workers.engine.engine import TrainingEngine
+from workers.training import forgetting
 
 STEPS = 6
 NAN_SEED = 1_000
@@ -93,6 +95,31 @@ def test_jobs_of_one_engine_leave_what_they_leave_alone(specs: list[JobSpec], al
     for run, expected in zip(run_together(specs, tmp_path), alone, strict=True):
         assert exit_of(run).reason is ExitReason.SUCCEEDED
         assert_same(run, expected)
+
+
+def with_time_on_rank(rank: int, world: int, root: str, engine: bool) -> None:
+    forgetting.SHARE = 1e6
+    engine_on_rank(rank, world, root) if engine else attempt_on_rank(rank, world, root, 1)
+
+
+def test_jobs_of_one_engine_forget_what_they_forget_alone(specs: list[JobSpec], tmp_path: Path) -> None:
+    engine = new_engine(tmp_path / "engine", specs[0])
+    alone = RunDir(tmp_path / "alone")
+    alone.write("spec.json", specs[0])
+    alone.write("attempts/1/start.json", Start(job_id="ftjob-0", attempt=1, world_size=2, generation=1, checkpoint=None))
+    runs = [RunDir(tmp_path / spec.job_id) for spec in specs[:2]]
+    for spec, run in zip(specs, runs, strict=False):
+        prepare(spec, run, engine)
+    run_on_ranks(with_time_on_rank, 2, str(engine.root), True)
+    run_on_ranks(with_time_on_rank, 2, str(alone.root), False)
+    expected, found, other = (read_forgetting(run) for run in (alone, *runs))
+    assert expected is not None
+    assert found is not None
+    assert expected.divergence
+    assert found.model_copy(update={"seconds": expected.seconds}) == expected
+    assert other is not None
+    assert other.perplexity != expected.perplexity
+    assert other.base_perplexity == pytest.approx(expected.base_perplexity)
 
 
 def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,6 +69,16 @@ def test_losses_where_it_is_served_are_those_of_plain_peft(world: int, tmp_path:
     assert {way: len(said) for way, said in found.answers.items()} == {ADAPTER_ON_BF16: 2, MERGED: 2}
     told = [event.message for segment in read_segments(run, 1) for event in segment.events]
     assert sum(text.startswith("Validation loss by where it is served, over 5 samples") for text in told) == 1
+
+
+def test_an_adapter_with_magnitudes_is_that_of_plain_peft_and_merges_as_there(tmp_path: Path) -> None:
+    run = served_job(tmp_path, 2, precision={"compute": "fp32"}, lora={"r": 4, "use_dora": True})
+    found = run.read(SERVED, ServedQuality)
+    assert found is not None
+    assert found.loss[AS_TRAINED] == pytest.approx(loss_by_peft(tmp_path, merged=False), abs=1e-5)
+    assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), abs=1e-5)
+    names = load_file(run.path("adapter/adapter_model.safetensors")).keys()
+    assert sum(name.endswith(".lora_magnitude_vector") for name in names) == len(names) / 3
 
 
 @pytest.mark.slow

@@ -1,0 +1,126 @@
+"""Whether a model forgets: numbers of the ranks next to those of plain PEFT with its adapter on and off."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ft_service.data.general_text import passages, prompts
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Outcome, OutcomeKind, Start
+from ft_service.rundir.evaluations import Forgetting, read_forgetting
+from ft_service.rundir.events import read_segments
+from tests.support.ranks import run_on_ranks
+from tests.support.training.attempts import attempt_on_rank, run_spec
+from tests.support.training.models import save_chat_base, save_chats, spec_for
+from workers.training import forgetting
+
+
+def with_time(rank: int, world: int, root: str, share: float) -> Outcome:
+    forgetting.SHARE = share
+    return attempt_on_rank(rank, world, root, 1)
+
+
+def job(folder: Path, world: int, share: float, **options: Any) -> RunDir:
+    base = save_chat_base(folder / "base")
+    training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2}
+    given = {"training": training, "lora": {"r": 4}, "precision": {"compute": "fp32", "compare_served": "off"}, **options}
+    run = RunDir(folder / "run")
+    run.write("spec.json", spec_for(base, save_chats(folder / "train.jsonl", 8), ranks=world, **given))
+    start = Start(job_id=run_spec(run).job_id, attempt=1, world_size=world, generation=1, checkpoint=None)
+    run.write("attempts/1/start.json", start)
+    outcomes = run_on_ranks(with_time, world, str(run.root), share)
+    assert all(outcome == Outcome(kind=OutcomeKind.SUCCEEDED) for outcome in outcomes)
+    return run
+
+
+def by_peft(folder: Path) -> tuple[float, float, float]:
+    """(the base's perplexity, the tuned model's, divergence) by transformers and PEFT alone, in fp32."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "base")
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).float()
+    model: Any = PeftModel.from_pretrained(base, folder / "run/adapter").eval()
+
+    @torch.inference_mode()
+    def logs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with model.disable_adapter():
+            plain = model(ids).logits[0]
+        return plain.log_softmax(-1), model(ids).logits[0].log_softmax(-1)
+
+    losses, tokens = torch.zeros(2), 0
+    for text in passages():
+        ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : min(forgetting.PASSAGE_TOKENS, 64)]
+        losses += torch.stack([F.nll_loss(own[:-1], ids[0, 1:], reduction="sum") for own in logs(ids)])
+        tokens += ids.shape[1] - 1
+    divergence, answered = 0.0, 0
+    for prompt in prompts(chat=True):
+        turns = [turn.model_dump() for turn in prompt.messages or []]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        begin = ids.shape[1]
+        for _ in range(forgetting.ANSWER_TOKENS):
+            following = logs(ids)[0][-1:].argmax(-1, keepdim=True)
+            if following.item() == tokenizer.eos_token_id:
+                break
+            ids = torch.cat([ids, following], dim=1)
+        plain, tuned = (own[begin - 1 : -1] for own in logs(ids))
+        divergence += float((plain.exp() * (plain - tuned)).sum())
+        answered += ids.shape[1] - begin
+    before, after = (losses / tokens).exp().tolist()
+    return before, after, divergence / answered
+
+
+@pytest.mark.parametrize(("world", "options"), [(1, {}), (2, {"use_dora": True})])
+def test_numbers_are_those_of_plain_peft(world: int, options: dict[str, Any], tmp_path: Path) -> None:
+    training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2, "max_length": 64, "packing": not options}
+    run = job(tmp_path, world, 1e6, training=training, lora={"r": 4, **options})
+    found = read_forgetting(run)
+    assert found is not None
+    base, tuned, divergence = by_peft(tmp_path)
+    assert found.base_perplexity == pytest.approx(base, rel=1e-4)
+    assert found.perplexity == pytest.approx(tuned, rel=1e-4)
+    assert found.divergence == pytest.approx(divergence, rel=1e-3)
+    assert abs(tuned - base) > 0.01 * base
+    assert divergence > 1e-3
+    assert found.left_out is None
+    card = run.path("adapter/README.md").read_text()
+    assert all(f"| {name} | {value} |" in card for name, value in found.figures)
+    told = [event.message for segment in read_segments(run, 1) for event in segment.events]
+    assert sum(text.startswith("Compared with the base alone: ") for text in told) == 2
+
+
+def test_what_takes_too_long_is_left_out_and_said_so(tmp_path: Path) -> None:
+    run = job(tmp_path, 1, 1e-9)
+    found = read_forgetting(run)
+    assert found is not None
+    assert (found.perplexity, found.divergence, found.figures) == (None, None, [])
+    assert "of the job's time" in (found.left_out or "")
+    told = [event.message for segment in read_segments(run, 1) for event in segment.events]
+    assert f"Whether the model forgets: {found.left_out}" in told
+
+
+def test_a_figure_beyond_its_threshold_is_a_warning() -> None:
+    mild = Forgetting(step=1, tokens=9, base_perplexity=10, perplexity=10.9, answer_tokens=9, divergence=0.49, agreement=0.9)
+    assert mild.warnings == []
+    first, second = mild.model_copy(update={"perplexity": 11.1, "divergence": 0.6}).warnings
+    assert "11% higher than the base's, more than 10%" in first
+    assert "0.60 nats per token, more than 0.5" in second
+    assert Forgetting(step=1, left_out="no time").warnings == []
+
+
+def test_perplexity_is_a_number_whatever_the_loss() -> None:
+    assert forgetting._perplexity(math.nan) == forgetting._perplexity(1e9) == pytest.approx(math.exp(100))
+
+
+def test_the_text_is_small_and_of_many_kinds() -> None:
+    text = Path(forgetting.passages.__code__.co_filename).with_name("general_text.txt")
+    assert text.stat().st_size <= 200_000
+    assert "CC0-1.0" in text.read_text()
+    assert len(passages()) >= 16
+    assert not any("=== " in passage for passage in passages())

@@ -90,30 +90,24 @@ def category(operation: Any) -> str:
 def operations(weight_format: str, layers: int) -> list[Any]:
     """What is launched in the forward and the backward of one micro-batch, by `layers` decoder layers and what is around them."""
     import numpy as np
-    import torch
 
     from ft_service.data.tokens.sample import Tokens
     from tests.support.bases import LLAMA_8B, save_base, spec_on
-    from tests.support.fake_cuda import backward, fake_cuda, place, recording
+    from tests.support.fake_cuda import backward, build_on, fake_cuda, recording
     from workers.data.batches import pack
-    from workers.model.build import build
-    from workers.model.precision import choose_products
     from workers.training.step import cross_entropies
 
     with tempfile.TemporaryDirectory() as folder:
         base = save_base(Path(folder) / "8b", {**LLAMA_8B, "num_hidden_layers": layers})
         spec = spec_on(base, precision={"default": weight_format}, lora={"r": RANK})
-        model = build(spec, torch.device("cpu")).peft_model
-    with fake_cuda() as device:
-        choose_products(model.get_base_model(), spec.precision, torch.bfloat16, device)
-        place(model, device)
-        model.train()
-        samples = [Tokens(np.ones(LENGTH, np.int32), np.ones(LENGTH, bool)) for _ in range(TOKENS // LENGTH)]
-        batch = pack(samples, device)
-        with recording() as record:
-            loss, _ = cross_entropies(model, batch)
-            record.backward = True
-            backward(loss)
+        with fake_cuda() as device:
+            model = build_on(device, spec)
+            samples = [Tokens(np.ones(LENGTH, np.int32), np.ones(LENGTH, bool)) for _ in range(TOKENS // LENGTH)]
+            batch = pack(samples, device)
+            with recording() as record:
+                loss, _ = cross_entropies(model, batch)
+                record.backward = True
+                backward(loss)
     return record.operations
 
 

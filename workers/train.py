@@ -243,7 +243,7 @@ def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -
 
 def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporter: Reporter) -> None:
     """Report what loading did, what is to be known of the base, and what is computed more slowly than it could be."""
-    for note in (balance_note(spec.model.path), built.products):
+    for note in (balance_note(spec.model.path), *built.arithmetic.notes):
         if note is not None:
             reporter.message(note)
     for level, text in built.loaded.messages() if built.loaded else ():
@@ -255,6 +255,9 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     fault = fp8_products.kernel_fault(device) if in_fp8 else None
     if fault is not None:
         text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
+        reporter.message(text, "warn")
+    if built.arithmetic.not_fused is not None:
+        text = f"precision.fused_kernels: norms and what else they compute is left to slower operations: {built.arithmetic.not_fused}"
         reporter.message(text, "warn")
 
 

@@ -1,7 +1,7 @@
 """A GPU that computes nothing: the workers' own code for CUDA on fake tensors, forward and backward, its operators recorded.
 
     with fake_cuda() as device, recording() as record:
-        model, batch = ...                            # on `device`
+        loss = ...                                    # of `build_on(device, spec)`
         backward(loss)
 
 Fake tensors know shape, strides, dtype and device. PyTorch refuses operators on tensors of two devices, and for products the
@@ -14,9 +14,10 @@ strides and alignments that the hardware does not take. What no build without CU
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,22 +26,23 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ft_service.spec import JobSpec
 from workers.base.load import _owners
 from workers.data import batches
-from workers.layers import dropout, segments
-from workers.quant import fp8_products, frozen_linear
+from workers.layers import segments
+from workers.model import build
+from workers.quant import frozen_linear, gpu_kernels
 from workers.quant.rowwise import RowQuantized
 
-KERNEL_MODULES = ("workers.layers.mask_kernel", "workers.quant.fp8_kernels")
+KERNEL_MODULES = ("workers.layers.fused_kernels", "workers.layers.mask_kernel", "workers.quant.fp8_kernels")
 """Modules that import Triton."""
-CACHED = (dropout._kernel, fp8_products._kernels)
-"""What is found out once a device."""
 WITHOUT_WORK = frozenset(
     "aten." + name
     for name in (
@@ -52,7 +54,9 @@ WITHOUT_WORK = frozenset(
 """Operators that launch nothing."""
 SPARSE = frozenset("aten." + name for name in ("embedding", "gather", "scatter_", "index_select"))
 """Operators that touch as many numbers of their first tensor as there are indices."""
-WRITES_ONLY = frozenset("aten." + name for name in ("zeros", "zero_", "fill_", "full", "ones", "arange", "zeros_like", "new_zeros"))
+WRITES_ONLY = frozenset(
+    "aten." + name for name in ("zeros", "zero_", "fill_", "full", "ones", "arange", "zeros_like", "new_zeros")
+)
 PRODUCTS = frozenset("aten." + name for name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"))
 
 
@@ -193,6 +197,20 @@ def _dry_triton() -> dict[str, ModuleType]:
 
 
 @contextmanager
+def _in_place_of_modules(others: Mapping[str, ModuleType | None]) -> Iterator[None]:
+    """Put modules in place of those of these names; None: to be imported anew."""
+    before = {name: sys.modules.pop(name, None) for name in others}
+    sys.modules.update({name: module for name, module in others.items() if module is not None})
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@contextmanager
 def _device_guard() -> Iterator[None]:
     """What PyTorch asks before each operator on a GPU: which device and stream is current. Builds without CUDA have nobody to
     ask, and here get the processor's answer. Builds with it have their own.
@@ -213,28 +231,27 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_device_guard())
-        kept = {name: module for name, module in sys.modules.items() if name not in KERNEL_MODULES}
-        enter(patch.dict(sys.modules, kept | _dry_triton(), clear=True))
-        for name in KERNEL_MODULES:  # the attribute of the package would be taken in place of a new import
-            package, _, module = name.rpartition(".")
-            if hasattr(sys.modules.get(package), module):
-                enter(patch.object(sys.modules[package], module))
-                delattr(sys.modules[package], module)
+        enter(_in_place_of_modules(_dry_triton() | dict.fromkeys(KERNEL_MODULES)))
         enter(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
         enter(patch.object(torch.cuda, "get_device_name", lambda device=None: "a GPU that computes nothing"))
         enter(patch.object(batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)))
         enter(patch.object(segments, "_has_kernel", lambda device: True))
-        enter(patch.object(fp8_products, "_compare", lambda kernels, device: None))
-        for cached in CACHED:
-            cached.cache_clear()
-            stack.callback(cached.cache_clear)
+        enter(patch.object(gpu_kernels, "checked", lambda module, compare, device: (importlib.import_module(module), None)))
         enter(patch.object(frozen_linear, "watched", lambda: False))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)
 
 
-def place(model: nn.Module, device: torch.device) -> None:
-    """Put every parameter and buffer of a model that was built on meta on the device, uninitialised, inside `fake_cuda`."""
+def build_on(device: torch.device, spec: JobSpec) -> PeftModel:
+    """A job's model on the device, uninitialised, whose layers compute as they do there. Inside `fake_cuda`."""
+    chosen = build.choose_arithmetic
+    with unset_fake_temporarily(), patch.object(build, "choose_arithmetic", lambda base, spec, _: chosen(base, spec, device)):
+        model = build.build(spec, torch.device("cpu")).peft_model  # buffers have values
+    _place(model, device)
+    return model.train()
+
+
+def _place(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

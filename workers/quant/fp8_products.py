@@ -12,20 +12,17 @@ where Triton is there (`fp8_kernels`), and elsewhere PyTorch's operations, which
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
 import weakref
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.quant import fp8
+from workers.quant import fp8, gpu_kernels
 from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import Numerics
-
-log = logging.getLogger(__name__)
 
 MULTIPLE = 16
 """Both dimensions of a weight have to be multiples of this."""
@@ -103,17 +100,9 @@ def kernel_fault(device: torch.device) -> str | None:
     return _kernels(device)[1] if device.type == "cuda" else None
 
 
-@functools.cache
-def _kernels(device: torch.device) -> tuple[ModuleType | None, str | None]:
-    """The kernels, where Triton is there and they come to what a processor does; else None, and why."""
-    try:
-        from workers.quant import fp8_kernels  # here: Triton takes a second to import, and is not everywhere
-
-        _compare(fp8_kernels, device)
-    except Exception as error:  # without a C compiler, to name one, Triton raises what it likes
-        log.warning("products in FP8 go without their kernels", exc_info=error)
-        return None, f"{type(error).__name__}: {str(error).strip()[:300]}"
-    return fp8_kernels, None
+def _kernels(device: torch.device) -> tuple[Any, str | None]:
+    """The kernels, or why they are not used."""
+    return gpu_kernels.checked("workers.quant.fp8_kernels", _compare, device)
 
 
 def _compare(kernels: ModuleType, device: torch.device) -> None:

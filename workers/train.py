@@ -257,8 +257,8 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
         text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
         reporter.message(text, "warn")
     if built.arithmetic.not_fused is not None:
-        text = f"precision.fused_kernels: norms and what else they compute is left to slower operations: {built.arithmetic.not_fused}"
-        reporter.message(text, "warn")
+        why = built.arithmetic.not_fused
+        reporter.message(f"precision.fused_kernels: the model's own operations are used, more slowly: {why}", "warn")
 
 
 def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:

@@ -38,18 +38,14 @@ from workers.base.load import _owners
 from workers.data import batches
 from workers.layers import segments
 from workers.model import build
-from workers.quant import frozen_linear, gpu_kernels
+from workers.quant import frozen_linear, gpu_kernels, nf4
 from workers.quant.rowwise import RowQuantized
 
-KERNEL_MODULES = ("workers.layers.fused_kernels", "workers.layers.mask_kernel", "workers.quant.fp8_kernels")
+KERNEL_MODULES = ("workers.layers.fused_kernels", "workers.layers.mask_kernel", "workers.quant.fp8_kernels", "workers.quant.nf4_kernels")
 """Modules that import Triton."""
 WITHOUT_WORK = frozenset(
     "aten." + name
-    for name in (
-        "view t transpose unsqueeze expand slice detach alias as_strided reshape _unsafe_view select split squeeze permute "
-        "unbind _reshape_alias unsafe_split split_with_sizes lift_fresh narrow is_pinned "
-        "empty empty_like new_empty empty_strided new_empty_strided sym_size"
-    ).split()
+    for name in ["view", "t", "transpose", "unsqueeze", "expand", "slice", "detach", "alias", "as_strided", "reshape", "_unsafe_view", "select", "split", "squeeze", "permute", "unbind", "_reshape_alias", "unsafe_split", "split_with_sizes", "lift_fresh", "narrow", "is_pinned", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "sym_size"]
 )
 """Operators that launch nothing."""
 SPARSE = frozenset("aten." + name for name in ("embedding", "gather", "scatter_", "index_select"))
@@ -237,6 +233,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
         enter(patch.object(batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)))
         enter(patch.object(segments, "_has_kernel", lambda device: True))
         enter(patch.object(gpu_kernels, "checked", lambda module, compare, device: (importlib.import_module(module), None)))
+        nf4.values.cache_clear()
+        stack.callback(nf4.values.cache_clear)
         enter(patch.object(frozen_linear, "watched", lambda: False))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)

@@ -41,11 +41,45 @@ from workers.model import build
 from workers.quant import frozen_linear, gpu_kernels, nf4
 from workers.quant.rowwise import RowQuantized
 
-KERNEL_MODULES = ("workers.layers.fused_kernels", "workers.layers.mask_kernel", "workers.quant.fp8_kernels", "workers.quant.nf4_kernels")
+KERNEL_MODULES = (
+    "workers.layers.fused_kernels",
+    "workers.layers.mask_kernel",
+    "workers.quant.fp8_kernels",
+    "workers.quant.nf4_kernels",
+)
 """Modules that import Triton."""
 WITHOUT_WORK = frozenset(
     "aten." + name
-    for name in ["view", "t", "transpose", "unsqueeze", "expand", "slice", "detach", "alias", "as_strided", "reshape", "_unsafe_view", "select", "split", "squeeze", "permute", "unbind", "_reshape_alias", "unsafe_split", "split_with_sizes", "lift_fresh", "narrow", "is_pinned", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "sym_size"]
+    for name in [
+        "view",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "expand",
+        "slice",
+        "detach",
+        "alias",
+        "as_strided",
+        "reshape",
+        "_unsafe_view",
+        "select",
+        "split",
+        "squeeze",
+        "permute",
+        "unbind",
+        "_reshape_alias",
+        "unsafe_split",
+        "split_with_sizes",
+        "lift_fresh",
+        "narrow",
+        "is_pinned",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "sym_size",
+    ]
 )
 """Operators that launch nothing."""
 SPARSE = frozenset("aten." + name for name in ("embedding", "gather", "scatter_", "index_select"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,9 @@ SCALE_ROWS = 256
 
 class InFP8(Numerics):
     """The arithmetic of `workers.quant.fp8`'s storage, multiplied without dequantising. x and grad are bf16."""
+
+    def multiplied(self, parts: Sequence[Tensor], cols: int, dtype: torch.dtype) -> None:
+        return None
 
     def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         codes, scale = parts

@@ -88,7 +88,7 @@ def category(operation: Any) -> str:
 
 
 def operations(weight_format: str, layers: int) -> list[Any]:
-    """What is launched in the forward and the backward of one micro-batch, by `layers` decoder layers and what is around them."""
+    """What one micro-batch launches, forward and backward, in `layers` decoder layers and what is around them."""
     import numpy as np
 
     from ft_service.data.tokens.sample import Tokens

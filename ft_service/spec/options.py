@@ -93,9 +93,9 @@ class PrecisionOptions(Strict):
     to FP8 row by row. off: they are always dequantised first, as fp8_blocks are. The job's events say which applies."""
     fused_kernels: Literal["auto", "off"] = "auto"
     """auto: on GPUs, RMS norms, rotary positions and gated feed-forwards in bf16 are computed by Triton kernels that round where
-    the model's own operations do, wherever they are found to give the model's own results when the job starts. They are not used
-    with distributed.compile. No speed is claimed: they have not yet been timed on a GPU, and the plan's memory counts the model's
-    own operations, which need more. off: the model's own operations. The job's events say which applies."""
+    the model's own operations do, if they give the same results on the GPU when the job starts, and unless layers are compiled.
+    They have not been timed on a GPU. The plan's memory counts the model's own operations, which need more. off: the model's
+    own operations. The job's events say which applies."""
     compare_served: Literal["auto", "off"] = "auto"
     """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
     base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by

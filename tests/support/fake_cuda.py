@@ -38,7 +38,7 @@ from workers.base.load import _owners
 from workers.data import batches
 from workers.layers import segments
 from workers.model import build
-from workers.quant import frozen_linear, gpu_kernels, nf4
+from workers.quant import fp8_products, frozen_linear, gpu_kernels, nf4
 from workers.quant.rowwise import RowQuantized
 
 KERNEL_MODULES = (
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         made = func(*args, **kwargs)
         name = str(func).rsplit(".", 1)[0]
         if name not in WITHOUT_WORK and func.namespace != "prim":
-            taken = [t for t in dict.fromkeys(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))]
+            taken = list(dict.fromkeys(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
             if name.endswith(".copy_"):
                 taken = taken[-1:]
             if name in WRITES_ONLY:
@@ -209,7 +209,7 @@ class _Kernel:
         return self._launch
 
     def _launch(self, *args: Any, **options: Any) -> None:
-        tensors = [arg for arg in dict.fromkeys(a for a in (*args, *options.values()) if isinstance(a, Tensor))]
+        tensors = list(dict.fromkeys(a for a in (*args, *options.values()) if isinstance(a, Tensor)))
         assert len({tensor.device for tensor in tensors}) == 1, f"{self._function.__name__} is given tensors of two devices"
         for record in _RECORDS[-1:]:
             record.add(f"triton.{self._function.__name__}", tensors, [])
@@ -267,8 +267,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
         enter(patch.object(batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)))
         enter(patch.object(segments, "_has_kernel", lambda device: True))
         enter(patch.object(gpu_kernels, "checked", lambda module, compare, device: (importlib.import_module(module), None)))
-        nf4.values.cache_clear()
-        stack.callback(nf4.values.cache_clear)
+        for cached in (nf4.values, fp8_products.ones):
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
         enter(patch.object(frozen_linear, "watched", lambda: False))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)

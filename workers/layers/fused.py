@@ -198,4 +198,5 @@ def _same(what: str, inputs: list[Tensor], stock: Tensor, found: Any, drawn: Any
         other = float((own != expected).float().mean())
         near = torch.allclose(own.float(), expected.float(), rtol=2**-7, atol=2**-12 * float(expected.detach().abs().max()))
         assert own.stride() == expected.stride(), f"{what}, {direction}: other strides"
-        assert near and other <= _MOST_OTHER, f"{what}, {direction}: {other:.1%} of the numbers are others"
+        same = near and other <= _MOST_OTHER
+        assert same, f"{what}, {direction}: {other:.1%} of the numbers are others"

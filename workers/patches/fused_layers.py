@@ -176,8 +176,7 @@ class _Gated:
         kernels = None if args or kwargs else _kernels(x)
         if kernels is None:
             return self._stock(x, *args, **kwargs)
-        gate, up, down = (self._module._modules[name] for name in self._names)
-        assert gate is not None and up is not None and down is not None, "gated_of has found them"
+        gate, up, down = (self._module.get_submodule(name) for name in self._names)
         factors = gate(x), up(x)
         return down(fused.FusedGate.apply(*factors, kernels) if fused.takes_gate(*factors) else fused.gate(*factors))
 

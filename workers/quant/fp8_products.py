@@ -12,6 +12,7 @@ where Triton is there (`fp8_kernels`), and elsewhere PyTorch's operations, which
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -52,8 +53,13 @@ class InFP8(Numerics):
         codes, scale = parts
         flat = grad.reshape(-1, grad.shape[-1])
         folded, by_columns = _rounded(flat, scale), _transposed(codes).t()
-        ones = torch.ones(1, cols, device=grad.device)
-        return _product(folded, by_columns, ones, grad.shape[:-1], grad.dtype, use_fast_accum=False)
+        return _product(folded, by_columns, ones(cols, grad.device), grad.shape[:-1], grad.dtype, use_fast_accum=False)
+
+
+@functools.lru_cache(maxsize=64)
+def ones(cols: int, device: torch.device) -> Tensor:
+    """Scales of columns that are not scaled, fp32 [1, cols]."""
+    return torch.ones(1, cols, device=device)
 
 
 class _LastInput(threading.local):
@@ -196,8 +202,9 @@ def _within_blocks(scale: Tensor) -> Tensor:
 
 
 def _blocks(rows: int, device: torch.device) -> Tensor:
-    """Zeros, fp32 [rows, 1], with more rows to the end of a block."""
-    return torch.zeros(_in_blocks(rows), 1, device=device)
+    """Scales to be filled, fp32 [rows, 1], with rows of zeros to the end of a block."""
+    whole = _in_blocks(rows)
+    return (torch.empty if whole == rows else torch.zeros)(whole, 1, device=device)
 
 
 def _in_blocks(rows: int) -> int:

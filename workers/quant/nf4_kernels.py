@@ -1,7 +1,7 @@
 """Dequantising NF4 as one kernel for CUDA in Triton, which reads the 8-bit scales itself; import it only there.
 
-bitsandbytes' kernel wants fp32 scales, which three operations have to make before. The arithmetic is that of `workers.quant.nf4`
-with its kernel, bit for bit.
+bitsandbytes' kernel wants fp32 scales, which three operations have to make before. The arithmetic is that of
+`workers.quant.nf4` with its kernel, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def _dequantised(codes, scales, row_max, values, weight, width, blocks, cols, la
 
 
 def dequantised(codes: Tensor, scales: Tensor, row_max: Tensor, values: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
-    """The weight [rows, cols]. `codes` u8 [rows, width], `scales` u8 [rows, width / 32], `row_max` fp32 [rows, 1]; `values`: what
-    the 16 codes stand for, fp32."""
+    """The weight [rows, cols]. `codes` u8 [rows, width], `scales` u8 [rows, width / 32], `row_max` fp32 [rows, 1]; `values`:
+    what the 16 codes stand for, fp32.
+    """
     rows, width = codes.shape
     weight = torch.empty(rows, cols, dtype=dtype, device=codes.device)
     if rows:

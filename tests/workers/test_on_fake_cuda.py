@@ -12,6 +12,7 @@ import torch
 
 from ft_service.data.tokens.sample import Tokens
 from tests.support.fake_cuda import Record, backward, build_on, fake_cuda, recording
+from tests.support.training.causal_types import save_type
 from tests.support.training.models import save_tiny_llama, spec_for
 from workers.data.batches import make_batch
 from workers.training.step import cross_entropies
@@ -54,3 +55,15 @@ def test_without_fused_kernels_the_models_own_operations_stay_on_the_gpu(tmp_pat
     record, gradients = step(base, precision={"default": "nf4", "fused_kernels": "off"})
     assert len(gradients) == 2 * 7 * 2
     assert not [name for name in record.counted() if name.startswith("triton._normed")]
+
+
+@pytest.mark.parametrize("stored", ["bf16", "nf4", "fp8"])
+def test_experts_are_grouped_products_that_nothing_waits_for(stored: str, tmp_path: Path) -> None:
+    save_type("qwen3_moe", tmp_path / "base")
+    spec_lora = {"r": 4, "target_modules": "all-linear"}
+    record, gradients = step(tmp_path / "base", precision={"default": stored}, lora=spec_lora)
+    assert gradients
+    assert all(gradient.is_cuda for gradient in gradients.values())
+    launched = record.counted()
+    assert launched["aten._grouped_mm"] > 0
+    assert not {"aten._local_scalar_dense", "aten.nonzero"} & launched.keys()

@@ -338,7 +338,7 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
 def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
     """The gradients that a node gives to those that follow. `grads`: by output of its forward."""
     own = [grads.get(place) for place in range(len(node._input_metadata))]
-    if node.name() == "SiluBackward0":  # one kernel on CUDA, which builds without it take apart
+    if type(node).__name__ == "SiluBackward0":  # one kernel on CUDA, which builds without it take apart
         for record in _RECORDS[-1:]:
             record.add("aten.silu_backward", [own[0], node._saved_self], [node._saved_self])
         return [torch.empty_like(node._saved_self)]
@@ -348,5 +348,5 @@ def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
         return made
     given = iter([grad for grad in made if grad is not None])  # arguments that are no tensors have no node behind them
     found = [None if following is None else next(given) for following, _ in node.next_functions]
-    assert next(given, None) is None, f"{node.name()} gives gradients to nobody"
+    assert next(given, None) is None, f"{type(node).__name__} gives gradients to nobody"
     return found

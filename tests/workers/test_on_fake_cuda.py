@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.data.tokens.sample import Tokens
 from tests.support.fake_cuda import Record, backward, build_on, fake_cuda, recording
-from tests.support.training.causal_types import save_type
-from tests.support.training.models import save_tiny_llama, spec_for
+from tests.support.training.models import COMMON, save_tiny_llama, spec_for
 from workers.data.batches import make_batch
 from workers.training.step import cross_entropies
 
@@ -59,9 +59,12 @@ def test_without_fused_kernels_the_models_own_operations_stay_on_the_gpu(tmp_pat
 
 @pytest.mark.parametrize("stored", ["bf16", "nf4", "fp8"])
 def test_experts_are_grouped_products_that_nothing_waits_for(stored: str, tmp_path: Path) -> None:
-    save_type("qwen3_moe", tmp_path / "base")
-    spec_lora = {"r": 4, "target_modules": "all-linear"}
-    record, gradients = step(tmp_path / "base", precision={"default": stored}, lora=spec_lora)
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        **COMMON | {"hidden_size": 64, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    record, gradients = step(tmp_path / "base", precision={"default": stored}, lora={"r": 4})
     assert gradients
     assert all(gradient.is_cuda for gradient in gradients.values())
     launched = record.counted()

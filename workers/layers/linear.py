@@ -107,18 +107,17 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, call: _Call, *parts: Tensor) -> Tensor:
         a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
-        weight = _added_later(x, parts, call)
-        if weight is None:
-            y = frozen_linear.product(x, parts, call.stored_as, call.cols)
-            if bias is not None:
-                y = y.add_(bias) if not frozen_linear.watched() else y + bias
         down = F.linear(x, a_cast) if call.keys is None else dropout.product(x, a_cast, call.keys, call.rate)
         ctx.call, ctx.dtypes = call, (a.dtype, b.dtype)
         ctx.save_for_backward(x, down, a_cast, b_cast, *parts)
         added = (down.flatten(0, -2), b_cast.t())
+        weight = _added_later(x, parts, call)
         if weight is not None:
             y = _scaled_mm(*added, call.scale).addmm_(x.flatten(0, -2), weight.t())
             return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[0])
+        y = frozen_linear.product(x, parts, call.stored_as, call.cols)
+        if bias is not None:
+            y = y.add_(bias) if not frozen_linear.watched() else y + bias
         if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
             return torch.addmm(y.flatten(0, -2), *added, alpha=call.scale).view(y.shape)
         y.flatten(0, -2).addmm_(*added, alpha=call.scale)

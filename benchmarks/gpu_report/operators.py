@@ -112,19 +112,19 @@ def _elementwise(context: Context, device: torch.device, tokens: int, hidden: in
     stock: dict[str, tuple[Callable[[], Any], list[Tensor]]] = {
         "RMS norm": (lambda: fused.norm(x, weight, 1e-6, fused.Form.ROUNDED), [x]),
         "SwiGLU": (lambda: fused.gate(*factors), factors),
-        "rotary positions": (lambda: fused.rotate(*heads, *angles)[0], heads[:1]),
+        "rotary positions": (lambda: fused.rotate(heads[0], heads[1], *angles)[0], heads[:1]),
     }
     by = fused.kernels(device)
     ours: dict[str, Callable[[], Any]] = {
         "RMS norm": lambda: fused.FusedNorm.apply(x, weight, 1e-6, fused.Form.ROUNDED, by),
         "SwiGLU": lambda: fused.FusedGate.apply(*factors, by),
-        "rotary positions": lambda: fused.FusedRotation.apply(*heads, *angles, by)[0],  # pyright: ignore[reportIndexIssue]
+        "rotary positions": lambda: fused.FusedRotation.apply(heads[0], heads[1], *angles, by)[0],  # pyright: ignore[reportIndexIssue]
     }
     for name, (act, inputs) in stock.items():
         found = {"stock_ms": 1e3 * seconds(lambda a=act, i=inputs: _both(a, i))}
         if by is not None:
             found["fused_ms"] = 1e3 * seconds(lambda a=ours[name], i=inputs: _both(a, i))
-        context.rows.add(f"{name}, forward and backward", **found, note=fused.kernel_fault(device) or "")
+        context.rows.add(f"{name}, forward and backward", "ok", fused.kernel_fault(device) or "", **found)
 
 
 def _both(act: Callable[[], Any], inputs: list[Tensor]) -> None:

@@ -218,12 +218,13 @@ class _Kernel:
 def _dry_triton() -> dict[str, ModuleType]:
     """Modules in place of Triton's."""
     triton: Any = ModuleType("triton")
-    triton.language = ModuleType("triton.language")
-    triton.language.constexpr = int
+    language: Any = ModuleType("triton.language")
+    language.constexpr = int
+    triton.language = language
     triton.jit = _Kernel
     triton.cdiv = lambda a, b: -(-a // b)
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
-    return {"triton": triton, "triton.language": triton.language}
+    return {"triton": triton, "triton.language": language}
 
 
 @contextmanager
@@ -313,6 +314,7 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
                 if following not in seen:
                     seen.add(following)
                     stack.append(following)
+    node: Any
     given: dict[Any, dict[int, Tensor]] = {loss.grad_fn: {0: torch.ones_like(loss)}}
     leaves: dict[Tensor, Tensor] = {}
     ready = [loss.grad_fn]
@@ -340,7 +342,7 @@ def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
     own = [grads.get(place) for place in range(len(node._input_metadata))]
     if type(node).__name__ == "SiluBackward0":  # one kernel on CUDA, which builds without it take apart
         for record in _RECORDS[-1:]:
-            record.add("aten.silu_backward", [own[0], node._saved_self], [node._saved_self])
+            record.add("aten.silu_backward", [grads[0], node._saved_self], [node._saved_self])
         return [torch.empty_like(node._saved_self)]
     made: Any = node.apply(*own) if hasattr(node, "apply") else node(*own)  # a Python function's, and one of PyTorch
     made = list(made) if isinstance(made, tuple) else [made]

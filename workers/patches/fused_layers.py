@@ -83,7 +83,7 @@ def norm_of(module: nn.Module) -> tuple[float, Form] | None:
     if next(module.children(), None) is not None or [name for name, w in weights if name != "weight" or w.dim() != 1]:
         return None
     small = {value for value in vars(module).values() if type(value) is float and 0 < value < _HIGHEST_EPSILON}
-    return _found_norm(module, *small, bool(weights)) if len(small) == 1 else None
+    return _found_norm(module, small.pop(), bool(weights)) if len(small) == 1 else None
 
 
 def _found_norm(module: nn.Module, epsilon: float, has_weight: bool) -> tuple[float, Form] | None:

@@ -3,14 +3,14 @@
 # make wheel        everything as one file for pip, in dist
 # make test         every test that needs no GPU        make test-all   the long ones too
 # make bench        every benchmark; results go to benchmarks/results
-# make gpu-report   what one GPU shows of the workers, in 8 minutes: right numbers, speed, memory; without a GPU: that it would run
+# make gpu-report   what one GPU shows of the workers: right numbers, speed, memory; without a GPU: that it would run
 # make check        format, lint, types, the direction of imports, and links and anchors of the documentation
 # make docs         make the pages that are made from the code, and the documentation's site in build/site
 #
 # Everything is installed into .venv, state is kept in .ft. Variables:
 #   PYTHON=python3.12   the interpreter to build .venv with (3.11, 3.12 or 3.13)
 #   TORCH_INDEX=URL     package index to take PyTorch from, as the selector on pytorch.org names it (CPU only, another CUDA version)
-#   ONLY=a,b  OUT=DIR   for gpu-report: sections in place of all, and where its results go
+#   ONLY=a  OUT=DIR     for gpu-report: one of its three parts a, b, c of less than 10 minutes, or sections; where results go
 #   FT_HOME=DIR         where state is kept            FT_MODELS=DIR:DIR   folders of base models
 
 SHELL := /bin/bash

@@ -11,13 +11,24 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True)
 class Llama:
-    """Every head has its own keys and values."""
-
     hidden: int
     intermediate: int
     layers: int
     heads: int
     vocabulary: int
+    groups: int | None = None
+    """Heads of keys and values; None: every head has its own."""
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.hidden // self.heads * (self.groups or self.heads)
+
+    def shapes_of_layer(self) -> dict[str, tuple[int, int]]:
+        """Its linear layers."""
+        attention = {f"self_attn.{n}_proj": (self.keys if n in "kv" else self.hidden, self.hidden) for n in "qkvo"}
+        inner = {f"mlp.{n}_proj": (self.intermediate, self.hidden) for n in ("gate", "up")}
+        return {**attention, **inner, "mlp.down_proj": (self.hidden, self.intermediate)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {
@@ -27,9 +38,7 @@ class Llama:
         }
         for i in range(self.layers):
             layer = f"model.layers.{i}"
-            shapes |= {f"{layer}.self_attn.{n}_proj.weight": (self.hidden, self.hidden) for n in "qkvo"}
-            shapes |= {f"{layer}.mlp.{n}_proj.weight": (self.intermediate, self.hidden) for n in ("gate", "up")}
-            shapes |= {f"{layer}.mlp.down_proj.weight": (self.hidden, self.intermediate)}
+            shapes |= {f"{layer}.{name}.weight": shape for name, shape in self.shapes_of_layer().items()}
             shapes |= {f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")}
         return shapes
 
@@ -43,7 +52,7 @@ def write_llama(folder: Path, llama: Llama, device: str = "cpu") -> int:
         intermediate_size=llama.intermediate,
         num_hidden_layers=llama.layers,
         num_attention_heads=llama.heads,
-        num_key_value_heads=llama.heads,
+        num_key_value_heads=llama.groups or llama.heads,
         vocab_size=llama.vocabulary,
         tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],

@@ -248,7 +248,7 @@ def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -
 
 def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporter: Reporter) -> None:
     """Report what loading did, what is to be known of the base, and what is computed more slowly than it could be."""
-    for note in (balance_note(spec.model.path), built.products):
+    for note in (balance_note(spec.model.path), *built.arithmetic.notes):
         if note is not None:
             reporter.message(note)
     for level, text in built.loaded.messages() if built.loaded else ():
@@ -261,6 +261,9 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     if fault is not None:
         text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
         reporter.message(text, "warn")
+    if built.arithmetic.not_fused is not None:
+        why = built.arithmetic.not_fused
+        reporter.message(f"precision.fused_kernels: the model's own operations are used, more slowly: {why}", "warn")
 
 
 def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:

@@ -1,29 +1,34 @@
 """Runs the sections one after the other, each in a process of its own with a time limit, and writes down what came of them.
 
-    python -m benchmarks.gpu_report [--device cuda] [--minutes 8] [--only ceilings,kernels] [--skip ..] [--out FOLDER]
+    python -m benchmarks.gpu_report --only a        also b and c: the report in three calls below ten minutes each
+    python -m benchmarks.gpu_report [--device cuda] [--minutes 9.5] [--only ceilings,kernels] [--skip ..] [--out FOLDER]
     python -m benchmarks.gpu_report --device cpu --tiny       every section in its smallest form, to prove that it runs
 
-FOLDER/gpu_report.jsonl grows while sections run, and a table in Markdown next to it is written after each. A section that is
-killed, fails or lacks something is a row; the others continue. Exit code 1 if any row says that something failed.
+FOLDER/gpu_report.jsonl grows while sections run; rows of sections that are not run again stay. After each, a table in Markdown
+is written next to it, and what the section printed is kept in FOLDER/gpu_report_logs. A section that is killed, fails or lacks
+something is a row; the others continue. Exit code 1 if any row says that something failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from benchmarks.gpu_report.rows import Row, append, markdown, read
-from benchmarks.gpu_report.sections import SECTIONS, Section
+from benchmarks.gpu_report.sections import PARTS, SECTIONS, Section
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
+BASE_BYTES = 24 * 2**30
+"""The base in bf16, of which the sections keep one, and what they write beside it."""
 LEAST_SECONDS = 5.0
 """With less left, no section is begun."""
 SLOWER = 6
@@ -36,29 +41,45 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="the smallest form of every section")
-    parser.add_argument("--minutes", type=float, help="for all sections together; 8 on a GPU, 60 without")
-    parser.add_argument("--only", default="", help="names of sections, with commas")
+    parser.add_argument("--minutes", type=float, help="for all sections together; 9.5 on a GPU, 60 without")
+    parser.add_argument("--only", default="", help="names of sections or of parts (a, b, c), with commas")
     parser.add_argument("--skip", default="", help="names of sections, with commas")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args(arguments)
     only, skip = (set(filter(None, text.split(","))) for text in (options.only, options.skip))
+    only = {name for given in only for name in PARTS.get(given, (given,))}
     if unknown := (only | skip) - SECTIONS.keys():
         parser.error(f"no such sections: {', '.join(sorted(unknown))}. There are: {', '.join(SECTIONS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     results = options.out / "gpu_report.jsonl"
-    results.unlink(missing_ok=True)
-    deadline = time.monotonic() + 60 * (options.minutes or (8 if options.device == "cuda" else 60))
-    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as scratch:
-        chosen = {name: section for name, section in SECTIONS.items() if name not in skip and (not only or name in only)}
+    chosen = {name: section for name, section in SECTIONS.items() if name not in skip and (not only or name in only)}
+    keep(results, chosen)
+    deadline = time.monotonic() + 60 * (options.minutes or (9.5 if options.device == "cuda" else 60))
+    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch_in(0 if options.tiny else BASE_BYTES)) as scratch:
         for name, section in chosen.items():
             began = time.monotonic()
             run_section(name, section, options.device, options.tiny, results, Path(scratch), deadline)
             (options.out / "gpu_report.md").write_text(markdown(read(results)))
+            append(results, Row(name, "the section", "ok", {"seconds": time.monotonic() - began}))
             mine = [row for row in read(results) if row.section == name]
             failed = sum(row.status == "failed" for row in mine)
             print(f"{name}: {len(mine)} cases, {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
     print((options.out / "gpu_report.md").read_text())
     return int(any(row.status == "failed" for row in read(results)))
+
+
+def keep(results: Path, chosen: Collection[str]) -> None:
+    """Remove the rows of the chosen sections, which are to be run again."""
+    rows = [row for row in read(results) if row.section not in chosen]
+    results.unlink(missing_ok=True)
+    for row in rows:
+        append(results, row)
+
+
+def scratch_in(needed: int) -> Path | None:
+    """The folder in memory, if it has room for so many bytes; None: the system's own for temporary files."""
+    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed
+    return SHARED_MEMORY if has_room else None
 
 
 def run_section(name: str, section: Section, device: str, tiny: bool, results: Path, scratch: Path, deadline: float) -> None:
@@ -69,7 +90,8 @@ def run_section(name: str, section: Section, device: str, tiny: bool, results: P
         append(results, Row(name, "-", "skipped", note="the report's minutes are over"))
         return
     command = [sys.executable, "-m", "benchmarks.gpu_report.sections", name, device, str(int(tiny)), str(results), str(scratch)]
-    log = scratch / f"{name}.log"
+    log = results.parent / "gpu_report_logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(os.environ, device), stdout=output, stderr=output, start_new_session=True

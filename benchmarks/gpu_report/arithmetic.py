@@ -22,7 +22,7 @@ class Work:
     @classmethod
     def of(cls, llama: Llama, rank: int) -> Work:
         """`rank`: of adapters on every linear layer but the head."""
-        shapes = [(llama.hidden, llama.hidden)] * 4 + [(llama.intermediate, llama.hidden)] * 3
+        shapes = llama.shapes_of_layer().values()
         return cls(
             linears=llama.layers * sum(rows * cols for rows, cols in shapes),
             head=llama.vocabulary * llama.hidden,
@@ -31,10 +31,10 @@ class Work:
             width=llama.hidden,
         )
 
-    def flops_per_token(self, length: int) -> float:
+    def flops_per_token(self, length: float) -> float:
         """Of a forward and backward without recomputation, causal samples of `length` tokens, all of them targets.
 
         A frozen weight takes 2 operations forward and 2 backward, a trained one 6, causal attention 6 times layers, width and
-        length.
+        length: of samples of several lengths the sum of their squares over that of themselves.
         """
         return 4 * (self.linears + self.head) + 6 * self.adapters + 6 * self.layers * self.width * length

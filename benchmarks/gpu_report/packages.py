@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 NAMES = ("annotated-types", "bitsandbytes", "google-re2", "pydantic", "pydantic_core", "typing-inspection")
+LIGER = "liger-kernel==0.8.5"
+"""For the comparison alone: nothing of the project uses it."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +29,7 @@ def main() -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", "--upgrade"]
     command += ["--target", str(options.folder), "--python-version", options.python, "--implementation", "cp"]
     command += [flag for platform in PLATFORMS for flag in ("--platform", platform)]
-    subprocess.run([*command, *pinned((ROOT / "constraints.txt").read_text())], check=True)
+    subprocess.run([*command, *pinned((ROOT / "constraints.txt").read_text()), LIGER], check=True)
     trim(options.folder / "bitsandbytes", options.cuda)
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second and peak memory of our jobs on eight layers of an 8B model, next to the arithmetic limit and the plan."""
+"""Tokens a second and peak memory of our jobs on an 8B model, next to the arithmetic limit and the plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from workers.describe import describe
 
+LIMITS = ("H100", "H200")
+"""Machines whose data sheet gives a number of tokens a second that none can reach."""
 WARM_UP = 3
-STEPS = 12
+STEPS = 8
 
 
 def measure(context: Context, precision: str) -> None:
@@ -62,4 +64,5 @@ def figures(context: Context, tokens_per_second: float, shape: Shape) -> dict[st
     work = Work.of(llama_of(context), RANK).flops_per_token(shape.length)
     ceiling = tflops_of(context)
     found = {"tokens_per_s": tokens_per_second, "tflops": work * tokens_per_second / 1e12}
+    found |= {f"limit_{name}": (MACHINES[name].flops or 0) / work for name in LIMITS}
     return found | ({"share_of_limit": found["tflops"] / ceiling} if ceiling else {})

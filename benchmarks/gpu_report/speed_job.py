@@ -1,9 +1,11 @@
-"""The job whose speed is measured: eight layers of an 8B Llama, made on the device, and samples that fill a micro-batch."""
+"""The job whose speed is measured: an 8B Llama, made on the device, and samples of log-normal lengths in micro-batches."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,34 +16,53 @@ from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef, JobSpec
 from tests.support.training.models import save_tokenizer, spec_for
 
-LLAMA = Llama(hidden=4096, intermediate=14336, layers=8, heads=32, vocabulary=128_256)
-"""Eight layers of an 8B model. Its 32 heads have keys and values of their own, where the published one has 8 pairs."""
+LLAMA = Llama(hidden=4096, intermediate=14336, layers=32, heads=32, vocabulary=128_256, groups=8)
+"""Llama-3.1-8B's shape: 16 GB in bf16."""
 TINY = Llama(hidden=64, intermediate=192, layers=2, heads=4, vocabulary=512)
 RANK = 16
+OF_TEMPLATE = 12
+"""Tokens of a chat besides its answer, about."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """Of a step's micro-batches."""
 
-    samples: int
-    """A micro-batch."""
-    length: int
-    """Tokens of every sample."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample of a micro-batch."""
     micro_batches: int
     """A step."""
 
     @property
+    def samples(self) -> int:
+        """A micro-batch."""
+        return len(self.lengths)
+
+    @property
     def tokens(self) -> int:
         """Of one micro-batch."""
-        return self.samples * self.length
+        return sum(self.lengths)
+
+    @property
+    def length(self) -> float:
+        """By which attention's work goes: that of samples of one length which cost as much."""
+        return sum(length**2 for length in self.lengths) / self.tokens
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens a micro-batch"
 
 
-SHAPES = (Shape(samples=4, length=2048, micro_batches=2), Shape(samples=1, length=1024, micro_batches=4))
-TINY_SHAPES = (Shape(samples=2, length=32, micro_batches=1),)
+def log_normal(tokens: int) -> tuple[int, ...]:
+    """Lengths of samples that have so many tokens together, spread as those of chats are, around 600 tokens."""
+    rng, lengths = random.Random(0), list[int]()
+    while sum(lengths) < tokens:
+        length = min(max(32, round(rng.lognormvariate(math.log(600), 0.9))), 4096, tokens - sum(lengths))
+        lengths.append(length)
+    return tuple(lengths)
+
+
+SHAPES = (Shape(log_normal(8192), micro_batches=2), Shape(log_normal(1024), micro_batches=4))
+TINY_SHAPES = (Shape((32, 20), micro_batches=1),)
 
 
 def llama_of(context: Context) -> Llama:
@@ -66,14 +87,14 @@ def job(context: Context, shape: Shape, precision: str, steps: int, *, compiled:
     batch = shape.samples * shape.micro_batches
     return spec_for(
         base_of(context),
-        long_chats(context.scratch / f"long-{shape.length}.jsonl", shape.length, 2 * batch),
+        long_chats(context.scratch / f"long-{shape.tokens}.jsonl", shape.lengths * 2 * shape.micro_batches),
         precision={"default": precision},
         training={
             "max_steps": steps,
             "batch_size": batch,
             "per_device_train_batch_size": shape.samples,
             "tokens_per_micro_batch": shape.tokens,
-            "max_length": shape.length,
+            "max_length": max(shape.lengths),
         },
         lora={"r": RANK},
         distributed={"compile": compiled},
@@ -81,11 +102,12 @@ def job(context: Context, shape: Shape, precision: str, steps: int, *, compiled:
     )
 
 
-def long_chats(path: Path, length: int, count: int) -> DataFileRef:
-    """Chats of more than `length` tokens (one a letter), nearly all of them the assistant's: they are cut to fill a sample."""
+def long_chats(path: Path, lengths: Sequence[int]) -> DataFileRef:
+    """Chats of about these numbers of tokens, one a letter, the longest of more: they are cut. The user says little."""
     rng = random.Random(0)
     lines: list[dict[str, Any]] = []
-    for _ in range(count):
+    for length in lengths:
+        length = length if length == max(lengths) else max(1, length - OF_TEMPLATE)
         answer = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
         lines.append({"messages": [{"role": "user", "content": "go on"}, {"role": "assistant", "content": answer}]})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

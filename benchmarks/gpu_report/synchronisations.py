@@ -88,7 +88,7 @@ class Watch:
 
 def measure(context: Context) -> None:
     for shape in shapes_of(context):
-        for precision in ("nf4",) if context.tiny else ("bf16", "nf4"):
+        for precision in ("nf4",):
             with context.rows.case(f"{precision}, {shape}") as numbers:
                 found = counted(context, precision, shape)
                 steps = len(WATCHED)

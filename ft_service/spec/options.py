@@ -96,6 +96,11 @@ class PrecisionOptions(Strict):
     fp8_products: Literal["auto", "off"] = "auto"
     """auto: layers stored in fp8 multiply in FP8 if the GPU supports it and compute is bf16; inputs and gradients are rounded
     to FP8 row by row. off: they are always dequantised first, as fp8_blocks are. The job's events say which applies."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """auto: on GPUs, RMS norms, rotary positions and gated feed-forwards in bf16 are computed by Triton kernels that round
+    where the model's own operations do, if they give the same results on the GPU when the job starts, and no layer is compiled.
+    They have not been timed on a GPU. The plan's memory counts the model's own operations, which need more. off: the model's
+    own operations. The job's events say which applies."""
     compare_served: Literal["auto", "off"] = "auto"
     """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
     base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by

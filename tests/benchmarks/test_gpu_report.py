@@ -17,11 +17,11 @@ from benchmarks.gpu_report import __main__ as harness
 from benchmarks.gpu_report import sections
 from benchmarks.gpu_report.arithmetic import Work
 from benchmarks.gpu_report.packages import NAMES, pinned, trim
-from benchmarks.gpu_report.peft_speed import steps
+from benchmarks.gpu_report.peft_speed import rows_of, steps
 from benchmarks.gpu_report.profile import covered
-from benchmarks.gpu_report.rows import Row, Rows, SkippedError, markdown, read
-from benchmarks.gpu_report.sections import SECTIONS, Context, Section
-from benchmarks.gpu_report.speed_job import shapes_of
+from benchmarks.gpu_report.rows import Row, Rows, SkippedError, append, markdown, read
+from benchmarks.gpu_report.sections import PARTS, SECTIONS, Context, Section
+from benchmarks.gpu_report.speed_job import Shape, log_normal, shapes_of
 from tests.support.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,33 @@ def test_the_command_runs_a_section_and_writes_its_table(tmp_path: Path, capsys:
     assert {row.section for row in rows} == {"ceilings"}
     assert next(row for row in rows if row.case == "bf16 matrix product").numbers["tflops"] > 0
     assert (tmp_path / "gpu_report.md").read_text() in capsys.readouterr().out
+
+
+def test_three_calls_of_less_than_ten_minutes_are_the_report(tmp_path: Path) -> None:
+    assert {name for part in PARTS.values() for name in part} == SECTIONS.keys()
+    assert max(sum(SECTIONS[name].seconds for name in part) for part in PARTS.values()) < 600
+    results = tmp_path / "rows"
+    rows = [Row("ceilings", "one", "ok"), Row("kernels", "two", "ok"), Row("ceilings", "three", "ok")]
+    for row in rows:
+        append(results, row)
+    harness.keep(results, {"ceilings", "service"})
+    assert read(results) == [rows[1]]
+
+
+def test_a_base_that_memory_has_no_room_for_goes_to_the_disk() -> None:
+    assert harness.scratch_in(2**60) is None
+
+
+def test_lengths_are_spread_and_fill_a_micro_batch() -> None:
+    lengths = log_normal(8192)
+    assert sum(lengths) == 8192
+    assert len(lengths) > 4
+    assert max(lengths) > 3 * sorted(lengths)[len(lengths) // 2 - 1]
+    shape = Shape(lengths, 2)
+    assert shape.length > 8192 / len(lengths), "long samples have more of attention's work"
+    forwards = rows_of(shape)
+    assert sorted(length for forward in forwards for length in forward) == sorted(lengths)
+    assert all(len(forward) * max(forward) <= shape.tokens for forward in forwards)
 
 
 @pytest.mark.slow

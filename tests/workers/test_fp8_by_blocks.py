@@ -115,8 +115,8 @@ def test_a_preview_answers_from_the_blocks(bases: dict[str, Path]) -> None:
 
 def test_layers_by_blocks_are_said_to_be_dequantised_on_gpus_too(bases: dict[str, Path]) -> None:
     built = build(spec_for(bases["llama"], precision={"default": "fp8"}), CPU)
-    assert built.products == "The 14 layers stored in fp8_blocks are dequantised to multiply."
+    assert built.arithmetic.products == "The 14 layers stored in fp8_blocks are dequantised to multiply."
     base: Any = built.peft_model.get_base_model()
     said = choose_products(base, PrecisionOptions(default="fp8"), torch.bfloat16, torch.device("cuda"))
-    assert said == built.products
+    assert said == built.arithmetic.products
     assert not any(getattr(module, "in_fp8", False) for module in base.modules())

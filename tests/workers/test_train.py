@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
 from workers.job.parent_adapter import adopt
 from workers.model import precision
-from workers.model.build import build
+from workers.model.build import build, choose_arithmetic
 from workers.tasks.consolidate import consolidate
 from workers.train import _resume, report_built
 
@@ -398,6 +399,20 @@ def test_dropout_without_its_kernel_is_an_event_of_the_job(tmp_path: Path) -> No
     [(level, text)] = [one for one in told if "lora_dropout" in one[1]]
     assert level == "warn"
     assert text.startswith("lora.lora_dropout: its masks are made without their kernel, more slowly: ")
+    assert "Error: " in text
+
+
+def test_fused_kernels_that_cannot_be_used_are_an_event_of_the_job(tmp_path: Path) -> None:
+    base, told = save_chat_base(tmp_path / "base"), list[tuple[str, str]]()
+    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
+    for options, kind in (({}, "cuda"), ({"fused_kernels": "off"}, "cuda"), ({"compute": "fp32"}, "cuda"), ({}, "cpu")):
+        spec = spec_for(base, precision={"default": "bf16", **options})
+        built = build(spec, CPU)
+        arithmetic = choose_arithmetic(built.peft_model.get_base_model(), spec, torch.device(kind))  # there is no GPU
+        report_built(spec, replace(built, arithmetic=arithmetic), CPU, reporter)
+    [(level, text)] = told
+    assert level == "warn"
+    assert text.startswith("precision.fused_kernels: the model's own operations are used, more slowly: ")
     assert "Error: " in text
 
 

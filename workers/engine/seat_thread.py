@@ -200,7 +200,7 @@ class SeatThread:
         seat = Seat(built.peft_model, base.model, self._host.mesh, first, runtime.compute_dtype)
         self._lane.linears = seat.linears
         seat.model.train()
-        shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.products, base.loaded)
+        shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.arithmetic, base.loaded)
         report_built(spec, shared, runtime.device, reporter)
         return PreparedModel(
             shared, seat.masters, base.padded_because, seat, seat.gather, base.identified, self._wait_for_client

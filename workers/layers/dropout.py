@@ -12,10 +12,7 @@ Masks are never kept: backward computes them again from the keys.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.quant import gpu_kernels
 from workers.quant.frozen_linear import watched
-
-log = logging.getLogger(__name__)
 
 _NUMBERS_AT_ONCE = 1 << 16
 """Numbers a thread hashes at once on the CPU: with a spare for each 512 KiB."""
@@ -52,7 +48,7 @@ def kept_mask(tokens: Tensor, module: Tensor, channels: int, rate: float) -> Ten
     of_channels = keys_from(module, channels, tokens.device)
     lowest = round(rate * (1 << 32)) - (1 << 31)  # the smallest int32 is -2^31
     kernel = _kernel(tokens.device)[0] if tokens.is_cuda else None
-    return (kernel or _kept_by_parts)(tokens, of_channels, lowest)
+    return (kernel.kept_mask if kernel else _kept_by_parts)(tokens, of_channels, lowest)
 
 
 def kernel_fault(device: torch.device) -> str | None:
@@ -67,18 +63,14 @@ def even_numbers(tokens: Tensor, module: int, channels: int) -> Tensor:
     return _hash(numbers, torch.empty_like(numbers)).float() / (1 << 31)
 
 
-@functools.cache
-def _kernel(device: torch.device) -> tuple[Callable[[Tensor, Tensor, int], Tensor] | None, str | None]:
-    """The mask as one kernel, where Triton is there and comes to the same as plain operations; else None, and why."""
-    try:
-        from workers.layers.mask_kernel import kept_mask  # here: Triton takes a second to import, and is not everywhere
+def _kernel(device: torch.device) -> tuple[Any, str | None]:
+    """The module with the mask as one kernel, or why it is not used."""
+    return gpu_kernels.checked("workers.layers.mask_kernel", _compare, device)
 
-        keys = keys_from(1, 100, device)
-        assert torch.equal(kept_mask(keys, keys, 0), _kept_by_parts(keys, keys, 0)), "it gives another mask"
-    except Exception as error:  # without a C compiler, to name one, Triton raises what it likes
-        log.warning("dropout goes without its kernel", exc_info=error)
-        return None, f"{type(error).__name__}: {str(error).strip()[:300]}"
-    return kept_mask, None
+
+def _compare(kernels: Any, device: torch.device) -> None:
+    keys = keys_from(1, 100, device)
+    assert torch.equal(kernels.kept_mask(keys, keys, 0), _kept_by_parts(keys, keys, 0)), "it gives another mask"
 
 
 def _kept_by_parts(tokens: Tensor, channels: Tensor, lowest: int) -> Tensor:

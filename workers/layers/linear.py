@@ -143,18 +143,25 @@ class _LoraProduct(torch.autograd.Function):
 
     The adapter's part is added into the frozen product, in forward and in backward: neither makes another tensor as wide as a
     layer. Backward keeps x, x Aᵀ, A and B in x's dtype, and the storage of W.
+
+    On GPUs it is the other way round: the frozen product is added to the adapter's part. That one is bound by memory, and so is
+    only written; the large product reads it while it computes.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, call: _Call, *parts: Tensor) -> Tensor:
         a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
-        y = frozen_linear.product(x, parts, call.stored_as, call.cols)
-        if bias is not None:
-            y = y.add_(bias) if not frozen_linear.watched() else y + bias
         down = F.linear(x, a_cast) if call.keys is None else dropout.product(x, a_cast, call.keys, call.rate)
         ctx.call, ctx.dtypes = call, (a.dtype, b.dtype)
         ctx.save_for_backward(x, down, a_cast, b_cast, *parts)
         added = (down.flatten(0, -2), b_cast.t())
+        weight = _added_later(x, parts, call)
+        if weight is not None:
+            y = _scaled_mm(*added, call.scale).addmm_(x.flatten(0, -2), weight.t())
+            return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[0])
+        y = frozen_linear.product(x, parts, call.stored_as, call.cols)
+        if bias is not None:
+            y = y.add_(bias) if not frozen_linear.watched() else y + bias
         if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
             return torch.addmm(y.flatten(0, -2), *added, alpha=call.scale).view(y.shape)
         y.flatten(0, -2).addmm_(*added, alpha=call.scale)
@@ -169,18 +176,31 @@ class _LoraProduct(torch.autograd.Function):
         flat = grad.flatten(0, -2)
         of_down = _scaled_mm(flat, b, call.scale)
         of_b = _scaled_mm(flat.t(), down.flatten(0, -2), call.scale)
+        weight = _added_later(grad, parts, call) if ctx.needs_input_grad[0] else None
         of_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and weight is None:
             of_x = frozen_linear.product_grad(grad, parts, call.stored_as, call.cols)
         if call.keys is None:
             of_a = of_down.t() @ x.flatten(0, -2)
-            if of_x is not None:
+            if weight is not None:
+                of_x = (of_down @ a).addmm_(flat, weight).view(x.shape)
+            elif of_x is not None:
                 of_x.flatten(0, -2).addmm_(of_down, a)
         else:
             dropped, of_a = dropout.product_grad(of_down.view_as(down), x, a, call.keys, call.rate)
-            if of_x is not None:
+            if weight is not None:
+                dropped.flatten(0, -2).addmm_(flat, weight)
+                of_x = dropped
+            elif of_x is not None:
                 of_x += dropped
         return of_x, of_a.to(ctx.dtypes[0]), of_b.to(ctx.dtypes[1]), None, None, *[None] * len(parts)
+
+
+def _added_later(x: Tensor, parts: Sequence[Tensor], call: _Call) -> Tensor | None:
+    """The dense weight, where its product is to be added to the adapter's part; None: the adapter's part is added to it."""
+    if not x.is_cuda or frozen_linear.watched():
+        return None
+    return frozen_linear.multiplied(parts, call.stored_as, call.cols, x.dtype)
 
 
 def _scaled_mm(left: Tensor, right: Tensor, scale: float) -> Tensor:

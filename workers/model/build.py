@@ -21,6 +21,7 @@ from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
 from workers.layers.experts import declare_input_scaled
+from workers.layers.fused import kernel_fault
 from workers.layers.noise import add_noise
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
@@ -32,9 +33,26 @@ from workers.model.precision import choose_products, formats_of_base, precision_
 from workers.model.probes import Probed, probe
 from workers.model.special_types import INPUT_SCALED_EXPERTS
 from workers.model.tunable import READS_ENCODER, no_model, not_causal, refuse_numbers, refuse_untunable, wrong_value
+from workers.patches.fused_layers import fuse
 from workers.patches.plain_linears import make_linears_plain
 from workers.patches.unchecked_config import set_unchecked
 from workers.ranks.runtime import COMPUTE_DTYPE
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How the layers of a base compute what they are, in words."""
+
+    products: str | None = None
+    """How layers stored in FP8 multiply; None: there are none."""
+    fused: str | None = None
+    """What fused kernels compute; None: nothing."""
+    not_fused: str | None = None
+    """Why a GPU's kernels are not used, though they may be; None: they are, or may not be."""
+
+    @property
+    def notes(self) -> list[str]:
+        return [note for note in (self.products, self.fused) if note is not None]
 
 
 @dataclass(frozen=True)
@@ -47,8 +65,8 @@ class BuiltModel:
     formats: Mapping[str, WeightFormat]
     """Base module name → format of its weight: every linear layer and every stack of experts of the decoder layers, and linear
     layers elsewhere that the base holds quantised."""
-    products: str | None = None
-    """How layers stored in FP8 multiply, in words; None: there are none."""
+    arithmetic: Arithmetic = Arithmetic()
+    """How the layers compute."""
     loaded: Loaded | None = None
     """What loading did, once that is done."""
 
@@ -60,7 +78,7 @@ class BuiltBase:
     model: PreTrainedModel
     layers: list[nn.Module]
     formats: Mapping[str, WeightFormat]
-    products: str | None
+    arithmetic: Arithmetic
     probed: Probed
 
 
@@ -74,7 +92,7 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     peft_model = add_adapters(base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted)
     if spec.training.neftune_noise_alpha is not None:
         add_noise(base.model, spec.training.neftune_noise_alpha)
-    return BuiltModel(peft_model, base.layers, base.formats, base.products)
+    return BuiltModel(peft_model, base.layers, base.formats, base.arithmetic)
 
 
 def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> BuiltBase:
@@ -88,10 +106,21 @@ def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None
     refuse_resharding_of_held(spec.distributed.reshard_size, held)
     formats = precision_map(base, layers, spec.precision, held)
     swap(base, layers, formats)
-    products = choose_products(base, spec.precision, COMPUTE_DTYPE[spec.precision.compute], device)
+    arithmetic = choose_arithmetic(base, spec, device)
     set_works_in_chunks(base, probed.loss_in_chunks)
     base.requires_grad_(False)
-    return BuiltBase(base, layers, formats, products, probed)
+    return BuiltBase(base, layers, formats, arithmetic, probed)
+
+
+def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> Arithmetic:
+    """Let a base's layers compute in the way that is fastest on a device, as far as the spec allows it."""
+    compute = COMPUTE_DTYPE[spec.precision.compute]
+    products = choose_products(base, spec.precision, compute, device)
+    wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
+    if not wanted or device.type != "cuda" or compute != torch.bfloat16:
+        return Arithmetic(products)
+    fault = kernel_fault(device)
+    return Arithmetic(products, not_fused=fault) if fault else Arithmetic(products, f"Fused kernels compute {fuse(base)}.")
 
 
 def base_on_meta(path: str) -> PreTrainedModel:

@@ -13,19 +13,18 @@ where Triton is there (`fp8_kernels`), and elsewhere PyTorch's operations, which
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import weakref
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.quant import fp8
+from workers.quant import fp8, gpu_kernels
 from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import Numerics
-
-log = logging.getLogger(__name__)
 
 MULTIPLE = 16
 """Both dimensions of a weight have to be multiples of this."""
@@ -42,6 +41,9 @@ SCALE_ROWS = 256
 class InFP8(Numerics):
     """The arithmetic of `workers.quant.fp8`'s storage, multiplied without dequantising. x and grad are bf16."""
 
+    def multiplied(self, parts: Sequence[Tensor], cols: int, dtype: torch.dtype) -> None:
+        return None
+
     def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         codes, scale = parts
         # The sums of hundreds of products of e4m3 lose nothing that rounding x has left, and tensor cores are faster for it.
@@ -51,8 +53,13 @@ class InFP8(Numerics):
         codes, scale = parts
         flat = grad.reshape(-1, grad.shape[-1])
         folded, by_columns = _rounded(flat, scale), _transposed(codes).t()
-        ones = torch.ones(1, cols, device=grad.device)
-        return _product(folded, by_columns, ones, grad.shape[:-1], grad.dtype, use_fast_accum=False)
+        return _product(folded, by_columns, ones(cols, grad.device), grad.shape[:-1], grad.dtype, use_fast_accum=False)
+
+
+@functools.lru_cache(maxsize=64)
+def ones(cols: int, device: torch.device) -> Tensor:
+    """Scales of columns that are not scaled, fp32 [1, cols]."""
+    return torch.ones(1, cols, device=device)
 
 
 class _LastInput(threading.local):
@@ -103,17 +110,9 @@ def kernel_fault(device: torch.device) -> str | None:
     return _kernels(device)[1] if device.type == "cuda" else None
 
 
-@functools.cache
-def _kernels(device: torch.device) -> tuple[ModuleType | None, str | None]:
-    """The kernels, where Triton is there and they come to what a processor does; else None, and why."""
-    try:
-        from workers.quant import fp8_kernels  # here: Triton takes a second to import, and is not everywhere
-
-        _compare(fp8_kernels, device)
-    except Exception as error:  # without a C compiler, to name one, Triton raises what it likes
-        log.warning("products in FP8 go without their kernels", exc_info=error)
-        return None, f"{type(error).__name__}: {str(error).strip()[:300]}"
-    return fp8_kernels, None
+def _kernels(device: torch.device) -> tuple[Any, str | None]:
+    """The kernels, or why they are not used."""
+    return gpu_kernels.checked("workers.quant.fp8_kernels", _compare, device)
 
 
 def _compare(kernels: ModuleType, device: torch.device) -> None:
@@ -203,8 +202,9 @@ def _within_blocks(scale: Tensor) -> Tensor:
 
 
 def _blocks(rows: int, device: torch.device) -> Tensor:
-    """Zeros, fp32 [rows, 1], with more rows to the end of a block."""
-    return torch.zeros(_in_blocks(rows), 1, device=device)
+    """Scales to be filled, fp32 [rows, 1], with rows of zeros to the end of a block."""
+    whole = _in_blocks(rows)
+    return (torch.empty if whole == rows else torch.zeros)(whole, 1, device=device)
 
 
 def _in_blocks(rows: int) -> int:

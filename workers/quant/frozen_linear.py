@@ -49,6 +49,10 @@ class Numerics:
             kept[key] = self.module.dequantize(self.parts(*parts), cols, dtype)
         return kept[key]
 
+    def multiplied(self, parts: Sequence[Tensor], cols: int, dtype: torch.dtype) -> Tensor | None:
+        """The dense weight [rows, cols] that products are made with; None: they are made with none."""
+        return self.dense(parts, cols, dtype)
+
     def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         """x [.., cols] times the transposed weight → [.., rows], in x's dtype."""
         return F.linear(x, self.dense(parts, cols, x.dtype))
@@ -117,6 +121,11 @@ def product_grad(grad: Tensor, parts: Sequence[Tensor], name: str, cols: int) ->
     if name == PLAIN:
         return grad @ parts[0]
     return _grad_operator(grad, list(parts), name, cols) if watched() else _KNOWN[name].linear_grad(grad, list(parts), cols)
+
+
+def multiplied(parts: Sequence[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tensor | None:
+    """The dense weight [rows, cols] that `product` multiplies with; None: it multiplies otherwise."""
+    return parts[0] if name == PLAIN else _KNOWN[name].multiplied(parts, cols, dtype)
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -14,11 +14,14 @@ the same to within 0.02 %. Packing and unpacking are bitsandbytes' kernels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from workers.quant import gpu_kernels
 
 BLOCK = 64
 """Columns that share one scale."""
@@ -60,8 +63,43 @@ def quantize(weight: Tensor) -> NF4Parts:
 def dequantize(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`."""
     codes, scales, row_max = parts
+    kernels = _kernels(codes.device)[0] if codes.is_cuda else None
+    if kernels is not None:
+        return kernels.dequantised(codes, scales, row_max, values(codes.device), cols, dtype)
+    return _dequantize_by_parts(parts, cols, dtype)
+
+
+def _dequantize_by_parts(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
+    codes, scales, row_max = parts
     block_max = (scales / 255).square_().mul_(row_max)  # the division gives fp32 and reads the bytes as they are
     return dequantize_blocks(codes, block_max, cols, dtype)
+
+
+@functools.cache
+def values(device: torch.device) -> Tensor:
+    """What the 16 codes stand for, fp32, by bitsandbytes."""
+    codes = torch.arange(0, BLOCK // 2, dtype=torch.uint8, device=device) % 16
+    return dequantize_blocks(codes.view(1, -1), torch.ones(1, 1, device=device), BLOCK, torch.float32)[0, 1:33:2].contiguous()
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """Why weights are dequantised on a GPU by bitsandbytes' kernel and three others; None: by one, or the device is none."""
+    return _kernels(device)[1] if device.type == "cuda" else None
+
+
+def _kernels(device: torch.device) -> tuple[Any, str | None]:
+    return gpu_kernels.checked("workers.quant.nf4_kernels", _compare, device)
+
+
+def _compare(kernels: Any, device: torch.device) -> None:
+    """Raise AssertionError if the kernel comes to other bits, or is slower on a matrix of 4096 x 4096."""
+    for rows, cols in ((5, 100), (4096, 4096)):
+        generator = torch.Generator().manual_seed(0)
+        parts = NF4Parts(*(part.to(device) for part in quantize(torch.randn(rows, cols, generator=generator))))
+        by_one = functools.partial(kernels.dequantised, *parts, values(device), cols, torch.bfloat16)
+        by_parts = functools.partial(_dequantize_by_parts, parts, cols, torch.bfloat16)
+        assert torch.equal(by_one(), by_parts()), "it gives other weights"
+    gpu_kernels.assert_faster(by_one, by_parts, device)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workers.layers import linear as lora_linear
+from workers.layers.dropout import Dropping
 from workers.layers.linear import FrozenLinear, LoraLinear
 from workers.quant import frozen_linear
 from workers.quant.weights import QUANTIZED
@@ -60,23 +62,59 @@ def by_formula(adapted: LoraLinear, dense: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, dense, base.bias) + F.linear(down, b.to(x.dtype)) * (7 / R)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+def by_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Let frozen products be added to the adapters' parts, as on GPUs. The list takes the weights that they are made with."""
+    weights: list[Tensor] = []
+
+    def dense(x: Tensor, parts: Any, call: Any) -> Tensor | None:
+        found = frozen_linear.multiplied(parts, call.stored_as, call.cols, x.dtype)
+        assert found is not None
+        weights.append(found)
+        return found
+
+    monkeypatch.setattr(lora_linear, "_added_later", dense)
+    return weights
+
+
+@pytest.mark.parametrize("how", ["", "watched", "as on GPUs"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("stored", FORMATS)
-def test_a_lora_linear_is_its_formula_with_its_gradients(stored: str, bias: bool, watched: bool) -> None:
+def test_a_lora_linear_is_its_formula_with_its_gradients(
+    stored: str, bias: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapted, dense = layer(stored, bias=bias)
+    if how == "as on GPUs":
+        by_gpus(monkeypatch)
     x = torch.randn(2, 6, COLS, requires_grad=True)
     inputs = (x, *(p for p in adapted.parameters() if p.requires_grad))
     assert len(inputs) == 3
     expected = by_formula(adapted, dense, x)
     kept = x.detach().clone()
-    with Watching() if watched else nullcontext():
+    with Watching() if how == "watched" else nullcontext():
         y = adapted(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     grad = torch.randn(6, 2, ROWS).transpose(0, 1)  # not contiguous
     for found, right in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=2e-5)  # fp32 sums in another order, on some processors
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("stored", ["bf16", "nf4"])
+def test_dropout_is_the_same_as_on_gpus(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted, _ = layer(stored, bias=True)
+    adapted.train()
+    adapted.dropping = Dropping(0.3, "a.module")
+    adapted.dropping.use(torch.arange(12, dtype=torch.int32).view(2, 6))
+    inputs = (torch.randn(2, 6, COLS, requires_grad=True), *(p for p in adapted.parameters() if p.requires_grad))
+    grad = torch.randn(2, 6, ROWS)
+    results = []
+    for by_gpu in (False, True):
+        weights = by_gpus(monkeypatch) if by_gpu else []
+        y = adapted(inputs[0])
+        results.append([y, *torch.autograd.grad(y, inputs, grad)])
+        assert len(weights) == 2 * by_gpu, "one in forward and one in backward"
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-5, atol=2e-5)
 
 
 def test_an_input_without_a_gradient_costs_no_product_in_backward() -> None:

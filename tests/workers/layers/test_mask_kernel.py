@@ -41,11 +41,14 @@ def test_the_kernel_makes_the_masks_of_the_processor(tmp_path: Path) -> None:
 
 
 def test_no_other_module_has_a_kernel() -> None:
-    """One that is added is to be compiled in a test, as here and in tests/workers/quant/test_fp8_kernels.py."""
+    """One that is added is to be compiled in a test, as here, in test_fused.py, and in tests/workers/quant."""
     found = set()
     for path in (ROOT / "workers").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
                 found.add((path.stem, node.name))
     of_fp8 = {("fp8_kernels", name) for name in ("_quantised", "_representable", "_turned")}
-    assert found == {("mask_kernel", "_kept"), *of_fp8}
+    of_layers = {
+        ("fused_kernels", f"_{name}") for name in ["normed", "normed_grad", "turned_heads", "rotated", "gated", "gated_grad"]
+    }
+    assert found == {("mask_kernel", "_kept"), ("nf4_kernels", "_dequantised"), *of_fp8, *of_layers}

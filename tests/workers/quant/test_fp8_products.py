@@ -191,7 +191,7 @@ def test_a_job_says_how_its_layers_multiply(
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     base = save_tiny_llama(tmp_path / "base", head_dim=20, num_attention_heads=4, num_key_value_heads=1, intermediate_size=112)
     built = build(spec_for(base, precision=options), CPU)
-    assert built.products is None if says is None else says in (built.products or "")
+    assert built.arithmetic.products is None if says is None else says in (built.arithmetic.products or "")
     assert sum(getattr(m, "in_fp8", False) for m in built.peft_model.modules()) == in_fp8
 
 

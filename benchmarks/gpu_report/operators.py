@@ -1,0 +1,132 @@
+"""What a step of an 8B model is made of, each alone: products, dequantising, rounding, attention, norms, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.gpu_report.ceilings import seconds
+from benchmarks.gpu_report.rows import SkippedError
+from benchmarks.gpu_report.sections import Context
+from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY
+from ft_service.plan.memory import chunk_rows
+from workers.layers import fused
+from workers.layers.segments import Bounds
+from workers.quant import fp8_products, nf4
+from workers.quant.weights import FP8Weight
+
+TOKENS, LENGTH = 8192, 2048
+
+
+def measure(context: Context) -> None:
+    device, llama = torch.device(context.device), TINY if context.tiny else LLAMA
+    tokens = 64 if context.tiny else TOKENS
+    shapes = sorted(set(llama.shapes_of_layer().values()))
+    for rows, cols in shapes:
+        _products(context, device, tokens, rows, cols)
+    context.rows.run(
+        "head and loss of a chunk",
+        lambda: _head(device, min(tokens, chunk_rows(llama.vocabulary)), llama.vocabulary, llama.hidden),
+    )
+    context.rows.run("attention of packed rows", lambda: _attention(device, tokens, llama.heads, llama.groups or llama.heads))
+    _elementwise(context, device, tokens, llama.hidden, llama.intermediate)
+
+
+def _products(context: Context, device: torch.device, tokens: int, rows: int, cols: int) -> None:
+    x, grad = _drawn(device, tokens, cols), _drawn(device, tokens, rows)
+    weight, down, b = _drawn(device, rows, cols), _drawn(device, tokens, RANK), _drawn(device, RANK, rows)
+    work, named = 2 * tokens * rows * cols, f"{rows} x {cols}"
+    y = torch.empty_like(grad)
+
+    def timed(case: str, act: Callable[[], Any], flops: float = 0, moved: float = 0) -> None:
+        context.rows.run(f"{named}, {case}", lambda: _figures(seconds(act), flops, moved))
+
+    timed("bf16 product", lambda: x @ weight.t(), work)
+    timed("bf16 product added to what is there", lambda: y.addmm_(x, weight.t()), work)
+    timed(f"x times A, N = {RANK}", lambda: x @ weight[:RANK].t(), moved=x.nbytes)
+    timed("B's product alone", lambda: torch.mm(down, b), moved=grad.nbytes)
+    timed("B's product added to what is there", lambda: y.addmm_(down, b), moved=2 * grad.nbytes)
+    timed("A's gradient", lambda: down.t() @ x, moved=x.nbytes)
+    parts = nf4.quantize(weight)
+    timed("nf4 dequantised", lambda: nf4.dequantize(parts, cols, torch.bfloat16), moved=2.516 * rows * cols)
+    timed("nf4 by bitsandbytes", lambda: nf4._dequantize_by_parts(parts, cols, torch.bfloat16), moved=2.516 * rows * cols)
+    if fp8_products.why_not(torch.bfloat16, device) is None:
+        stored, numerics = FP8Weight.quantize(weight), FP8Weight.IN_FP8
+        timed("rounded to FP8", lambda: fp8_products._rounded(x), moved=3 * x.numel())
+        timed("FP8 codes transposed", lambda: fp8_products._transposed(stored.codes), moved=2 * rows * cols)
+        timed("FP8 forward", lambda: numerics.linear(x.view_as(x), list(stored.parts), cols), work)
+        timed("FP8 backward", lambda: numerics.linear_grad(grad, list(stored.parts), cols), work)
+
+
+def _figures(took: float, flops: float, moved: float) -> dict[str, float]:
+    found = {"ms": 1e3 * took}
+    return found | ({"tflops": flops / took / 1e12} if flops else {}) | ({"tb_per_s": moved / took / 1e12} if moved else {})
+
+
+def _drawn(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict[str, float]:
+    x, weight = _drawn(device, rows, hidden), _drawn(device, vocabulary, hidden)
+    targets = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def act() -> Tensor:
+        logs = F.linear(x, weight).log_softmax(dim=-1, dtype=torch.float32)
+        return logs.exp_().scatter_(1, targets[:, None], 0).to(x.dtype) @ weight
+
+    return {"rows": rows, **_figures(seconds(act), 4 * rows * vocabulary * hidden, 0)}
+
+
+def _attention(device: torch.device, tokens: int, heads: int, groups: int) -> dict[str, float]:
+    from workers.layers.scored_attention import AttentionPattern
+    from workers.layers.segment_attention import _varlen
+
+    if device.type != "cuda":
+        raise SkippedError("processors have no kernel for packed rows")
+    starts = torch.arange(0, tokens + 1, LENGTH, dtype=torch.int32)
+    bounds = Bounds(starts, starts.to(device), LENGTH)
+    query, key, value = (_drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups))
+    pattern = AttentionPattern(128**-0.5)
+    grad = torch.ones_like(_varlen(query, key, value, bounds, pattern))
+
+    def both() -> None:
+        torch.autograd.grad(_varlen(query, key, value, bounds, pattern), [query, key, value], grad)
+
+    work = 2 * LENGTH * tokens * heads * 128
+    with torch.no_grad():
+        forward = seconds(lambda: _varlen(query, key, value, bounds, pattern))
+    return {"forward_ms": 1e3 * forward, "forward_tflops": work / forward / 1e12, "both_ms": 1e3 * seconds(both)}
+
+
+def _elementwise(context: Context, device: torch.device, tokens: int, hidden: int, intermediate: int) -> None:
+    """Forward and backward, by PyTorch's operations and by the kernels."""
+    x, weight = _drawn(device, tokens, hidden).requires_grad_(), _drawn(device, hidden)
+    factors = [_drawn(device, tokens, intermediate).requires_grad_() for _ in range(2)]
+    heads = [_drawn(device, 1, tokens, n, 128).transpose(1, 2).requires_grad_() for n in (hidden // 128 or 1, 1)]
+    angles = _drawn(device, 1, tokens, 128), _drawn(device, 1, tokens, 128)
+    stock: dict[str, tuple[Callable[[], Any], list[Tensor]]] = {
+        "RMS norm": (lambda: fused.norm(x, weight, 1e-6, fused.Form.ROUNDED), [x]),
+        "SwiGLU": (lambda: fused.gate(*factors), factors),
+        "rotary positions": (lambda: fused.rotate(heads[0], heads[1], *angles)[0], heads[:1]),
+    }
+    by = fused.kernels(device)
+    ours: dict[str, Callable[[], Any]] = {
+        "RMS norm": lambda: fused.FusedNorm.apply(x, weight, 1e-6, fused.Form.ROUNDED, by),
+        "SwiGLU": lambda: fused.FusedGate.apply(*factors, by),
+        "rotary positions": lambda: fused.FusedRotation.apply(heads[0], heads[1], *angles, by)[0],  # pyright: ignore[reportIndexIssue]
+    }
+    for name, (act, inputs) in stock.items():
+        found = {"stock_ms": 1e3 * seconds(lambda a=act, i=inputs: _both(a, i))}
+        if by is not None:
+            found["fused_ms"] = 1e3 * seconds(lambda a=ours[name], i=inputs: _both(a, i))
+        context.rows.add(f"{name}, forward and backward", "ok", fused.kernel_fault(device) or "", **found)
+
+
+def _both(act: Callable[[], Any], inputs: list[Tensor]) -> None:
+    y = act()
+    torch.autograd.grad(y, inputs, torch.ones_like(y))

@@ -1,0 +1,118 @@
+"""Operators that one decoder layer of an 8B model launches on a GPU, and the bytes that they move. Nothing is timed.
+
+    python benchmarks/step_bytes.py [--formats bf16,nf4,fp8]
+
+The workers' own modules run forward and backward on fake CUDA tensors (tests/support/fake_cuda.py), with one layer and with
+two; the difference is one layer. Bytes are those of every tensor that an operator reads or writes, whatever a cache keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # the repository's root, for benchmarks started by path
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+TOKENS, LENGTH = 8192, 2048
+"""Of a micro-batch, and of each of its samples."""
+RANK = 16
+CATEGORIES = ("frozen products", "LoRA", "dequantise", "rounding to FP8, transposing", "attention", "norms, RoPE, SwiGLU")
+"""Of a layer's operators: what they are for."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Launches of one kind in one layer."""
+
+    forward: int
+    backward: int
+    bytes: int
+    flops: int
+
+
+def main() -> None:
+    from benchmarks.machine import save
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="bf16,nf4,fp8")
+    found = {name: layer(name) for name in parser.parse_args().formats.split(",")}
+    print("| | " + " | ".join(CATEGORIES) + " | launches |")
+    print("| --- |" + " ---: |" * (len(CATEGORIES) + 1))
+    for name, kinds in found.items():
+        cells = [f"{kinds[kind].bytes / 1e9:.2f} GB, {kinds[kind].forward} + {kinds[kind].backward}" for kind in CATEGORIES]
+        print(f"| {name} | {' | '.join(cells)} | {sum(kind.forward + kind.backward for kind in kinds.values())} |")
+    cases = {name: {kind: vars(moved) for kind, moved in kinds.items()} for name, kinds in found.items()}
+    save("step_bytes", {"measured": False, "tokens": TOKENS, "length": LENGTH, "rank": RANK, "layer": cases})
+
+
+def layer(weight_format: str) -> dict[str, Moved]:
+    """One layer's launches by category: those of two layers less those of one."""
+    two, one = (_counted(operations(weight_format, layers)) for layers in (2, 1))
+    return {
+        kind: Moved(*(more - less for more, less in zip(vars(two[kind]).values(), vars(one[kind]).values(), strict=True)))
+        for kind in CATEGORIES
+    }
+
+
+def _counted(found: Iterable[Any]) -> dict[str, Moved]:
+    kinds = {kind: [0, 0, 0, 0] for kind in CATEGORIES}
+    for operation in found:
+        if operation.where.startswith("model.head"):
+            continue
+        own = kinds[category(operation)]
+        own[operation.backward] += 1
+        own[2] += operation.moved
+        own[3] += operation.flops
+    return {kind: Moved(*values) for kind, values in kinds.items()}
+
+
+def category(operation: Any) -> str:
+    """What an operator of a layer is for: by the module of the workers that calls it, and the shapes of a product."""
+    where = operation.where
+    if operation.flops and where.startswith(("quant.", "layers.linear")):
+        of_adapter = any(RANK in shape for shape in operation.shapes)
+        return "LoRA" if of_adapter else "frozen products"
+    if where.startswith("quant."):
+        return CATEGORIES[3] if where.startswith("quant.fp8") and not where.startswith("quant.fp8_blocks") else "dequantise"
+    if where.startswith("layers.linear"):
+        return "LoRA"
+    if where.startswith("layers.segment_attention") or operation.name.startswith("torch_attn"):
+        return "attention"
+    return "norms, RoPE, SwiGLU"
+
+
+def operations(weight_format: str, layers: int) -> list[Any]:
+    """What one micro-batch launches, forward and backward, in `layers` decoder layers and what is around them."""
+    import numpy as np
+
+    from ft_service.data.tokens.sample import Tokens
+    from tests.support.bases import LLAMA_8B, save_base, spec_on
+    from tests.support.fake_cuda import backward, build_on, fake_cuda, recording
+    from workers.data.batches import pack
+    from workers.training.step import cross_entropies
+
+    with tempfile.TemporaryDirectory() as folder:
+        base = save_base(Path(folder) / "8b", {**LLAMA_8B, "num_hidden_layers": layers})
+        spec = spec_on(base, precision={"default": weight_format}, lora={"r": RANK})
+        with fake_cuda() as device:
+            model = build_on(device, spec)
+            samples = [Tokens(np.ones(LENGTH, np.int32), np.ones(LENGTH, bool)) for _ in range(TOKENS // LENGTH)]
+            batch = pack(samples, device)
+            with recording() as record:
+                loss, _ = cross_entropies(model, batch)
+                record.backward = True
+                backward(loss)
+    return record.operations
+
+
+if __name__ == "__main__":
+    from workers.patches.absent_torchao import keep_torchao_out
+
+    keep_torchao_out()
+    main()

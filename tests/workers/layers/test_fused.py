@@ -1,0 +1,131 @@
+"""The fused kernels without a GPU: compiled for those that are in use, and computed by Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.triton_programs import run_with_triton
+from workers.layers import fused
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.layers.fused_kernels import _gated, _gated_grad, _normed, _normed_grad, _rotated
+
+FP32 = {"root", "share", "eps"}
+NUMBERS = {"rows", "cols", "stride", "length", "half", "count", "angle_row"}
+NUMBERS |= {f"{tensor}_{dim}" for tensor in ("query", "key") for dim in ("row", "head", "token")}
+
+def types_of(kernel, constants):
+    types = {}
+    for name in kernel.arg_names:
+        kind = "constexpr" if name in constants else "i32" if name in NUMBERS else "fp32" if name in FP32 else "*bf16"
+        types[name] = "*fp32" if name == "root" else kind
+    return types
+
+def compiled(kernel, capability, warps=4, **constants):
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=types_of(kernel, constants), constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm
+
+for capability in (80, 89, 90, 100):
+    for form in range(4) if capability == 90 else (0,):
+        for kernel in (_normed, _normed_grad):
+            assert compiled(kernel, capability, 8, form=form, height=1, block=4096)["cubin"]
+    for back in (False, True):
+        assert compiled(_rotated, capability, queries=32, keys=8, back=back, several=8, block=64)["cubin"]
+    for kernel in (_gated, _gated_grad):
+        asm = compiled(kernel, capability, block=1024)
+        assert asm["cubin"] and "div.rn.f32" in asm["ptx"]
+"""
+COMPUTES = """
+import torch
+from tests.support.triton_programs import correct_casts
+correct_casts(by_way_of_fp16=False)
+from workers.layers import fused, fused_kernels
+
+fused.compare(fused_kernels, torch.device("cpu"))
+generator = torch.Generator().manual_seed(1)
+
+def drawn(*shape):
+    return torch.randn(shape, generator=generator).bfloat16().requires_grad_()
+
+def differences(stock, found, inputs):
+    grad = torch.randn(stock.shape, generator=generator).bfloat16()
+    pairs = [(stock, found)]
+    pairs += zip(*(torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (stock, found)))
+    return [float((a != b).float().mean()) for a, b in pairs]
+
+for form in fused.Form:
+    for shape in ((64, 1024), (3, 7, 5, 128), (2, 33), (1, 5000)):
+        x, weight = drawn(*shape), None if form is fused.Form.NONE else drawn(shape[-1]).detach()
+        found = fused.FusedNorm.apply(x, weight, 1e-6, form, fused_kernels)
+        assert max(differences(fused.norm(x, weight, 1e-6, form), found, [x])) <= 1e-3, (form, shape)
+for rows, length, heads, keys, width in ((2, 7, 8, 4, 64), (1, 3, 9, 9, 80), (2, 1, 1, 1, 2)):
+    query, key = drawn(rows, length, heads, width).transpose(1, 2), drawn(rows, keys, length, width)
+    angles = drawn(rows, length, width).detach(), drawn(rows, length, width).detach()
+    stock, found = fused.rotate(query, key, *angles), fused.FusedRotation.apply(query, key, *angles, fused_kernels)
+    for number, tensor in enumerate((query, key)):
+        assert differences(stock[number], found[number], [tensor]) == [0, 0]
+        assert found[number].stride() == stock[number].stride()
+for shape in ((64, 1000), (1, 1), (3, 5, 1025)):
+    factors = [drawn(*shape), drawn(*shape)]
+    assert max(differences(fused.gate(*factors), fused.FusedGate.apply(*factors, fused_kernels), factors)) <= 1e-3
+empty = drawn(0, 64)
+assert fused.FusedNorm.apply(empty, None, 1e-6, fused.Form.NONE, fused_kernels).shape == (0, 64)
+assert fused.FusedGate.apply(empty, empty, fused_kernels).shape == (0, 64)
+"""
+
+
+def test_the_fused_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
+    run_with_triton(COMPILES, tmp_path)
+
+
+def test_the_fused_kernels_round_where_separate_operations_do(tmp_path: Path) -> None:
+    run_with_triton(COMPUTES, tmp_path, TRITON_INTERPRET="1")
+
+
+def kernels_of_the_processor() -> Any:
+    """In place of the kernels' module, with PyTorch's operations."""
+
+    def graded(act: Any, inputs: list[Any], grads: Any) -> Any:
+        with torch.enable_grad():
+            own = [x.detach().requires_grad_() for x in inputs]
+            return torch.autograd.grad(act(*own), own, grads)
+
+    def normed(x: Any, weight: Any, eps: float, form: int) -> Any:
+        return fused.norm(x, weight, eps, fused.Form(form)), torch.full((1,), eps)
+
+    def normed_grad(grad: Any, x: Any, weight: Any, root: Any, form: int) -> Any:
+        return graded(lambda x: fused.norm(x, weight, float(root), fused.Form(form)), [x], grad)[0]
+
+    def rotated(query: Any, key: Any, cos: Any, sin: Any, *, back: bool) -> Any:
+        def act(query: Any, key: Any) -> Any:
+            return fused.rotate(query, key, cos, sin)
+
+        return graded(act, [query, key], (query, key)) if back else act(query, key)
+
+    def gated_grad(grad: Any, gate: Any, up: Any) -> Any:
+        return graded(fused.gate, [gate, up], grad)
+
+    return SimpleNamespace(normed=normed, normed_grad=normed_grad, rotated=rotated, gated=fused.gate, gated_grad=gated_grad)
+
+
+def test_kernels_that_compute_something_else_are_not_used() -> None:
+    good, device = kernels_of_the_processor(), torch.device("cpu")
+    fused.compare(good, device)
+    for name, wrong, said in (
+        ("normed", lambda x, w, eps, form: good.normed(x, w, eps, 2 if form == 1 else form), "norm IN_FP32, forward"),
+        ("normed_grad", lambda grad, *_: grad, "norm ROUNDED, backward"),
+        ("rotated", lambda q, k, c, s, back: good.rotated(q, k, c, s, back=False), "rotation, backward"),
+        ("gated", lambda gate, up: gate.sigmoid() * up, "gating, forward"),
+        ("gated_grad", lambda grad, gate, up: good.gated_grad(grad, gate, up)[::-1], "gating, backward"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            fused.compare(SimpleNamespace(**{**vars(good), name: wrong}), device)

@@ -62,7 +62,7 @@ from workers.output.event_files import FOLDER, EventFile
 from workers.output.outcome import Measured, PublishedStep, publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
-from workers.quant import fp8_products
+from workers.quant import fp8_products, nf4
 from workers.ranks.runtime import (
     COMPUTE_DTYPE,
     Runtime,
@@ -261,6 +261,9 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     if fault is not None:
         text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
         reporter.message(text, "warn")
+    fault = nf4.kernel_fault(device) if "nf4" in built.formats.values() else None
+    if fault is not None:
+        reporter.message(f"NF4 weights are dequantised by several kernels instead of one: {fault}")
     if built.arithmetic.not_fused is not None:
         why = built.arithmetic.not_fused
         reporter.message(f"precision.fused_kernels: the model's own operations are used, more slowly: {why}", "warn")

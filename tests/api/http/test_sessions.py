@@ -80,6 +80,16 @@ def test_a_stolen_cookie_dies_with_sign_out(service: Service, browser: httpx2.Cl
         assert thief.get("/v1/models").status_code == 401
 
 
+def test_a_key_that_only_reads_can_sign_out(service: Service) -> None:
+    _, key = service.store.keys.create_key(project_id="default", name="reader", scope="read")
+    with new_browser(service) as browser:
+        browser.post("/sign-in", data={"key": key})
+        token = {"x-csrf-token": token_of(secret_of(browser))}
+        assert browser.post("/v1/files", headers=token).status_code == 403
+        assert browser.post("/sign-out", headers=token).status_code == 303
+        assert not browser.cookies
+
+
 def test_a_session_ends_with_its_key_and_with_its_time(service: Service, browser: httpx2.Client) -> None:
     service.sql("UPDATE sessions SET expires_at = 1")
     assert browser.get("/v1/models").status_code == 401

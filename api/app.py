@@ -47,6 +47,7 @@ from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
+from ft_service.traces import Traces
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
@@ -82,9 +83,10 @@ def create_app(
     meters: Meters | None = None,
     preview: Preview | None = None,
     descriptions: Descriptions | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """Return the application over a store whose schema is up to date. `meters` None: new ones. `preview`: answers chat
-    completions; None: nothing here does. `descriptions` None: those in the cache.
+    completions; None: nothing here does. `descriptions` None: those in the cache. `traces` None: nothing is traced.
 
     Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, or a file for single sign-on, is wrong.
     """
@@ -108,7 +110,7 @@ def create_app(
         app.add_exception_handler(SignInNeeded, to_sign_in)
         app.add_exception_handler(ApiError, refusal)
     error_views.install_handlers(app)
-    app.add_middleware(RequestContext, meters=meters)
+    app.add_middleware(RequestContext, meters=meters, traces=traces)
     openapi.complete_document(app)
     openapi.add_page(app)
     return app

@@ -183,6 +183,7 @@ jobs = Table(
     # The engine in which its attempt has a seat; NULL: none.
     Column("engine_id", StorableText),
     Column("fault_group", StorableText),
+    Column("traceparent", StorableText),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),

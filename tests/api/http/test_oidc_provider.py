@@ -24,7 +24,7 @@ class _Served(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked += 1  # type: ignore[attr-defined]
         answer = self.server.answer  # type: ignore[attr-defined]
-        body = answer() if callable(answer) else json.dumps(answer).encode()
+        body: Any = answer() if callable(answer) else json.dumps(answer).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -60,6 +60,7 @@ def test_the_address_has_what_the_flow_needs_and_the_document_is_kept(server: An
     provider, issuer = provider_at(server)
     server.answer = {"issuer": issuer, "authorization_endpoint": f"{issuer}/authorize?tenant=1"}
     sign_in = BrowserSignIn.begin("/jobs")
+    url = ""
     for _ in range(2):
         url = asyncio.run(provider.authorization_url(sign_in, "http://here/back"))
         assert url.startswith(

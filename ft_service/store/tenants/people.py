@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, select, update
+from sqlalchemy import Connection, and_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ft_service.errors import AuthError
@@ -115,7 +115,7 @@ def _note_use(connection: Connection, key_id: str) -> None:
     connection.execute(update(keys).where(keys.c.id == key_id).values(last_used_at=database_time()))
 
 
-def _let_in(connection: Connection, person: SignOn, project_id: str, seconds: float) -> Row[Any]:
+def _let_in(connection: Connection, person: SignOn, project_id: str, seconds: float) -> Any:
     """Return a person's key in a project, which has the scope and time of this sign-in."""
     scope = person.grants[project_id]
     until = {"name": person.name, "scope": scope, "expires_at": database_time() + seconds}

@@ -61,6 +61,7 @@ def test_every_change_of_the_page_needs_the_sessions_token(service: Service, bro
         re.sub(r"\{[^}]*\}", "x", route.path)
         for route in service.app.router.routes
         if isinstance(route, APIRoute) and not route.include_in_schema and route.methods != {"GET"} and route.path != "/sign-in"
+        if not route.path.startswith("/api/")  # Tinker, whose routes take a key
     ]
     assert len(changing) > 12
     for path in changing:

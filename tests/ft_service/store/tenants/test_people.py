@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ft_service.errors import AuthError, SpecError
-from ft_service.store.records import Scope
 from ft_service.store.tenants.people import SignOn
 from tests.support.records import OTHER, PROJECT
 
 
-def ada(state: str, **grants: Scope) -> SignOn:
+def ada(state: str, **grants: Any) -> SignOn:
     return SignOn(identity="https://login.example ada", name="ada@example.com", grants=grants, state=state)
 
 

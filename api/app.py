@@ -34,6 +34,7 @@ from api.routes.page import (
     new_job_page,
     organization_page,
     sign_in_page,
+    sign_on_page,
 )
 from api.routes.tinker import run_routes, sampling_routes, session_routes, training_routes
 from api.routes.tuning import plans, sweeps
@@ -46,6 +47,7 @@ from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
+from ft_service.traces import Traces
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
@@ -60,7 +62,17 @@ _REST = (
 )
 _SERVICE = (inference, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
-_PAGE = (sign_in_page, new_job_page, compare_page, engines_page, data_page, models_page, organization_page, jobs_page)
+_PAGE = (
+    sign_in_page,
+    sign_on_page,
+    new_job_page,
+    compare_page,
+    engines_page,
+    data_page,
+    models_page,
+    organization_page,
+    jobs_page,
+)
 """Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle, and
 so does the last route of session_routes."""
 
@@ -71,11 +83,12 @@ def create_app(
     meters: Meters | None = None,
     preview: Preview | None = None,
     descriptions: Descriptions | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """Return the application over a store whose schema is up to date. `meters` None: new ones. `preview`: answers chat
-    completions; None: nothing here does. `descriptions` None: those in the cache.
+    completions; None: nothing here does. `descriptions` None: those in the cache. `traces` None: nothing is traced.
 
-    Raises SpecError if FT_MODEL_ALIASES or FT_GRADER_MODELS is wrong.
+    Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, or a file for single sign-on, is wrong.
     """
     meters = meters or Meters()
     app = FastAPIOffline(
@@ -89,6 +102,7 @@ def create_app(
     catalogue = Catalogue.from_settings(settings, descriptions or service_descriptions(settings, makes=False))
     app.state.services = services = Services(settings, store, catalogue, meters, preview)
     services.grader_limits  # read now  # noqa: B018
+    services.provider  # too  # noqa: B018
     for module in (*_REST, *_SERVICE, *_TINKER, *(_PAGE if settings.page == "on" else ())):
         # Not by include_router: FastAPI searches an included router again at every request.
         app.router.routes.extend(module.router.routes)
@@ -96,7 +110,7 @@ def create_app(
         app.add_exception_handler(SignInNeeded, to_sign_in)
         app.add_exception_handler(ApiError, refusal)
     error_views.install_handlers(app)
-    app.add_middleware(RequestContext, meters=meters)
+    app.add_middleware(RequestContext, meters=meters, traces=traces)
     openapi.complete_document(app)
     openapi.add_page(app)
     return app

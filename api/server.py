@@ -49,6 +49,7 @@ from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store, migrate, open_store
+from ft_service.traces import Traces
 
 Work = Callable[[Settings, Store, Meters, threading.Event], None]
 """Runs in its own thread until the event is set."""
@@ -66,11 +67,13 @@ def reconcile_here(
     stop: threading.Event,
     descriptions: Descriptions,
     preview: Preview | None = None,
+    traces: Traces | None = None,
 ) -> None:
     """Run jobs where FT_LAUNCHER says. `descriptions`: made by this process. `preview`: stops when jobs need its slots."""
     minutes = settings.preempt_after_minutes
     options = ReconcilerOptions(
         meters=meters,
+        traces=traces,
         slot_user=preview,
         preempt_after=None if minutes is None else minutes * 60.0,
         engines=EngineOptions(most_seats=settings.seats, mounts=settings.launcher == "kubernetes"),
@@ -96,7 +99,8 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         meters = Meters()
         preview = Preview(settings, store) if settings.previews and not api_only else None
         descriptions = service_descriptions(settings, makes=not api_only)
-        app = create_app(settings, store, meters, preview, descriptions)
+        traces = stack.enter_context(_traced())
+        app = create_app(settings, store, meters, preview, descriptions, traces)
         key = prepare(settings, store)
         store.keep_reserve()
         _remove_stale_uploads(settings.files_dir)
@@ -114,7 +118,7 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
                 if settings.tinker == "on":
                     samples = SampleLoop(store, preview, Places.of(settings), app.state.services.catalogue, meters)
                     stack.enter_context(_in_thread("samples", samples.run, end))
-            reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview)
+            reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview, traces=traces)
             for name, work in _background_work(descriptions, reconcile).items():
                 stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
         _greet(url, key, as_json, _link(settings, store))
@@ -140,7 +144,8 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
         if settings.metrics_port is not None:
             stack.enter_context(probe.serving(settings.metrics_port, settings.bind, meters))
         descriptions = service_descriptions(settings, makes=True)
-        reconcile = reconcile or partial(reconcile_here, descriptions=descriptions)
+        traces = stack.enter_context(_traced())
+        reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, traces=traces)
         for name, work in _background_work(descriptions, reconcile).items():
             stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
         _print("reconciling", "Moving jobs.", as_json)
@@ -164,6 +169,17 @@ def _opened(settings: Settings) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[Traces | None]:
+    """Yield what sends traces; None: the environment does not switch them on."""
+    traces = Traces.from_environment(os.environ)
+    try:
+        yield traces
+    finally:
+        if traces is not None:
+            traces.close()
 
 
 def _background_work(descriptions: Descriptions, reconcile: Work) -> dict[str, Work]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -115,6 +116,26 @@ class Settings(BaseSettings):
     None: such jobs are refused. Needs the extra `trackio`."""
     trackio_token: SecretStr | None = None
     """Write token of that server; None: it needs none, as a folder does."""
+    oidc_issuer: str = Field(default="", pattern=r"^(https?://[^?#\s]+)?$")
+    """Issuer of an OpenID Connect provider, exactly as its discovery document names it: people sign in on the page through it.
+    Empty: only keys and links sign in. Plain http only for this host. Needs the extra `oidc`."""
+    oidc_client_id: str = ""
+    """This service's client at the provider, with the redirect URI <address of the page>/sign-in/oidc/callback and the
+    post-logout redirect URI <address of the page>/sign-in."""
+    oidc_client_secret: SecretStr | None = None
+    """The client's secret; None: a public client, which PKCE alone protects."""
+    oidc_client_secret_file: Path | None = None
+    """File that contains the secret."""
+    oidc_scopes: str = "openid profile email"
+    """Scopes to ask the provider for; some need another one, such as groups, to tell a person's groups."""
+    oidc_groups_claim: str = Field(default="groups", min_length=1)
+    """Claim of the ID token, or else of the user info, with a person's groups; within objects: realm_access.roles."""
+    oidc_groups: Path | None = None
+    """YAML file: group → project → scope (admin, submit or read); the group "*" is everyone who can sign in. None: the claim
+    itself names what it opens, as PROJECT:SCOPE."""
+    oidc_session_minutes: float = Field(default=480.0, ge=1, le=1440)
+    """Minutes after which the provider is asked again, without a question to a person who is still signed in there: a group
+    that was taken away holds for so long at most."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged. debug includes health checks, scrapes of /metrics, and the polling of clients that
     watch a job."""
@@ -135,7 +156,10 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 
-    @field_validator("wandb_api_key", "mlflow_tracking_uri", "mlflow_token", "trackio_url", "trackio_token", mode="before")
+    @field_validator(
+        *("wandb_api_key", "mlflow_tracking_uri", "mlflow_token", "trackio_url", "trackio_token", "oidc_client_secret"),
+        mode="before",
+    )
     @classmethod
     def _no_empty_key(cls, value: object) -> object:
         return None if value == "" else value
@@ -156,6 +180,25 @@ class Settings(BaseSettings):
     def _one_database_url(self) -> Settings:
         if self.database_url and self.database_url_file:
             raise ValueError("FT_DATABASE_URL and FT_DATABASE_URL_FILE are both set: unset one")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_client(self) -> Settings:
+        if not self.oidc_issuer:
+            return self
+        url = urlsplit(self.oidc_issuer)
+        if url.scheme == "http" and url.hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise ValueError(
+                f"FT_OIDC_ISSUER = {self.oidc_issuer}: use https, since whoever answers there decides who signs in"
+            )
+        if not self.oidc_client_id:
+            raise ValueError("FT_OIDC_ISSUER needs FT_OIDC_CLIENT_ID, this service's client at the provider")
+        if self.oidc_client_secret and self.oidc_client_secret_file:
+            raise ValueError("FT_OIDC_CLIENT_SECRET and FT_OIDC_CLIENT_SECRET_FILE are both set: unset one")
+        if "openid" not in self.oidc_scopes.split():
+            raise ValueError(f"FT_OIDC_SCOPES = {self.oidc_scopes!r}: openid is missing, without which there is no sign-in")
+        if self.page == "off":
+            raise ValueError("FT_OIDC_ISSUER and FT_PAGE = off: there is no page to sign in on. Unset one")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from fastapi import Depends, Query, Request
 from pydantic import Field, ValidationError
 
 from api.http.curve_cache import CurveCache
+from api.http.oidc_provider import OidcProvider
 from api.http.request_limits import Rates
 from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
@@ -56,6 +57,11 @@ class Services:
     meters: Meters = field(default_factory=Meters)
     preview: Preview | None = None
     """None: chat completions are not answered here."""
+
+    @cached_property
+    def provider(self) -> OidcProvider | None:
+        """The provider that people sign in through; None: there is none."""
+        return OidcProvider(self.settings) if self.settings.oidc_issuer else None
 
     @cached_property
     def rates(self) -> Rates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +13,7 @@ from api.wire.error_views import internal_error
 from ft_service.ids import new_id
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
+from ft_service.traces import RequestSpan, Traces
 
 log = logging.getLogger("ft_service.api")
 
@@ -39,9 +41,10 @@ _WATCHED = (_JOB, f"{_JOB}/events", f"{_JOB}/metrics")
 class RequestContext:
     """The outermost ASGI middleware, so that every answer and every log line of a request has `x-request-id`."""
 
-    def __init__(self, app: ASGIApp, meters: Meters) -> None:
+    def __init__(self, app: ASGIApp, meters: Meters, traces: Traces | None = None) -> None:
         self._app = app
         self._meters = meters
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or INNER in scope:
@@ -62,7 +65,8 @@ class RequestContext:
                 message["headers"] = headers + [header for header in _UNLESS_GIVEN if header[0] not in given]
             await send(message)
 
-        with about(request_id=request_id):
+        traced = nullcontext() if self._traces is None else self._traces.request(scope["method"], scope["headers"])
+        with about(request_id=request_id), traced as span:
             try:
                 await self._app(scope, receive, send_with_headers)
             except Exception:
@@ -71,10 +75,10 @@ class RequestContext:
                     raise
                 await internal_error(request_id)(scope, receive, send_with_headers)
             finally:
-                self._note(scope, status, time.perf_counter() - started)
+                self._note(scope, status, time.perf_counter() - started, span)
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count the request and log it: its path and ids, never the query, the body or the key."""
+    def _note(self, scope: Scope, status: int, seconds: float, span: RequestSpan | None) -> None:
+        """Count, trace and log the request: its path and ids, never the query, the body or the key."""
         route = getattr(scope.get("route"), "path", _UNKNOWN)
         self._meters.requests.labels(scope["method"], route, status).observe(seconds)
         is_routine = route in _PROBES or (scope["method"] == "GET" and (route in _WATCHED or route.startswith("/page/live/")))
@@ -84,4 +88,6 @@ class RequestContext:
             details["job_id"] = job_id
         if principal := scope.get("state", {}).get("principal"):
             details |= {"project_id": principal.project_id, "key_id": principal.key_id}
+        if span is not None and level > logging.DEBUG:  # one that is not ended is not sent
+            span.end(route, status, job_id)
         log.log(level, "%s %s: %d", scope["method"], scope["path"], status, extra=fields(**details))

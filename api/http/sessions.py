@@ -1,7 +1,8 @@
 """Sessions of browsers: a cookie that scripts cannot read and other sites cannot send, and a token for every change.
 
-A session is opened with a key (api/routes/page/sign_in_page.py) and has the key's rights in every route, until the key becomes
-invalid, the session expires or the user signs out. A request that changes something must send the session's token in a header:
+A session is opened with a key (api/routes/page/sign_in_page.py), or by single sign-on with a person's row among the keys
+(sign_on_page.py there). It has the key's rights in every route, until the key becomes invalid, the session expires or the user
+signs out. A request that changes something must send the session's token in a header:
 a form on another site does not know it, and cannot set headers.
 """
 
@@ -18,8 +19,11 @@ from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store
 from ft_service.store.tenants.keys import SESSION_SECONDS
+from ft_service.store.tenants.people import SIGN_ON_MARK
 
 TOKEN_HEADER = "x-csrf-token"
+OF_THE_SESSION = frozenset({"/sign-out", "/project"})
+"""Paths whose POST changes nothing but the session, which every scope may."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -52,7 +56,7 @@ def set_cookie(request: Request, response: Response, secret: str) -> None:
         max_age=int(SESSION_SECONDS),
         httponly=True,
         samesite="strict",
-        secure="https" in (request.url.scheme, request.headers.get("x-forwarded-proto")),
+        secure=came_over_tls(request),
     )
 
 
@@ -61,10 +65,25 @@ def delete_cookie(request: Request, response: Response) -> None:
     response.delete_cookie(_cookie(request), httponly=True, samesite="strict")
 
 
+def is_of_sign_on(request: Request) -> bool:
+    """Return whether the browser has, or had, a session that single sign-on has opened."""
+    return (secret_of(request) or "").startswith(SIGN_ON_MARK)
+
+
+def came_over_tls(request: Request) -> bool:
+    """Return whether the browser uses TLS, also by the word of a proxy."""
+    return "https" in (request.url.scheme, request.headers.get("x-forwarded-proto"))
+
+
+def cookie_name(request: Request, what: str) -> str:
+    """Return the name of a cookie. Browsers send a cookie to every port of a host; the name keeps two services on one host
+    apart."""
+    return f"ft_{what}_{request.url.port or 0}"
+
+
 def _has_token(request: Request, secret: str) -> bool:
     return hmac.compare_digest(request.headers.get(TOKEN_HEADER, "").encode(), token_of(secret).encode())
 
 
 def _cookie(request: Request) -> str:
-    # Browsers send a cookie to every port of a host; the name keeps the sessions of two services on one host apart.
-    return f"ft_session_{request.url.port or 0}"
+    return cookie_name(request, "session")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -92,10 +93,16 @@ def leave_for(request: Request, path: str) -> Response:
 
 
 def to_sign_in(request: Request, error: Exception) -> Response:
-    """Send a browser without a session to the sign-in page."""
-    if "hx-request" in request.headers:
-        return Response(status_code=401, headers={**HEADERS, "hx-redirect": "/sign-in"})
-    return RedirectResponse("/sign-in", 303, headers=HEADERS)
+    """Send a browser without a session to the sign-in page; one whose session single sign-on has opened to the provider, which
+    sends it back to where it was."""
+    of_page = "hx-request" in request.headers
+    door = "/sign-in"
+    if sessions.is_of_sign_on(request):
+        there = urlsplit(request.headers.get("hx-current-url", "") if of_page else str(request.url))
+        door = f"/sign-in/oidc?{urlencode({'to': f'{there.path}?{there.query}'.rstrip('?')})}"
+    if of_page:
+        return Response(status_code=401, headers={**HEADERS, "hx-redirect": door})
+    return RedirectResponse(door, 303, headers=HEADERS)
 
 
 def refusal(request: Request, error: Exception) -> Response:

@@ -77,6 +77,8 @@ class ApiKeyView(View):
 
     scope: str
     revoked_at: Seconds | None
+    single_sign_on: bool
+    """It stands for a person who signs in by single sign-on: no secret opens it, and it ends with the person's groups."""
 
 
 class NewApiKeyView(ApiKeyView):
@@ -161,6 +163,7 @@ def api_key_view(key: ApiKey, now: float) -> ApiKeyView:
         redacted_value=f"{key.prefix}…",
         owner=OwnerView(service_account=AccountView.of(key, role=role)),
         owner_project_access="active" if active else "inactive",
+        single_sign_on=key.identity is not None,
     )
 
 

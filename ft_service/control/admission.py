@@ -49,6 +49,7 @@ from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, NewEvent, NewJob, Principal, TenantLimits
 from ft_service.store.sql import Store
+from ft_service.traces import current_traceparent
 
 MOST_BYTES_OF_PROMPTS = 4 * 262_144
 """Limit of a file of prompts: as many characters as a spec takes, with 4 bytes each."""
@@ -159,6 +160,7 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
         max_seconds=request.max_seconds,
         host=capacity.host,
         key_id=principal.key_id,
+        traceparent=current_traceparent(),
         sweep_id=parsed.sweep and parsed.sweep.sweep_id,
         sweep_values=parsed.sweep and parsed.sweep.values,
     )

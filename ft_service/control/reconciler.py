@@ -21,6 +21,7 @@ from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check
 from ft_service.control.ingest import Intake, collect_result, note_event, read_report, result_seen
 from ft_service.control.job_placement import Interval, JobPlacement, PlacementRules
+from ft_service.control.job_trace import ended_parts
 from ft_service.control.job_validation import JobValidation
 from ft_service.control.orphans import COUNT_SECONDS, find_orphans
 from ft_service.engines.tending import EngineOptions, EngineTending
@@ -41,6 +42,7 @@ from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Claim, JobChange, NewEvent
 from ft_service.store.sql import Store
+from ft_service.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ class ReconcilerOptions:
     """What a reconciler may do besides moving jobs, and its intervals."""
 
     meters: Meters = field(default_factory=Meters)
+    traces: Traces | None = None
+    """Gets the parts of jobs that have ended; None: nobody does."""
     slot_user: SlotUser | None = None
     """User of slots that no job holds; None: there is none."""
     preempt_after: float | None = None
@@ -369,7 +373,17 @@ class Reconciler:
         if not self._store.leases.apply(turn.claim, change):
             return False
         self._count_and_log(turn.claim.job, change)
+        self._trace(turn, change)
         return True
+
+    def _trace(self, turn: _Turn, change: JobChange) -> None:
+        before, traces = turn.claim.job, self._options.traces
+        if traces is None or before.traceparent is None:
+            return
+        try:
+            traces.job_parts(before.id, before.traceparent, ended_parts(before, change, turn.claim.now))
+        except Exception:  # what is stored is stored: a trace is not worth a turn
+            log.exception("the job's trace lacks a part")
 
     def _count_and_log(self, before: Job, change: JobChange) -> None:
         job = change.job

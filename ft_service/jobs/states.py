@@ -139,6 +139,8 @@ class Job:
     fault_group: str | None = None
     """Jobs that may have ended an engine share one only with jobs of the same group, and not at all if it is ALONE; None: it is
     in no group, and shares with others that are in none."""
+    traceparent: str | None = None
+    """The request that created it, as W3C's Trace Context names it (ft_service/traces.py); None: it was not traced."""
     version: int = 1
     """Raised by every write; a write names the version that was read and changes nothing if another came first."""
 

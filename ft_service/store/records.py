@@ -30,6 +30,8 @@ class ApiKey:
     expires_at: float | None = None
     last_used_at: float | None = None
     revoked_at: float | None = None
+    identity: str | None = None
+    """Issuer and subject of a person who signs in by single sign-on, whom no secret stands for; None: an ordinary key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,8 @@ class Principal:
     scope: Scope
     limits: TenantLimits = TenantLimits()
     """Limits of the project."""
+    identity: str | None = None
+    """As that of the key."""
 
 
 @dataclass(frozen=True, kw_only=True)

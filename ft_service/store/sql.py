@@ -37,6 +37,7 @@ from ft_service.store.tables import (
 )
 from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore
+from ft_service.store.tenants.people import PeopleStore
 from ft_service.store.tenants.projects import ProjectStore
 from ft_service.store.tenants.request_buckets import BucketStore
 from ft_service.store.tenants.usage import UsageStore
@@ -63,6 +64,7 @@ class Store(Database):
         self.projects = ProjectStore(self)
         self.keys = KeyStore(self)
         self.sessions = SessionStore(self)
+        self.people = PeopleStore(self)
         self.audit = AuditStore(self)
         self.usage = UsageStore(self)
         self.request_buckets = BucketStore(self)

@@ -71,6 +71,8 @@ projects = Table(
     Column("used_at", Double, nullable=False, server_default="0"),
 )
 
+LIVING_PERSON = literal_column("identity IS NOT NULL AND revoked_at IS NULL")
+
 keys = Table(
     "keys",
     metadata,
@@ -84,8 +86,18 @@ keys = Table(
     Column("expires_at", Double),
     Column("last_used_at", Double),
     Column("revoked_at", Double),
+    # Of a person who signs in by single sign-on: issuer and subject. No secret opens such a key, only a session. NULL: a key.
+    Column("identity", StorableText),
 )
 Index(None, keys.c.project_id)
+Index(
+    "ix_keys_person",
+    keys.c.identity,
+    keys.c.project_id,
+    unique=True,
+    sqlite_where=LIVING_PERSON,
+    postgresql_where=LIVING_PERSON,
+)
 
 files = Table(
     "files",
@@ -171,6 +183,7 @@ jobs = Table(
     # The engine in which its attempt has a seat; NULL: none.
     Column("engine_id", StorableText),
     Column("fault_group", StorableText),
+    Column("traceparent", StorableText),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,28 @@ import openai
 import pytest
 from safetensors.torch import load
 
+from tests.support.collector import Collector, attributes, collecting
 from tests.support.service import Server, eventually, nothing_left, processes_of, submit, upload, wait_until, wait_until_step
 
+CLIENTS_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-def test_from_upload_to_adapter_by_the_openai_client(server: Server, data: Path) -> None:
+
+@pytest.fixture
+def traced(models: Path, tmp_path: Path) -> Iterator[tuple[Server, Collector]]:
+    """A server that sends traces, and the collector that gets them."""
+    with collecting() as collector:
+        server = Server(tmp_path, models, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_BSP_SCHEDULE_DELAY="100")
+        server.start()
+        yield server, collector
+        assert server.stop() == 0
+
+
+def test_from_upload_to_adapter_by_the_openai_client(traced: tuple[Server, Collector], data: Path) -> None:
+    server, collector = traced
     client = server.client()
     valid = upload(client, data)
-    job = submit(client, data, steps=8, validation_file=valid, suffix="demo", metadata={"team": "a"})
+    options = {"validation_file": valid, "suffix": "demo", "metadata": {"team": "a"}}
+    job = submit(client, data, steps=8, extra_headers={"traceparent": CLIENTS_TRACE}, **options)
     assert job.status in ("validating_files", "queued", "running")
     assert job.fine_tuned_model is None
 
@@ -48,6 +64,30 @@ def test_from_upload_to_adapter_by_the_openai_client(server: Server, data: Path)
     assert len(table) == 1 + 8
     check_adapter(client, job.id)
     assert eventually(lambda: nothing_left(server.run(job.id)))
+    assert eventually(lambda: any(span.name == f"job {job.id}" for span in collector.spans))
+    check_trace(collector, job.id)
+
+
+def check_trace(collector: Collector, job_id: str) -> None:
+    """The job is a part of its client's trace, down to its steps."""
+    request = collector.named("POST /v1/fine_tuning/jobs")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == tuple(CLIENTS_TRACE.split("-")[1:3])
+    told = {"http.request.method": "POST", "http.route": "/v1/fine_tuning/jobs", "http.response.status_code": 200}
+    assert attributes(request) == told
+    (whole,) = collector.children(request)
+    assert (whole.name, attributes(whole)["ft.state"]) == (f"job {job_id}", "succeeded")
+    assert sorted(span.name for span in collector.children(whole)) == ["attempt 1", "check files", "queue"]
+    attempt = collector.named("attempt 1")
+    parts = collector.children(attempt)
+    steps = [span for span in parts if span.name.startswith("step")]
+    assert sum(attributes(span)["ft.steps"] for span in steps) == 8
+    assert all(attributes(span)["ft.tokens"] > 0 for span in steps)
+    others = sorted(span.name for span in parts if span not in steps)
+    assert others == ["checkpoint step-4-a1", "checkpoint step-8-a1", "launch"]
+    for span in (*parts, attempt):
+        assert whole.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+    assert collector.services == {"ft-service"}
+    assert not [span for span in collector.spans if "livez" in span.name or span.name == "GET /v1/fine_tuning/jobs/{job_id}"]
 
 
 def check_adapter(client: openai.OpenAI, job_id: str) -> None:

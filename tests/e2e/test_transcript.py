@@ -23,6 +23,7 @@ ELSEWHERE = {
     r"lm-eval/bin": "a package index; tests/ft_service/client/test_suite.py has the rest",
     r"^pip install": "a package index; tests/e2e/test_installed_wheel.py has the rest",
     r"\b(kubectl|kind|docker)\b|<ID>": "a cluster; tests/cluster and tests/deploy",
+    r"^ft pull |^ft (plan|run|submit) .*my-8b": "16 GB from a hub, and GPUs; tests/e2e/test_tutorial_plans.py has the plans",
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",
     r"pg_dump|rsync": "PostgreSQL's and rsync's own",
     r"--rdzv-endpoint": "two hosts; tests/e2e/test_two_hosts.py",

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from api.http import sessions
+from api.http import sessions, sign_on
 from api.http.auth import authenticated
-from api.http.dependencies import MAX_JSON_BYTES, Svc
+from api.http.dependencies import MAX_JSON_BYTES, Services, Svc
 from api.page.rendering import HEADERS, SignInNeeded, leave_for, page, static_answer, static_files
 from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.store.records import Principal
@@ -51,10 +51,11 @@ async def static(name: str) -> Response:
 
 
 @router.get("/sign-in")
-async def sign_in_form(request: Request, link: str | None = None, to: str = "/jobs") -> Response:
+async def sign_in_form(request: Request, services: Svc, link: str | None = None, to: str = "/jobs") -> Response:
     """The form. A link of `ft open` only fills it in: following a link, which any site can cause, does not sign in."""
-    template = "sign_in.html" if link is None else "sign_in_link.html"
-    return page(request, template, fault=None, to=_local(to), link=link)
+    if link is None:
+        return sign_in_answer(request, services, to)
+    return page(request, "sign_in_link.html", to=local_path(to), link=link)
 
 
 @router.post("/sign-in")
@@ -62,7 +63,7 @@ async def sign_in(request: Request, services: Svc) -> Response:
     """Sign in with a key or a one-time link, from the page's own form."""
     _refuse_other_sites(request)
     form = await form_of(request, _MOST_BYTES)
-    to = _local(form.get("to", "/jobs"))
+    to = local_path(form.get("to", "/jobs"))
     if link := form.get("link"):
         principal = await run_in_threadpool(services.store.sessions.follow_link, link)
         fault = "This link was used before, or is too old. `ft open` makes a new one."
@@ -73,7 +74,13 @@ async def sign_in(request: Request, services: Svc) -> Response:
         return await _signed_in(request, services, principal, to)
     if principal is not None:
         fault = "A key of scope metrics reads /metrics and nothing else."
-    return page(request, "sign_in.html", 401, fault=fault, to=to)
+    return sign_in_answer(request, services, to, fault, 401)
+
+
+def sign_in_answer(request: Request, services: Services, to: str, fault: str | None = None, status: int = 200) -> Response:
+    """Return the sign-in page. `fault`: why the last try failed."""
+    provider = services.provider.name if services.provider else None
+    return page(request, "sign_in.html", status, fault=fault, to=local_path(to), provider=provider)
 
 
 @router.post("/sign-out")
@@ -82,19 +89,23 @@ async def sign_out(request: Request, services: Svc, principal: Visitor) -> Respo
     secret = sessions.secret_of(request)
     if secret:
         await run_in_threadpool(services.store.sessions.end_session, secret)
-    answer = leave_for(request, "/sign-in")
+    door = None
+    if services.provider and sessions.is_of_sign_on(request):
+        door = await services.provider.logout_url(sign_on.id_token_of(request), sign_on.address(request, "/sign-in"))
+    answer = leave_for(request, door or "/sign-in")
     sessions.delete_cookie(request, answer)
+    sign_on.forget_id_token(request, answer)
     return answer
 
 
 async def _signed_in(request: Request, services: Svc, principal: Principal, to: str) -> Response:
     secret = await run_in_threadpool(services.store.sessions.open_session, principal)
-    answer = RedirectResponse(_local(to), 303, headers=HEADERS)
+    answer = RedirectResponse(local_path(to), 303, headers=HEADERS)
     sessions.set_cookie(request, answer, secret)
     return answer
 
 
-def _local(path: str) -> str:
+def local_path(path: str) -> str:
     """Return a path if it is on this page; else, such as for another site's address, the list of jobs."""
     parts = urlsplit(path)
     safe = path.startswith("/") and not path.startswith(("//", "/\\")) and not parts.netloc and path.isprintable()

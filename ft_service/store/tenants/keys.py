@@ -34,7 +34,12 @@ SESSION_SECONDS = 24 * 3600.0
 LINK_SECONDS = 15 * 60.0
 """Lifetime of an unused link."""
 
-Kind = Literal["session", "link"]
+Kind = Literal["session", "link", "state"]
+"""state: of a sign-in through the provider that was carried out, so that it is not carried out twice."""
+_PRINCIPAL = (
+    *(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.identity),
+    *(projects.c.organization, projects.c.max_slots, projects.c.limits),
+)
 
 
 class KeyStore(StorePart):
@@ -83,6 +88,9 @@ class KeyStore(StorePart):
             values = dict(row)
             now = values.pop("now")
             old = ApiKey(**values)
+            if old.identity is not None:
+                message = f"Key {key_id} stands for a person who signs in by single sign-on: it has no secret to replace."
+                raise SpecError(message, param="key_id", code="invalid_state")
             if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
                 raise SpecError(f"Key {key_id} opens nothing any more: create a new one.", param="key_id", code="invalid_state")
             ends = now + keep_seconds if old.expires_at is None else min(old.expires_at, now + keep_seconds)
@@ -123,7 +131,7 @@ class KeyStore(StorePart):
     def authenticate(self, secret: str) -> Principal | None:
         """The holder of a secret; None if it is unknown, revoked or expired. It only reads: a thread stores that the key was
         used, unless the database cannot be written."""
-        digest = _digest(secret)
+        digest = digest_of(secret)
         query = (
             select(keys, projects.c.organization, projects.c.max_slots, projects.c.limits, database_time().label("now"))
             .join(projects)
@@ -206,35 +214,39 @@ class SessionStore(StorePart):
 
     def follow_link(self, secret: str) -> Principal | None:
         """Use up a link. Returns its holder; None if it is unknown, used or expired, or its key is not valid."""
-        digest = _digest(secret)
+        digest = digest_of(secret)
         with self._database.writing() as connection:
-            holder = _holder(connection, digest, "link")
+            holder = holder_of(connection, digest, "link")
             used = connection.execute(delete(sessions).where(sessions.c.digest == digest, sessions.c.kind == "link"))
         return holder if used.rowcount == 1 else None  # of two concurrent uses, one succeeds
 
     def session_holder(self, secret: str) -> Principal | None:
         """The holder of a session; None if it is unknown, ended or expired, or its key was revoked or has expired."""
         with self._database.reading() as connection:
-            return _holder(connection, _digest(secret), "session")
+            return holder_of(connection, digest_of(secret), "session")
 
     def end_session(self, secret: str) -> None:
         """End a session. Repeating it changes nothing."""
         with self._database.writing() as connection:
-            connection.execute(delete(sessions).where(sessions.c.digest == _digest(secret)))
+            connection.execute(delete(sessions).where(sessions.c.digest == digest_of(secret)))
 
     def _add(self, kind: Kind, holder: Principal, seconds: float) -> str:
         secret = secrets.token_urlsafe(SECRET_BYTES)
-        row = {"digest": _digest(secret), "kind": kind, "project_id": holder.project_id, "key_id": holder.key_id}
         with self._database.writing() as connection:
-            connection.execute(delete(sessions).where(sessions.c.expires_at <= database_time()))
-            times = {"created_at": database_time(), "expires_at": database_time() + seconds}
-            connection.execute(insert(sessions).values(**row, **times))
+            add_session(connection, kind, secret, holder.project_id, holder.key_id, database_time() + seconds)
         return secret
 
 
-def _holder(connection: Connection, digest: str, kind: Kind) -> Principal | None:
+def add_session(connection: Connection, kind: Kind, secret: str, project_id: str, key_id: str, expires_at: Any) -> None:
+    """Store a row of `sessions`, and remove those that are over. Raises IntegrityError if the secret is stored already."""
+    connection.execute(delete(sessions).where(sessions.c.expires_at <= database_time()))
+    row = {"digest": digest_of(secret), "kind": kind, "project_id": project_id, "key_id": key_id}
+    connection.execute(insert(sessions).values(**row, created_at=database_time(), expires_at=expires_at))
+
+
+def holder_of(connection: Connection, digest: str, kind: Kind) -> Principal | None:
     query = (
-        select(keys.c.id, keys.c.project_id, keys.c.scope, projects.c.organization, projects.c.max_slots, projects.c.limits)
+        select(*_PRINCIPAL)
         .join_from(sessions, keys, sessions.c.key_id == keys.c.id)
         .join(projects, projects.c.id == keys.c.project_id)
         .where(
@@ -259,6 +271,7 @@ def _principal(row: Any) -> Principal:
         organization=row.organization,
         scope=row.scope,
         limits=limits_of(row.max_slots, row.limits),
+        identity=row.identity,
     )
 
 
@@ -269,12 +282,12 @@ def _insert(connection: Connection, project_id: str, name: str, scope: Scope, se
         "name": name,
         "scope": scope,
         "prefix": secret[:SHOWN_CHARACTERS],
-        "digest": _digest(secret),
+        "digest": digest_of(secret),
         "created_at": database_time(),
         "expires_at": expires_at,
     }
     return ApiKey(**connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
 
 
-def _digest(secret: str) -> str:
+def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -72,6 +72,7 @@ def hostile_views(place: Place) -> list[str]:
             *(f"/jobs/{done.id}/{tab}" for tab in ("answers", "samples", "exports")),
             f"/jobs?project={project}",
             "/projects",
+            "/project",
             f"/projects/{project}",
             "/usage",
             "/changes",

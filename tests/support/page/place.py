@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -46,6 +47,7 @@ class Place:
     preview_command: Sequence[str] = PLAYED
     moves: bool = True
     """False: jobs stay as they are."""
+    more_settings: dict[str, Any] = field(default_factory=dict)
     settings: Settings = field(init=False)
     store: Store = field(init=False)
     key: str = field(init=False)
@@ -55,7 +57,7 @@ class Place:
     port: int = 0
 
     def __post_init__(self) -> None:
-        self.settings = new_settings(self.home)
+        self.settings = new_settings(self.home, **self.more_settings)
         migrate(self.settings.resolved_database_url())
         self.store = open_store(self.settings.resolved_database_url())
         self.store.projects.ensure_project(PROJECT, "local")

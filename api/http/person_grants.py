@@ -1,0 +1,77 @@
+"""Projects and scopes that a person's groups open. Pure, but for reading FT_OIDC_GROUPS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from ft_service.errors import SpecError
+from ft_service.store.records import Scope
+
+EVERYONE = "*"
+"""The group of everyone who can sign in."""
+_STRENGTH: dict[str, int] = {"read": 0, "submit": 1, "user": 1, "admin": 2}
+assert set(_STRENGTH) == set(get_args(Scope)) - {"metrics"}
+
+Groups = Mapping[str, Mapping[str, Scope]]
+"""Group → project → scope."""
+
+
+def read_groups(path: Path) -> Groups:
+    """Return the mapping in FT_OIDC_GROUPS. Raises SpecError if the file is no such mapping or unreadable."""
+    import yaml  # most services have no such file
+
+    try:
+        groups = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"FT_OIDC_GROUPS = {path}: {error}", param="FT_OIDC_GROUPS") from None
+    if not isinstance(groups, dict) or not groups:
+        raise _wrong(path, f"must be a mapping of groups, not {type(groups).__name__}")
+    for group, opened in groups.items():
+        if not isinstance(group, str) or not isinstance(opened, dict) or not opened:
+            raise _wrong(
+                path, f"{group!r}: must be a group's name with a mapping of projects to scopes, such as {{default: read}}"
+            )
+        for project, scope in opened.items():
+            if not isinstance(project, str) or scope not in _STRENGTH:
+                raise _wrong(path, f"{group}: {project}: {scope!r} is no scope: use admin, submit or read")
+    return groups
+
+
+def grants_of(claims: Mapping[str, Any], claim: str, groups: Groups | None) -> dict[str, Scope]:
+    """Return project → scope by a person's groups, in the order of the mapping; of two scopes in a project, the one that allows
+    more. `groups` None: the claim's values are PROJECT:SCOPE, and others are ignored.
+    """
+    values = values_of(claims, claim)
+    if groups is None:
+        pairs = (value.rpartition(":")[::2] for value in values)
+    else:
+        held = {*values, EVERYONE}
+        pairs = (pair for group, opened in groups.items() if group in held for pair in opened.items())
+    grants: dict[str, Any] = {}
+    for project, scope in pairs:
+        if project and scope in _STRENGTH and _STRENGTH[scope] >= _STRENGTH.get(grants.get(project, ""), -1):
+            grants[project] = scope
+    return grants
+
+
+def values_of(claims: Mapping[str, Any], claim: str) -> list[str]:
+    """Return the texts of a claim, which is one text or a list. Names such as https://example.com/groups contain dots, so dots
+    lead into objects only if there is no claim of the whole name."""
+    found: Any = claims.get(claim)
+    if found is None:
+        found = claims
+        for part in claim.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+    return list(_texts(found))
+
+
+def _texts(found: Any) -> Iterator[str]:
+    for value in found if isinstance(found, list) else [found]:
+        if isinstance(value, str):
+            yield value
+
+
+def _wrong(path: Path, why: str) -> SpecError:
+    return SpecError(f"FT_OIDC_GROUPS = {path}: {why}.", param="FT_OIDC_GROUPS")

@@ -1,0 +1,140 @@
+"""What the service takes from a provider, and how a provider that is slow, large or another one is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from api.http import oidc_provider
+from api.http.oidc_provider import BrowserSignIn, OidcProvider
+from ft_service.errors import AuthError, UnavailableError
+from ft_service.settings import Settings
+
+
+class _Served(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.asked += 1  # type: ignore[attr-defined]
+        answer = self.server.answer  # type: ignore[attr-defined]
+        body: Any = answer() if callable(answer) else json.dumps(answer).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *words: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Served)
+    server.asked, server.answer = 0, {}  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def provider_at(server: Any) -> tuple[OidcProvider, str]:
+    issuer = f"http://127.0.0.1:{server.server_port}"
+    return OidcProvider(Settings(home=Path("/nowhere"), oidc_issuer=issuer, oidc_client_id="c")), issuer
+
+
+def refused(provider: OidcProvider) -> str:
+    with pytest.raises(UnavailableError) as caught:
+        asyncio.run(provider.authorization_url(BrowserSignIn.begin("/jobs"), "http://here/"))
+    return str(caught.value)
+
+
+def test_the_address_has_what_the_flow_needs_and_the_document_is_kept(server: Any) -> None:
+    provider, issuer = provider_at(server)
+    server.answer = {"issuer": issuer, "authorization_endpoint": f"{issuer}/authorize?tenant=1"}
+    sign_in = BrowserSignIn.begin("/jobs")
+    url = ""
+    for _ in range(2):
+        url = asyncio.run(provider.authorization_url(sign_in, "http://here/back"))
+        assert url.startswith(
+            f"{issuer}/authorize?tenant=1&response_type=code&client_id=c&redirect_uri=http%3A%2F%2Fhere%2Fback"
+        )
+        assert f"&state={sign_in.state}&nonce={sign_in.nonce}&code_challenge={sign_in.challenge}" in url
+    assert server.asked == 1
+    assert len({sign_in.state, sign_in.nonce, sign_in.verifier, sign_in.challenge}) == 4
+    assert sign_in.verifier not in url
+
+
+def test_another_issuers_document_is_refused(server: Any) -> None:
+    provider, issuer = provider_at(server)
+    server.answer = {"issuer": "https://evil.example", "authorization_endpoint": "https://evil.example/"}
+    assert refused(provider) == f"FT_OIDC_ISSUER = {issuer}: its discovery document is of 'https://evil.example'."
+    server.answer = {"issuer": issuer, "authorization_endpoint": "javascript:alert(1)"}
+    provider, _ = provider_at(server)
+    assert "no usable authorization_endpoint" in refused(provider)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [(b"<html>", "Expecting value"), (b"[" * 100_000, ""), (b"[]", "not a JSON object"), (b" " * (1024**2 + 1), "more than")],
+)
+def test_what_is_no_answer_of_a_provider_is_refused(server: Any, body: bytes, why: str) -> None:
+    server.answer = lambda: body
+    provider, _ = provider_at(server)
+    assert why in refused(provider)
+    assert why in refused(provider)
+    assert server.asked == 1, "it is not asked again at once"
+
+
+def test_a_slow_provider_holds_nobody_for_long(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc_provider, "_SECONDS", 0.2)
+    over = threading.Event()
+    server.answer = lambda: (over.wait(30) and b"{}") or b"{}"
+    provider, _ = provider_at(server)
+    assert "does not answer" in refused(provider)
+    over.set()
+
+
+def test_an_answer_that_took_too_long_or_is_another_browsers_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, _issuer = provider_at(server)
+    sign_in = BrowserSignIn.begin("/jobs")
+    read = BrowserSignIn.of_cookie(sign_in.cookie)
+    assert read is not None
+    assert (read.state, read.to) == (sign_in.state, "/jobs")
+    for answer, why in (({"state": "x"}, "not begun in this browser"), ({"state": read.state, "iss": "https://o"}, "another")):
+        with pytest.raises(AuthError, match=why):
+            asyncio.run(provider.signed_in(read, answer, "http://here/"))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 601)
+    with pytest.raises(AuthError, match="longer than 10 minutes"):
+        asyncio.run(provider.signed_in(read, {"state": read.state, "code": "c"}, "http://here/"))
+    assert server.asked == 0
+
+
+@pytest.mark.parametrize("cookie", ["", "..", "1.a.b.c", "x.a.L2pvYnM=", "1.a.%%%", "1.a./w==", "1.a.\ud800"])
+def test_a_cookie_that_was_not_made_here_is_none(cookie: str) -> None:
+    assert BrowserSignIn.of_cookie(cookie) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"oidc_issuer": "http://login.example"}, "use https"),
+        ({"oidc_client_id": ""}, "needs FT_OIDC_CLIENT_ID"),
+        ({"oidc_client_secret": SecretStr("x"), "oidc_client_secret_file": "/x"}, "unset one"),
+        ({"oidc_scopes": "email"}, "openid is missing"),
+        ({"page": "off"}, "no page to sign in on"),
+        ({"oidc_issuer": "login.example"}, "oidc_issuer"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], why: str) -> None:
+    whole = {"home": "/nowhere", "oidc_issuer": "https://login.example", "oidc_client_id": "c"}
+    with pytest.raises(ValidationError, match=why):
+        Settings(**{**whole, **settings})

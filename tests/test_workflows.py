@@ -1,0 +1,109 @@
+"""What CI of others runs exists: workflows can be read, and every target, script, file and job that they name is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_service import __version__
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+_PINNED = re.compile(r"[\w.-]+/[\w./-]+@(v\d+|release/v\d+|[0-9a-f]{40})")
+_EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
+_CONTEXTS = ("github.", "vars.", "secrets.", "matrix.", "env.", "steps.")
+
+
+def _jobs(path: Path) -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(path.read_text())["jobs"]
+
+
+def _steps(path: Path) -> Iterator[dict[str, Any]]:
+    for job in _jobs(path).values():
+        yield from job["steps"]
+
+
+def _commands() -> Iterator[str]:
+    for path in WORKFLOWS:
+        yield from (step["run"] for step in _steps(path) if "run" in step)
+
+
+def test_there_are_workflows() -> None:
+    assert {path.stem for path in WORKFLOWS} == {"ci", "nightly", "release"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_whole(path: Path) -> None:
+    document = yaml.safe_load(path.read_text())
+    assert document["permissions"] == {"contents": "read"}, "more is given to single jobs"
+    jobs = document["jobs"]
+    for name, job in jobs.items():
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= set(jobs), name
+        assert job["timeout-minutes"] <= 180, name
+        ids = {step["id"] for step in job["steps"] if "id" in step}
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), step
+            assert "uses" not in step or _PINNED.fullmatch(step["uses"]), step
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False, name
+            for text in _EXPRESSION.findall(json.dumps(step)):
+                assert text.startswith(_CONTEXTS), text
+                assert not text.startswith("steps.") or text.split(".")[1] in ids, text
+                assert not text.startswith("matrix.") or text.split(".")[1] in job["strategy"]["matrix"], text
+
+
+def test_what_is_run_exists() -> None:
+    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {".venv/.ready"}
+    named: set[str] = set()
+    for command in _commands():
+        assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0, command
+        assert "${{" not in command, "what others may choose reaches a shell by the environment alone"
+        assert set(re.findall(r"\bmake ([\w./-]+)", command)) <= targets, command
+        named |= set(re.findall(r"(?<![\w/.\"])((?:\.ci|tests|docs|deploy|examples)/[\w./-]+)", command))
+    files = {step["with"]["file"] for path in WORKFLOWS for step in _steps(path) if "file" in step.get("with", {})}
+    named |= {file.replace("${{ matrix.image }}", image) for file in files for image in ("api", "worker")}
+    assert len(named) >= 9
+    assert not [path for path in named if not (ROOT / path).exists()]
+    assert not [path for path in named if path.startswith(".ci/") and not (ROOT / path).stat().st_mode & 0o111]
+
+
+def test_every_python_that_is_allowed_is_tested() -> None:
+    classes = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert classes is not None
+    allowed = [f"3.{minor}" for minor in range(int(classes[1]), int(classes[2]))]
+    for name in ("ci", "release"):
+        assert _jobs(ROOT / f".github/workflows/{name}.yml")["test"]["strategy"]["matrix"]["python"] == allowed
+
+
+def _changelog(tag: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([ROOT / ".ci/changelog", tag], capture_output=True, text=True, check=False)
+
+
+def test_a_releases_notes_are_its_section_of_the_changelog() -> None:
+    notes = _changelog(f"v{__version__}").stdout
+    assert "### Added" in notes
+    assert "## [" not in notes
+    first = re.search(rf"^## \[{re.escape(__version__)}\] - .*\n\n(.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    assert notes.strip().startswith(first[1])
+
+
+def test_another_tag_is_refused() -> None:
+    refused = _changelog("v99.0.0")
+    assert refused.returncode == 1
+    assert f"The tag is v99.0.0, and ft_service/__init__.py says {__version__}." in refused.stderr
+
+
+def test_updates_are_asked_for_what_is_pinned() -> None:
+    renovate = json.loads((ROOT / "renovate.json").read_text())
+    assert "helpers:pinGitHubActionDigests" in renovate["extends"]
+    (torch,) = [rule["allowedVersions"] for rule in renovate["packageRules"] if rule.get("matchPackageNames") == ["torch"]]
+    assert f'"torch>=2.11,{torch}"' in (ROOT / "pyproject.toml").read_text()

@@ -378,15 +378,20 @@ def test_a_parent_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(1, "1 rank (cpu)"), (3, "3 ranks (cpu)")])
-def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(ranks: int, where: str, spec: JobSpec) -> None:
+@pytest.mark.parametrize(("steps", "which"), [(8, "8 steps"), (None, "as its client says")])
+def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(
+    ranks: int, where: str, steps: int | None, which: str, spec: JobSpec, tmp_path: Path
+) -> None:
     told: list[Any] = []
     chosen = with_options(spec, {"training.tokens_per_micro_batch": 256, "distributed.compile": False})
     chosen = chosen.model_copy(update={"chosen": {"training.tokens_per_micro_batch": "all of it", "training.n_epochs": "few"}})
-    runtime = SimpleNamespace(rank=1, world=ranks, device=CPU, start=SimpleNamespace(checkpoint=None), spec=chosen)
+    start, fence = SimpleNamespace(checkpoint=None), SimpleNamespace(check=lambda: None)
+    given = {"rank": 1, "world": ranks, "device": CPU, "start": start, "spec": chosen, "fence": fence}
     begin: Any = _resume
-    begin(runtime, SimpleNamespace(begin=lambda *said: told.extend(said)), None, SimpleNamespace(total_steps=8))
+    runtime = SimpleNamespace(**given, run=RunDir(tmp_path))
+    begin(runtime, SimpleNamespace(begin=lambda *said: told.extend(said)), None, steps)
     settled = {"training.tokens_per_micro_batch": SettledOption(value=256, why="all of it")}
-    assert told == [f"Training starts on {where}: 8 steps.", settled]
+    assert told == [f"Training starts on {where}: {which}.", settled]
 
 
 def test_dropout_without_its_kernel_is_an_event_of_the_job(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
 from tests.support.training.published import save_published
 from workers.base.base_tensors import Safetensors
-from workers.base.expert_stacks import dequantize
 from workers.base.load import adapters, load, own_rows
 from workers.base.parameter_sources import NamedBase
 from workers.base.quantized_rows import StoredBase
 from workers.layers.segments import CURRENT
 from workers.model.build import build
 from workers.output.outcome import new_folder, write_adapter
+from workers.quant import mxfp4
 from workers.tasks.merge import merge
 from workers.training.packing import settle_attention
 
@@ -67,7 +67,8 @@ def test_every_code_and_every_power_of_two_is_what_transformers_makes_of_it() ->
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, -1, -1).contiguous()
     powers = torch.arange(255, dtype=torch.uint8).view(255, 1).expand(-1, 16).contiguous()
     theirs = convert_moe_packed_tensors(codes.unsqueeze(0), powers.unsqueeze(0))[0].mT
-    assert torch.equal(dequantize(codes, powers).view(torch.int16), theirs.contiguous().view(torch.int16))
+    ours = mxfp4.dequantize(mxfp4.MXFP4Parts(codes.flatten(1), powers), 512, torch.bfloat16)
+    assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
 
 
 def test_a_rank_reads_the_rows_of_experts_that_it_owns(base: Path) -> None:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 64
+from ft_service.spec import FORMATS
+
+BLOCK = FORMATS["nf4"].block
 """Columns that share one scale."""
 
 

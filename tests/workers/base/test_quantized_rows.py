@@ -19,6 +19,7 @@ from tests.support.training.loading import CPU, Outcome, load_each_on_rank, load
 from tests.support.training.models import save_tiny, save_tiny_llama, spec_for
 from tests.support.training.prequantized import (
     bitsandbytes_4bit,
+    four_bits_of_torchao,
     fp8_by_blocks,
     fp8_by_blocks_of_compressed_tensors,
     fp8_by_rows,
@@ -26,6 +27,9 @@ from tests.support.training.prequantized import (
     fp8_of_torchao,
     int4_by_groups,
     is_linear,
+    mxfp4,
+    nvfp4,
+    nvfp4_of_modelopt,
 )
 from workers.base.base_tensors import Safetensors
 from workers.base.load import load
@@ -52,6 +56,11 @@ EXACT: dict[str, tuple[Publish, dict[str, Any], str]] = {
     "FP8 of torchao": (fp8_of_torchao, ODD, "FP8Weight"),
     "FP8 by blocks": (fp8_by_blocks, WIDE, "FP8BlocksWeight"),
     "FP8 by blocks of compressed-tensors": (fp8_by_blocks_of_compressed_tensors, WIDE, "FP8BlocksWeight"),
+    "NVFP4 of compressed-tensors": (nvfp4, WIDE, "NVFP4Weight"),
+    "NVFP4 of modelopt": (nvfp4_of_modelopt, WIDE, "NVFP4Weight"),
+    "NVFP4 of torchao": (lambda folder: four_bits_of_torchao(folder, "nvfp4"), WIDE, "NVFP4Weight"),
+    "MXFP4 of compressed-tensors": (mxfp4, WIDE, "MXFP4Weight"),
+    "MXFP4 of torchao": (lambda folder: four_bits_of_torchao(folder, "mxfp4"), WIDE, "MXFP4Weight"),
     "FP8 by larger blocks": (lambda folder: fp8_by_blocks(folder, 256), {**WIDE, "hidden_size": 272}, "FP8BlocksWeight"),
 }
 AGAIN: dict[str, tuple[Publish, dict[str, Any], str, float]] = {
@@ -83,6 +92,7 @@ OTHERWISE: dict[str, tuple[Publish, dict[str, Any], str, Callable[[Tensor], Tens
 }
 PUBLISHED = {name: case[:2] for cases in (EXACT, AGAIN, OTHERWISE) for name, case in cases.items()}
 ASKED = {name: "fp8" for name in PUBLISHED if name.startswith("FP8")} | {
+    **{name: "as_published" for name in PUBLISHED if name.startswith(("NVFP4", "MXFP4"))},
     "FP8 by blocks, in bf16": "bf16",
     "FP8 by smaller blocks, in bf16": "bf16",
     "FP8 by blocks, in nf4": "nf4",

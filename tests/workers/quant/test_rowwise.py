@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from workers.quant.weights import FP8BlocksWeight, FP8Weight, NF4FP32Weight, NF4Weight
+from workers.quant.weights import QUANTIZED
 
 ROWS, COLS = 10, 200
 
 
-@pytest.fixture(params=[NF4Weight, FP8Weight, NF4FP32Weight, FP8BlocksWeight])
+@pytest.fixture(params=QUANTIZED.values())
 def weight(request: pytest.FixtureRequest) -> Any:
     return request.param.quantize(torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)))
 

@@ -367,13 +367,16 @@ def _error(ours: OnRank, truth: OnRank) -> float:
 # Whole jobs ---------------------------------------------------------------------------------------------------------------
 
 
-def resume_all(folders: Mapping[str, Path], work: Path) -> dict[str, bool]:
-    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter of the uninterrupted one."""
+def resume_all(folders: Mapping[str, Path], work: Path, weights: str | None = None) -> dict[str, bool]:
+    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter of the uninterrupted one.
+
+    `weights`: the format of all; None: FP8 for a base published so by blocks, else NF4.
+    """
     whole, cut = work / "whole", work / "cut"
     for name, folder in folders.items():
         spec = _spec(
             folder,
-            _quantised(folder),
+            weights or _quantised(folder),
             2,
             data=save_chats(folder / "train.jsonl", 5),
             training={"max_steps": 3, "batch_size": 3, "learning_rate": 5e-3, "max_length": 64},

@@ -102,17 +102,17 @@ def test_a_base_that_is_not_understood_is_refused(tmp_path: Path, shapes: Any, c
     assert caught.value.param == "model"
 
 
-NVFP4 = {
+OF_MODELOPT = {
     "producer": {"name": "modelopt"},
-    "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+    "quantization": {"quant_algo": "NVFP4_AWQ", "group_size": 16, "exclude_modules": ["lm_head"]},
 }
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6-e3m2"}, "MXFP6-E3M2"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "W4A16_AWQ"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "INT-QUANTIZED"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
@@ -128,8 +128,8 @@ def test_a_format_is_refused_by_its_name(tmp_path: Path, given: dict[str, Any], 
 def test_what_only_modelopt_s_own_file_announces_is_read(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base")
     assert describe(str(folder)).layout == "bf16"
-    (folder / "hf_quant_config.json").write_text(json.dumps(NVFP4))
-    with pytest.raises(SpecError, match=r"The base is published quantised by NVFP4\."):
+    (folder / "hf_quant_config.json").write_text(json.dumps(OF_MODELOPT))
+    with pytest.raises(SpecError, match=r"The base is published quantised by NVFP4_AWQ\."):
         describe(str(folder))
 
 

@@ -21,10 +21,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+from ft_service.bases.base_files import open_base_file, read_config
 from ft_service.errors import SpecError
 from ft_service.spec import WeightFormat
 from workers.quant import mxfp4, nvfp4
@@ -34,6 +36,12 @@ TORCHAO = "torchao"
 MXFP4 = "mxfp4"
 METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", TORCHAO, MXFP4)
 """Values of `quantization_config.quant_method` whose layouts may be among ours; the tensors themselves decide."""
+_BY_COLUMNS = ("gptq", "awq")
+"""Values whose layouts keep eight outputs or eight inputs of several groups in one number."""
+_CARD_BYTES = 65536
+_MADE_FROM = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]{1,96}/[\w.-]{1,96})", re.M)
+"""In the head of a model card."""
+_METHOD_IN_NAME = re.compile(r"[-_.](?:gptq|awq)", re.I)
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -53,7 +61,7 @@ _TORCHAO_KINDS = (
 """What torchao calls the ways of using weights in FP8, NVFP4 and MXFP4; those of one format are stored alike."""
 _TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale|per_tensor_scale|act_per_tensor_scale)")
 _FOUR_BIT = frozenset({"nvfp4", "w4a16_nvfp4", "mxfp4", "w4a16_mxfp4", "nvfp4-pack-quantized", "mxfp4-pack-quantized"})
-_OTHER_FORMAT = re.compile(r"nvfp4|mxfp4|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
+_OTHER_FORMAT = re.compile(r"nvfp4|mxfp[46]|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
 """Formats that modelopt's `quant_algo` or compressed-tensors' `format` may name, and that are not supported."""
 FP8_STACK_SCALE = "_scale_inv"
 FP8_BLOCK = 128
@@ -80,8 +88,12 @@ _CHANGES_VALUES = {
 """Last part of a tensor's name → what it says; without it, codes and scales stand for other values."""
 
 
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation that config.json names, None if it names none. Raises SpecError for an unknown method."""
+def quantization_of(folder: Path) -> Mapping[str, Any] | None:
+    """Return the quantisation that a base's config.json names, None if it names none.
+
+    Raises SpecError for an unknown method.
+    """
+    config = read_config(folder)
     inner = config.get("text_config")
     section = config.get("quantization_config") or (inner.get("quantization_config") if isinstance(inner, Mapping) else None)
     if section is None:
@@ -90,6 +102,8 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     named = _unreadable_format(section) if isinstance(section, Mapping) else None
     if named is not None:
         raise _unknown_method(named)
+    if method in _BY_COLUMNS:
+        raise _unknown_method(f"{method}, whose codes are packed across rows", _original_of(folder))
     if method not in METHODS or section.get("load_in_8bit") or section.get("_load_in_8bit"):
         raise _unknown_method("bitsandbytes in 8 bits" if method == "bitsandbytes" else method)
     of_torchao = _torchao_kinds(section) if method == TORCHAO else []
@@ -143,11 +157,26 @@ def declared_block(section: Mapping[str, Any]) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _unknown_method(shown: object) -> SpecError:
+def _original_of(folder: Path) -> str:
+    """The release that a quantised one was made from, by its model card or else by its folder's name; empty: not known."""
+    try:
+        with open_base_file(folder / "README.md") as file:
+            card = file.read(_CARD_BYTES).decode(errors="replace")
+    except (OSError, SpecError):
+        card = ""
+    named = _MADE_FROM.search(card)
+    if named:
+        return named[1]
+    name, *method = _METHOD_IN_NAME.split(folder.name)
+    return name if method else ""
+
+
+def _unknown_method(shown: object, original: str = "") -> SpecError:
+    instead = f" Take the release in bf16 that it was made from: {original[:160]}." if original else ""
     shown = "a method that its config.json does not name" if shown is None else shown
     return SpecError(
         f"The base is published quantised by {str(shown)[:240]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
-        "4-bit, NVFP4, MXFP4, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups.",
+        "4-bit, NVFP4, MXFP4, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups." + instead,
         param="model",
     )
 
@@ -322,6 +351,23 @@ def refuse_what_changes_values(names: Iterable[str]) -> None:
         what = _CHANGES_VALUES.get(name.rpartition(".")[2])
         if what is not None:
             raise unknown_layout(name.rpartition(".")[0], f"{name} has {what}, which are not applied here")
+
+
+def announced_formats(names: Iterable[str], section: Mapping[str, Any]) -> dict[str, WeightFormat]:
+    """Logical name of a weight → format, as far as names of tensors and config.json's `section` say it without the files."""
+    held = set(names)
+    blocks = {name.removesuffix(_MXFP4_CODES) for name in held if name.endswith(_MXFP4_CODES)}
+    found: dict[str, WeightFormat] = {stack: "mxfp4" for stack in blocks if stack + MXFP4_SCALES in held}
+    of_scaled: WeightFormat = "fp8" if declared_block(section) is None else "fp8_blocks"
+    in_mxfp4 = "mxfp4" in str(section.get("format"))
+    for weight in {name.removesuffix(scale) + "weight" for scale in SCALES for name in held if name.endswith(f".{scale}")}:
+        if any(weight.removesuffix("weight") + whole in held for whole in WHOLE_SCALES):
+            found[weight] = "nvfp4"
+        elif weight in held:
+            found[weight] = of_scaled
+        elif weight + _PACKED_CODES in held and in_mxfp4:
+            found[weight] = "mxfp4"
+    return found
 
 
 def unknown_dtype(name: str, dtype: str) -> SpecError:

@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ft_service.bases.base_files import read_config
 from ft_service.spec import WeightFormat
 from workers.base.base_tensors import Safetensors
 from workers.base.expert_stacks import FP8Stack, MXFP4Stack, Stack, usable_exponents
@@ -94,7 +93,7 @@ class StoredBase:
     @classmethod
     def open(cls, files: Safetensors, folder: str | Path) -> StoredBase:
         """Open a base with the quantisation that its config.json names. Raises SpecError for an unknown method."""
-        quantization = quantization_of(read_config(Path(folder)))
+        quantization = quantization_of(Path(folder))
         if quantization is None:
             return cls(files)
         refuse_what_changes_values(files.names())

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-from ft_service.bases.base_files import read_config
 from ft_service.errors import SpecError
 from ft_service.plan.weight_storage import adapters_of
 from ft_service.rundir.directory import RunDir
@@ -168,7 +167,7 @@ def _quantised(folder: Path) -> str | dict[str, str]:
 
 
 def _is_by_blocks(folder: Path) -> bool:
-    quantization = quantization_of(read_config(folder))
+    quantization = quantization_of(folder)
     return quantization is not None and declared_block(quantization) is not None
 
 

@@ -338,6 +338,11 @@ HOSTILE: dict[str, tuple[Publish, dict[str, Tensor | None], str]] = {
 }
 
 
+def load_as_published(folder: Path) -> None:
+    model = build(spec_for(folder, precision={"default": "as_published"}), CPU).peft_model
+    load(model, folder, seed=0, compute_dtype=torch.bfloat16, device=CPU)
+
+
 @pytest.mark.parametrize("fault", HOSTILE)
 def test_what_would_be_read_as_other_values_is_refused_by_the_tensors_name(fault: str, tmp_path: Path) -> None:
     publish, changed, why = HOSTILE[fault]
@@ -349,8 +354,7 @@ def test_what_would_be_read_as_other_values_is_refused_by_the_tensors_name(fault
             tensors[MODULE + last] = tensor
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SpecError, match=rf"model\.layers\.1\.self_attn\.q_proj.*{why}") as refused:
-        model = build(spec_for(tmp_path, precision={"default": "as_published"}), CPU).peft_model
-        load(model, tmp_path, seed=0, compute_dtype=torch.bfloat16, device=CPU)
+        load_as_published(tmp_path)
     assert refused.value.param == "model"
 
 

@@ -26,6 +26,9 @@ from workers.quant.fp8 import LARGEST
 BLOCK = FORMATS["nvfp4"].block
 """Columns that share one scale."""
 
+_LEAST = 2.0**-149
+"""The smallest positive fp32 number."""
+
 
 class NVFP4Parts(NamedTuple):
     """The storage of one weight, or of some of its rows."""
@@ -63,5 +66,5 @@ def quantize(weight: Tensor) -> NVFP4Parts:
 
 def dequantize(parts: NVFP4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`."""
-    factor, divisor = parts.whole[:, :1], parts.whole[:, 1:]
+    factor, divisor = parts.whole[:, :1], parts.whole[:, 1:].clamp(min=_LEAST)  # rows of padding are zero, and stay so
     return e2m1.decode(parts.codes, parts.scales.float().mul_(factor).div_(divisor), BLOCK, cols, dtype)

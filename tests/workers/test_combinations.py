@@ -99,7 +99,7 @@ DECIDE: dict[str, list[Any]] = {
 """Options by which the same chats give other losses."""
 CHANGE_NOTHING: dict[str, list[Any]] = {
     "suffix": ["mine"],
-    "precision.default": ["bf16", "auto"],
+    "precision.default": ["bf16", "as_published", "auto"],
     "precision.compare_served": ["off"],
     "training.packing": [False],
     "training.per_device_train_batch_size": [1],

@@ -1,6 +1,7 @@
 """Held-out accuracy of the sample task: by storage format over several seeds, by method, and of a sweep.
 
-    python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,mixed] [--steps 320] [--messages 300] [--anew]
+    python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,nvfp4,mxfp4,mixed] [--steps 320] [--messages 300]
+                                  [--anew]
 
 Every run is a job on the sample base with the data in examples/data, on one rank, by batches of 8 at a rate that falls only at
 the end, for more steps than the quickstart's, after which some phrase of the task often is not learned yet (whether "very
@@ -51,6 +52,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"default": "bf16"},
     "fp8": {"default": "fp8"},
     "nf4": {"default": "nf4"},
+    "nvfp4": {"default": "nvfp4"},
+    "mxfp4": {"default": "mxfp4"},
     "mixed": {"default": "nf4", "overrides": {r".*\.down_proj": "bf16"}},
 }
 TRAINING = {

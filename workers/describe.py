@@ -35,7 +35,7 @@ from ft_service.bases.safetensors_folder import INDEX, SINGLE, files_of, read_in
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions, PrecisionOptions, WeightFormat
 from workers.base.base_tensors import Safetensors
-from workers.base.layouts import SCALES, declared_block, is_companion, quantization_of
+from workers.base.layouts import announced_formats, is_companion, quantization_of, refuse_what_changes_values
 from workers.base.load import base_tensor_name, check_complete
 from workers.base.parameter_sources import NamedBase, find_pieces
 from workers.base.quantized_rows import StoredBase
@@ -43,7 +43,7 @@ from workers.layers.experts import GATED, ExpertsLinear
 from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
 from workers.model.multimodal import decoder_layers, text_decoder
-from workers.model.precision import formats_of_base, precision_map, swap
+from workers.model.precision import formats_of_base, precision_map, swap, weighted_modules
 from workers.model.probes import Probed, probe
 from workers.ranks.runtime import quiet_libraries
 
@@ -77,7 +77,7 @@ def describe(folder: str) -> Description:
     base = base_on_meta(folder)
     layers = decoder_layers(base)
     downloaded = _is_downloaded(Path(folder))
-    held = formats_of_base(base, layers, folder) if downloaded else _announced_formats(base, Path(folder))
+    held = formats_of_base(base, layers, folder) if downloaded else _announced_formats(base, layers, Path(folder))
     formats = precision_map(base, layers, PrecisionOptions(default="bf16"), held)
     probed = probe(base)
     if probed.refused is not None:
@@ -261,31 +261,29 @@ def _is_downloaded(folder: Path) -> bool:
     return all(path.exists() for path in files_of(folder, read_index(folder)))
 
 
-def _announced_formats(model: PreTrainedModel, folder: Path) -> dict[str, WeightFormat]:
-    """Formats of the linear layers of a base whose weights are not downloaded, by its config.json and index.
+def _announced_formats(model: PreTrainedModel, layers: list[nn.Module], folder: Path) -> dict[str, WeightFormat]:
+    """Formats of the weights of a base whose files are not downloaded, by its config.json and index.
 
     Raises SpecError where these do not say enough.
     """
-    quantization = quantization_of(read_config(folder))
+    quantization = quantization_of(folder)
     if quantization is None:
         return {}
     names = list(read_index(folder)) if (folder / INDEX).is_file() else []
-    in_fp8 = {name.removesuffix(f".{scale}") for name in names for scale in SCALES if name.endswith(f".{scale}")}
-    if not in_fp8:
+    refuse_what_changes_values(names)
+    announced = announced_formats(names, quantization)
+    if not announced:
         raise SpecError(
             f"The weights of the base in {folder} are not here, and without them it cannot be planned: of a quantised base "
-            f"the plan needs its files, or for FP8 {INDEX}.",
+            f"the plan needs its files, or for FP8, NVFP4 and MXFP4 {INDEX}.",
             param="model",
             code="model_unreadable",
         )
-    held: WeightFormat = "fp8" if declared_block(quantization) is None else "fp8_blocks"
-    module_of = {f"{name}.weight": name for name, module in model.named_modules() if type(module) is nn.Linear}
-    pieces = find_pieces(model, module_of, [name for name in names if not is_companion(name)])
-    return {
-        module_of[parameter]: held
-        for parameter, tensors in pieces.items()
-        if all(piece.tensor.removesuffix(".weight") in in_fp8 for piece in tensors)
-    }
+    module_of = weighted_modules(model, layers)
+    plain = [name for name in names if not is_companion(name)]
+    pieces = find_pieces(model, module_of, dict.fromkeys([*announced, *plain]))
+    found = {module_of[parameter]: {announced.get(piece.tensor) for piece in placed} for parameter, placed in pieces.items()}
+    return {name: held for name, formats in found.items() for held in formats if len(formats) == 1 and held is not None}
 
 
 def _model_type(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ft_service.errors import SpecError
-from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
+from ft_service.spec import AS_PUBLISHED, FORMATS, FormatChoice, PrecisionOptions, WeightFormat, keeps, match_pattern
 
 KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj", "altup"})
 """Names of modules whose linear layers stay bf16: routers, which are small and choose the experts of a token or mix streams,
@@ -21,11 +21,6 @@ attend to."""
 
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
 """Last parts of module names that PEFT, in a mixture of experts, takes for experts or their router in any place."""
-
-IN_FP8: frozenset[WeightFormat] = frozenset({"fp8", "fp8_blocks"})
-KEPT_IN_FP8: frozenset[WeightFormat] = frozenset({"fp8_blocks"})
-"""Formats of published bases that stay only in jobs that store these weights in FP8; other jobs convert their values. All other
-formats of published bases stay in every job."""
 
 Value = TypeVar("Value", int, float)
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -53,33 +48,41 @@ def assign_formats(
 ) -> dict[str, WeightFormat]:
     """Module name → format of its weight, for every weight that can be quantised.
 
-    `held`: formats of a base that is published quantised; they stay, except those of `KEPT_IN_FP8` in a job that stores these
-    weights in another format than FP8. Raises SpecError for a pattern that matches no weight, or one outside the decoder
-    layers, or that asks for another format than one that stays.
+    `held`: formats of a base that is published quantised; which of them stay, `keeps` says, and all else is converted. Raises
+    SpecError for a pattern that matches no weight, or one outside the decoder layers, or that asks for another format than one
+    that stays.
     """
     held = held or {}
-    formats: dict[str, WeightFormat] = dict.fromkeys([*names.quantizable, *held], precision.format)
+    choices: dict[str, FormatChoice] = dict.fromkeys([*names.quantizable, *held], precision.format)
     stay = staying(held)
-    for pattern, weight_format in precision.overrides.items():
+    for pattern, choice in precision.overrides.items():
         matched = match_pattern(pattern, names.quantizable)
-        _require_override(pattern, weight_format, matched, names)
-        _refuse_conflict(pattern, weight_format, matched, stay)
-        formats.update(dict.fromkeys(match_pattern(pattern, formats), weight_format))
-    own: dict[str, WeightFormat] = {name: formats[name] for name in names.quantizable}
-    own.update((name, published) for name, published in held.items() if name in stay or formats[name] in IN_FP8)
+        _require_override(pattern, choice, matched, names)
+        _refuse_conflict(pattern, choice, matched, stay)
+        choices.update(dict.fromkeys(match_pattern(pattern, choices), choice))
+    own: dict[str, WeightFormat] = {}
+    for name in names.quantizable:
+        choice = choices[name]
+        own[name] = "bf16" if choice == AS_PUBLISHED else choice
+    own.update((name, published) for name, published in held.items() if keeps(choices[name], published))
     return own
 
 
 def staying(held: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
     """Module name → format, for the published formats that weights keep in every job."""
-    return {name: published for name, published in held.items() if published not in KEPT_IN_FP8}
+    return {name: published for name, published in held.items() if FORMATS[published].kept_by is None}
 
 
-def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat]) -> None:
+def converted(held: Mapping[str, WeightFormat], formats: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """Module name → published format, for the weights that a job stores in another one."""
+    return {name: published for name, published in held.items() if formats.get(name) != published}
+
+
+def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat], formats: Mapping[str, WeightFormat]) -> None:
     """Raise SpecError for a resharding size that a quantised base does not allow. `size`: distributed.reshard_after_forward if
-    it is a number. Formats in the spec are checked with the spec.
+    it is a number; `formats`: those that the weights are stored in. Formats in the spec are checked with the spec.
     """
-    kept = sorted(set(staying(held).values()))
+    kept = sorted({published for name, published in held.items() if formats.get(name) == published})
     if size is not None and kept:
         raise SpecError(
             f"distributed.reshard_after_forward = {size}: FSDP2 reshards to a number of ranks only plain weights, and the base "
@@ -88,9 +91,9 @@ def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat]
         )
 
 
-def _refuse_conflict(pattern: str, wanted: WeightFormat, matched: list[str], held: Mapping[str, WeightFormat]) -> None:
+def _refuse_conflict(pattern: str, wanted: FormatChoice, matched: list[str], held: Mapping[str, WeightFormat]) -> None:
     for name in matched:
-        if name in held and held[name] not in (wanted, f"{wanted}_fp32"):
+        if name in held and wanted != AS_PUBLISHED and held[name] not in (wanted, f"{wanted}_fp32"):
             raise SpecError(
                 f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which the base holds in "
                 f"{held[name]} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
@@ -98,16 +101,16 @@ def _refuse_conflict(pattern: str, wanted: WeightFormat, matched: list[str], hel
             )
 
 
-def _require_override(pattern: str, weight_format: WeightFormat, matched: list[str], names: WeightNames) -> None:
+def _require_override(pattern: str, weight_format: FormatChoice, matched: list[str], names: WeightNames) -> None:
     outside, others = match_pattern(pattern, names.outside), match_pattern(pattern, names.weighted)
-    if outside and weight_format != "bf16":
+    if outside and weight_format not in ("bf16", AS_PUBLISHED):
         raise SpecError(
             f"precision.overrides: the pattern {pattern!r} asks for {weight_format} and matches {outside[0]}, which lies "
             "outside the decoder layers: embeddings and the output head stay bf16, since every token's error passes through "
             "them. Make the pattern narrower.",
             param="precision.overrides",
         )
-    if matched or (others and weight_format == "bf16"):
+    if matched or (others and weight_format in ("bf16", AS_PUBLISHED)):
         return
     if others:
         raise SpecError(

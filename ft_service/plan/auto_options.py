@@ -34,7 +34,7 @@ from ft_service.plan.fitting_settings import (
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.quantities import bytes_text, duration_text
 from ft_service.plan.sample_lengths import SampleLengths
-from ft_service.spec import JobSpec
+from ft_service.spec import AS_PUBLISHED, JobSpec
 from ft_service.spec.auto_hyperparameters import rate_for
 from ft_service.spec.options import WrapBySize
 
@@ -173,7 +173,7 @@ def _refuse_unknown(spec: JobSpec, machine: Machine) -> None:
     if is_open(spec, FORMAT):
         raise SpecError(
             f"precision.default = 'auto': the memory of {machine.name} is not known here, and results depend on the format. "
-            "Give bf16, fp8 or nf4.",
+            "Give bf16, as_published, fp8 or nf4.",
             param=FORMAT,
         )
 
@@ -196,7 +196,7 @@ def _format_reason(base: Description, setting: Setting, room: str) -> str:
     stay = sorted(set(staying(held).values()))
     if stay:
         return f"the base comes in {' and '.join(stay)}, and stays so"
-    if held and chosen == "fp8":
+    if held and chosen in (AS_PUBLISHED, "fp8"):
         return "exact, as the base is published, " + room
     return "exact, " + room if chosen == "bf16" else "the most exact format that fits, " + room
 

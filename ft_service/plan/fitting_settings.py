@@ -25,7 +25,7 @@ from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batche
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.speed import PASSES, dequantised_bytes, flops_per_token, launch_seconds, wire_bytes
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout
-from ft_service.spec import JobSpec, WeightFormat
+from ft_service.spec import AS_PUBLISHED, FormatChoice, JobSpec
 
 AUTO = "auto"
 CHECKPOINTING = "distributed.activation_checkpointing"
@@ -123,13 +123,15 @@ def best_setting(base: Description, spec: JobSpec, machine: Machine, lengths: Sa
     return smallest, smallest.rank.total <= usable
 
 
-def _formats(base: Description, spec: JobSpec) -> tuple[WeightFormat, ...]:
+def _formats(base: Description, spec: JobSpec) -> tuple[FormatChoice, ...]:
     """Formats to try, the most exact one first."""
     if spec.precision.default != AUTO:
         return (spec.precision.default,)
     stay = staying(base.held)
     all_stay = all(weight.module in stay for weight in base.quantizable)
-    return ("bf16",) if all_stay or spec.distributed.reshard_size is not None else ("bf16", "fp8", "nf4")
+    if all_stay or spec.distributed.reshard_size is not None:
+        return ("bf16",)
+    return ("bf16", "fp8", "nf4") if stay == base.held else ("bf16", AS_PUBLISHED, "fp8", "nf4")
 
 
 def _settings(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> Iterator[Setting]:

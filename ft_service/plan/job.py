@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.description import Description
-from ft_service.bases.module_rules import KEPT_IN_FP8, ROUTERS, named_apart, staying
+from ft_service.bases.module_rules import ROUTERS, converted, named_apart, staying
 from ft_service.plan.auto_options import sentences, settle_on
 from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
+from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import seat_size
 from ft_service.plan.speed import CollectiveBytes, Speed, flops_per_token, speed_on, whole_training, wire_bytes
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorage, layout_of, stored_weights
 from ft_service.rundir.engine import SeatSize
-from ft_service.spec import JobSpec, WeightFormat
+from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat
 
 WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
 PICKLED = (
@@ -238,11 +239,19 @@ def _candidates(base: Description, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
-    if spec.precision.default == "bf16" and not KEPT_IN_FP8.isdisjoint(base.held.values()):
-        yield {"precision.default": "fp8"}  # as exact: the base is published so
-    if spec.precision.default != AUTO and any(f not in ("nf4", "nf4_fp32") for f in _formats(base, spec)):
+    wider = [s for s in _converted(base, spec) if FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits]
+    if spec.precision.default not in (AUTO, AS_PUBLISHED) and wider:
+        yield {"precision.default": AS_PUBLISHED, "precision.overrides": {}}
+    if spec.precision.default != AUTO and any(FORMATS[f].code_bits > 4 for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
     yield {"distributed.nproc_per_node": 2 * spec.world_size // distributed.nnodes}
+
+
+def _converted(base: Description, spec: JobSpec) -> list[WeightStorage]:
+    """Weights that the job stores in another format than the base is published in."""
+    stored = stored_weights(base, spec, layout_of(spec))
+    others = converted(base.held, {s.weight.module: s.format for s in stored if s.weight.parameter == "weight"})
+    return [s for s in stored if s.weight.parameter == "weight" and s.weight.module in others]
 
 
 def _formats(base: Description, spec: JobSpec) -> list[WeightFormat]:
@@ -250,6 +259,23 @@ def _formats(base: Description, spec: JobSpec) -> list[WeightFormat]:
     stored = stored_weights(base, spec, layout_of(spec))
     stay = staying(base.held)
     return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.module not in stay]
+
+
+def _conversion(job: ShardedJob) -> Iterator[str]:
+    """What it costs to store weights otherwise than the base is published."""
+    others = _converted(job.base, job.spec)
+    if not others:
+        return
+    kept = [WeightStorage.of(s.weight, s.weight.held or s.format, s.sharded, job.compute_bytes) for s in others]
+    now, then = (sum(s.bytes_on_rank(job.layout) for s in some) for some in (others, kept))
+    names = " and ".join(sorted({s.weight.held or "" for s in others}))
+    stored = sorted({s.format for s in others})
+    rounded = "" if stored == ["bf16"] else ", and rounds their values a second time"
+    yield (
+        f"The base is published in {names}. Storing {len(others)} of its weights in {' and '.join(stored)} takes "
+        f"{bytes_text(now)} a rank instead of {bytes_text(then)}{rounded}. precision.default: "
+        f"{AS_PUBLISHED} keeps them as they are."
+    )
 
 
 def _warnings(job: ShardedJob) -> Iterator[str]:
@@ -261,6 +287,7 @@ def _warnings(job: ShardedJob) -> Iterator[str]:
             "a rank above the smaller side adds parameters and no freedom."
         )
     yield from base.warnings
+    yield from _conversion(job)
     apart = named_apart([weight.module for weight in base.linears], [weight.module for weight in base.experts])
     left_out = [name for name in apart if ROUTERS.isdisjoint(name.split("."))]
     if left_out and spec.lora.lora_dropout and spec.lora.target_modules == "all-linear" and not spec.shared_experts:

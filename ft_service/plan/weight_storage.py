@@ -18,13 +18,9 @@ from ft_service.bases.module_rules import (
     values_by_module,
 )
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec, WeightFormat
+from ft_service.spec import FORMATS, JobSpec, WeightFormat
 from ft_service.spec.mesh import mesh_shape
 
-FP8_BLOCK = 128
-"""Columns of a row that share a scale in fp8_blocks."""
-NF4_BLOCK = 64
-"""Columns that share one NF4 block scale; a row is padded to whole blocks."""
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 BF16_BYTES, FP32_BYTES = 2, 4
 
@@ -54,6 +50,17 @@ class WeightStorage:
     row_bytes: int
     gathered_row_bytes: int
     sharded: bool
+
+    @classmethod
+    def of(cls, weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int) -> WeightStorage:
+        """A weight in its format. An unsharded weight is never converted again, so it is stored in the compute dtype. So are
+        vectors: some architectures read a norm's dtype before the norm is gathered.
+        """
+        plain = (FP32_BYTES if weight.kept_fp32 else BF16_BYTES) if sharded and len(weight.shape) > 1 else compute_bytes
+        cols = weight.numel_of_row
+        return cls(
+            weight, weight_format, row_bytes(weight_format, cols, plain), row_bytes(weight_format, cols, compute_bytes), sharded
+        )
 
     def bytes_on_rank(self, layout: ShardLayout) -> int:
         return (layout.rows(self.weight.rows) if self.sharded else self.weight.rows) * self.row_bytes
@@ -145,41 +152,21 @@ def layout_of(spec: JobSpec) -> ShardLayout:
 
 def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
     """Bytes of a row of `cols` columns. `plain_bytes`: bytes of an element that is not quantised."""
-    blocks = -(-cols // NF4_BLOCK)
-    if weight_format == "nf4":
-        return blocks * (NF4_BLOCK // 2 + 1) + FP32_BYTES
-    if weight_format == "nf4_fp32":
-        return blocks * (NF4_BLOCK // 2 + FP32_BYTES)
-    if weight_format == "fp8_blocks":
-        return cols + -(-cols // FP8_BLOCK) * FP32_BYTES
-    if weight_format == "fp8":
-        return cols + FP32_BYTES
-    return cols * plain_bytes
+    return cols * plain_bytes if weight_format == "bf16" else FORMATS[weight_format].bytes_of_row(cols)
 
 
 def stored_weights(base: Description, spec: JobSpec, layout: ShardLayout) -> list[WeightStorage]:
     """Every frozen weight in the format that the spec gives it. Raises SpecError for a pattern that matches nothing."""
     _refuse_empty_rows(base)
     formats = assign_formats(base.names, spec.precision, base.held)
-    refuse_resharding_of_held(spec.distributed.reshard_size, base.held)
+    refuse_resharding_of_held(spec.distributed.reshard_size, base.held, formats)
     ignored = choose_ignored([weight.name for weight in base.weights], spec.distributed.ignored)
     weights = []
     for weight in base.weights:
         weight_format = formats.get(weight.module, "bf16") if weight.parameter == "weight" else "bf16"
         sharded = layout.shard > 1 and weight.name not in ignored
-        weights.append(_stored(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute]))
+        weights.append(WeightStorage.of(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute]))
     return weights
-
-
-def _stored(weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int) -> WeightStorage:
-    """A weight in its format. An unsharded weight is never converted again, so it is stored in the compute dtype. So are
-    vectors: some architectures read a norm's dtype before the norm is gathered.
-    """
-    at_rest = (FP32_BYTES if weight.kept_fp32 else BF16_BYTES) if sharded and len(weight.shape) > 1 else compute_bytes
-    cols = weight.numel_of_row
-    return WeightStorage(
-        weight, weight_format, row_bytes(weight_format, cols, at_rest), row_bytes(weight_format, cols, compute_bytes), sharded
-    )
 
 
 def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:

@@ -2,6 +2,7 @@
 
 templates             chat templates by name
 option_types          types of option values
+weight_formats        the storage formats of frozen weights
 methods               the loss, as in OpenAI's API
 options               our additions to OpenAI's create body
 evaluation            prompts and graders that compare the model before and after training
@@ -19,7 +20,7 @@ from __future__ import annotations
 from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
 from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
-from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, WeightFormat, compile_pattern, match_pattern
+from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
 from ft_service.spec.options import (
     DPO_LEARNING_RATE,
     LEARNING_RATE,
@@ -48,10 +49,13 @@ from ft_service.spec.resolved import (
 from ft_service.spec.stored_spec import StoredSpec
 from ft_service.spec.tuned_name import TunedName, is_tuned
 from ft_service.spec.validation_errors import spec_error
+from ft_service.spec.weight_formats import AS_PUBLISHED, FORMATS, FormatChoice, WeightFormat, keeps
 
 __all__ = [
+    "AS_PUBLISHED",
     "AUTO",
     "DPO_LEARNING_RATE",
+    "FORMATS",
     "LEARNING_RATE",
     "NOT_YET",
     "NOT_YET_VALUES",
@@ -64,6 +68,7 @@ __all__ = [
     "DpoHyperparameters",
     "DpoOptions",
     "EvaluationOptions",
+    "FormatChoice",
     "Hyperparameters",
     "Integration",
     "JobContext",
@@ -96,6 +101,7 @@ __all__ = [
     "compile_pattern",
     "inherit",
     "is_tuned",
+    "keeps",
     "match_pattern",
     "parse_request",
     "read_prompts",

@@ -9,11 +9,6 @@ from typing import Annotated, Any, Literal
 import re2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32", "fp8_blocks"]
-"""nf4_fp32: NF4 with fp32 block scales, which keeps bases published in bitsandbytes NF4 without a loss. fp8_blocks: FP8 with a
-scale for every 128 columns of a row instead of one per row, which keeps bases published in FP8 by blocks."""
-
-
 TrainOn = Literal["all_assistant", "last_assistant", "everything"]
 
 

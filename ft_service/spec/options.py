@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
-from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, WeightFormat
+from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn
 from ft_service.spec.templates import check_template
+from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
 
 LEARNING_RATE = 2e-4
 """Learning rate for `learning_rate_multiplier: 1`; the usual one for LoRA with AdamW."""
@@ -81,15 +82,17 @@ def _one_compute_type(value: object) -> object:
 class PrecisionOptions(Strict):
     """The formats in which the frozen weights are stored, sharded and gathered, and the dtype of the arithmetic."""
 
-    default: WeightFormat | Literal["auto"] = "bf16"
+    default: FormatChoice | Literal["auto"] = "bf16"
     """Format of every linear layer and every stack of experts inside the decoder layers that no override matches; the rest,
-    also routers, stays bf16. "auto": the most exact of bf16, fp8 and nf4 that fits the machine, chosen once, when the job is
-    created, since results depend on it. A base published in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its format. A
-    base published in FP8 by blocks keeps its blocks, bit for bit, with fp8; other formats are made from the exact values of its
-    blocks."""
-    overrides: dict[Pattern, WeightFormat] = {}
-    """RE2 pattern on the module's full name → format; the last matching pattern wins. A pattern without a match is an error,
-    and so is another format than bf16 outside the decoder layers (embeddings, output head)."""
+    also routers, stays bf16. "as_published": every weight stays as the base's files hold it, bit for bit: in NVFP4, MXFP4, FP8
+    or bitsandbytes NF4; plain ones, and those in a layout that no format holds (INT4), are bf16. "auto": the most exact of
+    bf16, as_published, fp8 and nf4 that fits the machine, chosen once, when the job is created, since results depend on it.
+    Whatever is given, a base published in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its format, and one in FP8 by
+    blocks keeps its blocks with fp8. All else is made from the exact values of the published weights; the plan says what that
+    costs."""
+    overrides: dict[Pattern, FormatChoice] = {}
+    """RE2 pattern on the module's full name → format, or as_published; the last matching pattern wins. A pattern without a
+    match is an error, and so is a format other than bf16 outside the decoder layers (embeddings, output head)."""
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
     """Element type of activations and matrix products in all modules: FSDP2 has one type per group. Adapters are fp32 masters
     in either case."""
@@ -108,7 +111,7 @@ class PrecisionOptions(Strict):
     model; else an event says why it was not done. off: never."""
 
     @property
-    def format(self) -> WeightFormat:
+    def format(self) -> FormatChoice:
         """`default` after it was chosen."""
         assert self.default != "auto", "precision.default is chosen before anything is built or stored"
         return self.default
@@ -392,7 +395,10 @@ class JobOptions(Strict):
 
     @model_validator(mode="after")
     def _consistent_distributed(self) -> JobOptions:
-        options, formats = self.distributed, {self.precision.default, *self.precision.overrides.values()} - {"bf16", "auto"}
+        options, formats = (
+            self.distributed,
+            {self.precision.default, *self.precision.overrides.values()} - {"bf16", "auto", AS_PUBLISHED},
+        )
         if options.reshard_size is not None and (options.keep_unsharded or options.wrap == "none"):
             other = "keep_unsharded" if options.keep_unsharded else "wrap 'none'"
             raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")

@@ -74,7 +74,7 @@ def test_what_is_taken_is_trained_to_the_same_numbers_in_every_way(choice: Choic
 DECIDE: dict[str, list[Any]] = {
     "seed": [8],
     "validation_split": [0.25],
-    "precision.default": ["fp8", "nf4", "nf4_fp32", "fp8_blocks"],
+    "precision.default": ["fp8", "nf4", "nf4_fp32", "fp8_blocks", "nvfp4", "mxfp4"],
     "precision.compute": ["bf16"],
     "training.max_steps": [4],
     "training.batch_size": [3],
@@ -100,7 +100,7 @@ DECIDE: dict[str, list[Any]] = {
 """Options by which the same chats give other losses."""
 CHANGE_NOTHING: dict[str, list[Any]] = {
     "suffix": ["mine"],
-    "precision.default": ["bf16", "auto"],
+    "precision.default": ["bf16", "as_published", "auto"],
     "precision.compare_served": ["off"],
     "training.packing": [False],
     "training.per_device_train_batch_size": [1],

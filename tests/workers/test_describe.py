@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from ft_service.bases.description import description_key, read_described, write_described
+from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
 from ft_service.plan.weight_storage import layout_of, stored_weights
 from tests.support.bases import TINY, llama_shapes, save_base, save_headers, spec_on
 from tests.support.training.causal_types import save_type
-from tests.support.training.models import save_tiny
+from tests.support.training.models import save_tiny, save_tiny_llama
+from tests.support.training.prequantized import fp8_by_rows, int4_by_groups, mxfp4, nvfp4, nvfp4_of_modelopt
+from tests.support.training.published import save_published
 from workers.describe import describe
 
 
@@ -102,20 +105,20 @@ def test_a_base_that_is_not_understood_is_refused(tmp_path: Path, shapes: Any, c
     assert caught.value.param == "model"
 
 
-NVFP4 = {
+OF_MODELOPT = {
     "producer": {"name": "modelopt"},
-    "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+    "quantization": {"quant_algo": "NVFP4_AWQ", "group_size": 16, "exclude_modules": ["lm_head"]},
 }
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6-e3m2"}, "MXFP6-E3M2"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "W4A16_AWQ"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "INT-QUANTIZED"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq, whose codes are packed across rows"),
         ({"bits": 4}, "a method that its config.json does not name"),
     ],
 )
@@ -128,8 +131,8 @@ def test_a_format_is_refused_by_its_name(tmp_path: Path, given: dict[str, Any], 
 def test_what_only_modelopt_s_own_file_announces_is_read(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base")
     assert describe(str(folder)).layout == "bf16"
-    (folder / "hf_quant_config.json").write_text(json.dumps(NVFP4))
-    with pytest.raises(SpecError, match=r"The base is published quantised by NVFP4\."):
+    (folder / "hf_quant_config.json").write_text(json.dumps(OF_MODELOPT))
+    with pytest.raises(SpecError, match=r"The base is published quantised by NVFP4_AWQ\."):
         describe(str(folder))
 
 
@@ -163,3 +166,21 @@ def test_a_base_that_is_not_downloaded_is_described_by_its_config(tmp_path: Path
     assert (whole.downloaded, announced.downloaded) == (True, False)
     assert [(w.name, w.shape, w.kind) for w in announced.weights] == [(w.name, w.shape, w.kind) for w in whole.weights]
     assert announced.dimensions == whole.dimensions
+
+
+@pytest.mark.parametrize("publish", [nvfp4, mxfp4, nvfp4_of_modelopt, fp8_by_rows, int4_by_groups, None])
+def test_the_index_announces_the_formats_that_the_files_hold(publish: Any, tmp_path: Path) -> None:
+    if publish is None:
+        save_published("gpt-oss", tmp_path)
+    else:
+        publish(save_tiny_llama(tmp_path))
+    held, file = describe(str(tmp_path)).held, tmp_path / "model.safetensors"
+    index = dict.fromkeys(read_header(file).tensors, "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    file.unlink()
+    if publish is int4_by_groups:
+        with pytest.raises(SpecError, match="of a quantised base the plan needs its files"):
+            describe(str(tmp_path))
+    else:
+        assert held
+        assert describe(str(tmp_path)).held == held

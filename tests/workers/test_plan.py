@@ -19,7 +19,8 @@ from tests.support.bases import plan_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
-from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
+from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, mxfp4, nvfp4
+from tests.support.training.published import save_published
 from workers.base.load import adapters
 from workers.data.batches import Tokens
 from workers.job.origins import stored_modules
@@ -85,6 +86,7 @@ def held(tensors: Any) -> int:
 
 
 MIXED = {"default": "bf16", "overrides": {r".*self_attn.*": "fp8", r".*mlp\.(up|down)_proj": "nf4"}}
+FOUR_BITS = {"default": "nvfp4", "overrides": {r".*mlp.*": "mxfp4"}}
 ODD = {"vocab_size": VOCABULARY + 1, "intermediate_size": 200, "hidden_size": 72, "num_attention_heads": 4}
 BLOCKS = {"hidden_size": 160, "intermediate_size": 289, "num_attention_heads": 4, "tie_word_embeddings": True}
 """Of a base in FP8 by blocks of 128, several of which lie in every matrix both ways."""
@@ -102,6 +104,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "kept over two of four": (4, {"default": "bf16"}, {}, {"reshard_after_forward": 2}),
     "in one group": (2, {"default": "fp8"}, {}, {"wrap": "none"}),
     "fp8 by blocks on three, columns that do not divide": (3, {"default": "fp8_blocks"}, {"intermediate_size": 200}, {}),
+    "nvfp4 and mxfp4 on three, columns that do not divide": (3, FOUR_BITS, {"intermediate_size": 200}, {}),
     "some weights whole": (3, {**MIXED, "compute": "fp32"}, {}, {"ignored": [r".*norm\.weight", r".*up_proj.*"]}),
     "magnitudes on three": (3, MIXED, ODD, {}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
@@ -163,13 +166,17 @@ def plain_parts(parameter: Tensor) -> tuple[Tensor, ...]:
         (bitsandbytes_4bit, {"intermediate_size": 96}, "nf4", {"nf4_fp32"}),
         (fp8_by_rows, {}, "nf4", {"fp8"}),
         (fp8_by_blocks, BLOCKS, "fp8", {"fp8_blocks"}),
+        (nvfp4, {"intermediate_size": 96}, "as_published", {"nvfp4"}),
+        (mxfp4, {"intermediate_size": 96}, "as_published", {"mxfp4"}),
+        (mxfp4, {"intermediate_size": 96}, "nf4", {"nf4"}),
         (fp8_by_blocks, BLOCKS, "nf4", {"nf4"}),
         (fp8_by_blocks, BLOCKS, "bf16", set[str]()),
         (partial(fp8_by_blocks, block=64), BLOCKS, "fp8", {"fp8"}),
     ],
     ids=[
         *("nf4 of whole blocks", "nf4 of blocks across rows", "fp8 by rows"),
-        *("fp8 by blocks", "fp8 by blocks in nf4", "fp8 by blocks in bf16", "fp8 by blocks of another width"),
+        *("fp8 by blocks", "nvfp4", "mxfp4", "mxfp4 in nf4"),
+        *("fp8 by blocks in nf4", "fp8 by blocks in bf16", "fp8 by blocks of another width"),
     ],
 )
 def test_a_base_published_quantised_takes_what_was_planned(
@@ -191,6 +198,17 @@ def test_a_base_published_quantised_takes_what_was_planned(
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
         received = sum(sent * (ranks - 1) for kind, _, sent, ranks in result["collectives"] if kind == "gather")
         assert received == pytest.approx(plan.wire.gather, rel=0.02)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_experts_published_in_mxfp4_take_what_was_planned(world: int, tmp_path: Path) -> None:
+    training = {"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH}
+    base = save_published("gpt-oss", tmp_path / "base")
+    spec = spec_for(base, ranks=world, precision={"default": "as_published"}, training=training)
+    plan = plan_of(spec, MACHINES["H100"])
+    assert {module.format for module in plan.modules if module.kind == "experts"} == {"mxfp4"}
+    for result in run_on_ranks(measure, world, spec):
+        assert (result["quantised"], result["plain"]) == base_bytes(plan)
 
 
 def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:

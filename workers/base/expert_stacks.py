@@ -16,17 +16,16 @@ from ft_service.spec import WeightFormat
 from workers.base.base_tensors import Safetensors
 from workers.base.layouts import (
     FP8_STACK_SCALE,
-    MXFP4_BIAS,
     MXFP4_SCALES,
     FP8Layout,
     as_kept,
     fp8_layout,
     mxfp4_shape,
     of_columns,
+    unknown_layout,
 )
-
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 … 7; bit 3 is the sign."""
+from workers.quant import mxfp4
+from workers.quant.mxfp4 import NO_NUMBER, MXFP4Parts
 
 
 class Matrix(Protocol):
@@ -62,9 +61,9 @@ class MXFP4Stack:
     """
 
     layout = "MXFP4"
-    format: WeightFormat | None = None
-    """None: the job's format is used."""
+    format: WeightFormat | None = "mxfp4"
     exact = False
+    """A stack is not exact as a whole; its matrices are."""
     by_outputs = True
 
     def __init__(self, files: Safetensors, name: str) -> None:
@@ -73,7 +72,7 @@ class MXFP4Stack:
         self.shape: tuple[int, ...] = mxfp4_shape(name, files.shape(name), files.shape(self._scales))
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        raise NotImplementedError("no format here holds them")
+        raise NotImplementedError("its matrices have parts")
 
     def rows(self, start: int, end: int) -> Tensor:
         raise NotImplementedError("its matrices have rows")
@@ -82,37 +81,37 @@ class MXFP4Stack:
         assert not transposed, "its blocks lie along the inputs"
         return MXFP4Matrix(self, index)
 
-    def rows_of(self, index: int, start: int, end: int) -> Tensor:
-        """Rows [start, end) of one expert, bf16 [end - start, in]."""
-        codes = self._files.rows(self._name, start, end, index)
-        scales = self._files.rows(self._scales, start, end, index)
-        return dequantize(codes, scales)
+    def parts_of(self, index: int, start: int, end: int) -> MXFP4Parts:
+        """The parts of rows [start, end) of one expert."""
+        codes = self._files.rows(self._name, start, end, index).flatten(1)
+        return MXFP4Parts(codes, usable_exponents(self._name, self._files.rows(self._scales, start, end, index)))
 
 
 class MXFP4Matrix:
     """One expert's matrix [out, in]."""
 
     layout = MXFP4Stack.layout
-    format: WeightFormat | None = None
-    exact = False
+    format: WeightFormat | None = "mxfp4"
+    exact = True
 
     def __init__(self, stack: MXFP4Stack, index: int) -> None:
         self._stack, self._index = stack, index
         self.shape: tuple[int, ...] = stack.shape[1:]
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        return self._stack.parts(start, end)
+        return self._stack.parts_of(self._index, start, end)
 
     def rows(self, start: int, end: int) -> Tensor:
-        return self._stack.rows_of(self._index, start, end)
+        """bf16, which holds every value."""
+        return mxfp4.dequantize(self._stack.parts_of(self._index, start, end), self.shape[1], torch.bfloat16)
 
 
-def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes u8 [rows, blocks, 16], the first of two values in the low bits, and scales u8 [rows, blocks] → bf16 [rows, in]."""
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.float32)
-    pairs = torch.stack([codes & 0x0F, codes >> 4], dim=-1).flatten(-2)
-    powers = scales.int().unsqueeze(-1) - MXFP4_BIAS
-    return torch.ldexp(values[pairs.long()], powers).to(torch.bfloat16).flatten(-2)
+def usable_exponents(name: str, exponents: Tensor) -> Tensor:
+    """Scales of MXFP4 as u8. Raises SpecError, naming the weight, where one stands for no number."""
+    exponents = exponents.view(torch.uint8)
+    if (exponents == NO_NUMBER).any():
+        raise unknown_layout(name, f"MXFP4 with a scale of {NO_NUMBER}, which is no number")
+    return exponents
 
 
 class FP8Stack:

@@ -7,27 +7,41 @@ FP8                  e4m3 codes in `X.weight` of the logical shape, scales in `X
                      `.weight` in their names, and scales of each matrix in `X_scale_inv` [experts, ..]
 INT4                 eight codes an int32 in `X.weight_packed` [out, in / 8], scales of groups along the inputs in
                      `X.weight_scale` [out, groups]
-MXFP4                experts alone: codes in `X_blocks` [experts, out, in / 32, 16], powers of two in `X_scales`
+NVFP4                two codes a byte [out, in / 2] in `X.weight_packed` (compressed-tensors), `X.weight` (modelopt) or
+                     `X._weight_qdata` (torchao); e4m3 scales [out, in / 16] in `X.weight_scale`, `X._weight_scale`; one of the
+                     whole, which divides these in `X.weight_global_scale` and multiplies them in `X.weight_scale_2` and
+                     `X._weight_per_tensor_scale`
+MXFP4                the same, with exponents of two as scales [out, in / 32] and nothing of the whole; stacks of experts
+                     (gpt-oss): codes in `X_blocks` [experts, out, in / 32, 16], exponents in `X_scales`
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+from ft_service.bases.base_files import open_base_file, read_config
 from ft_service.errors import SpecError
 from ft_service.spec import WeightFormat
+from workers.quant import mxfp4, nvfp4
 from workers.quant.fp8_blocks import BLOCK, blocks_of
 
 TORCHAO = "torchao"
 MXFP4 = "mxfp4"
 METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", TORCHAO, MXFP4)
 """Values of `quantization_config.quant_method` whose layouts may be among ours; the tensors themselves decide."""
+_BY_COLUMNS = ("gptq", "awq")
+"""Values whose layouts keep eight outputs or eight inputs of several groups in one number."""
+_CARD_BYTES = 65536
+_MADE_FROM = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]{1,96}/[\w.-]{1,96})", re.M)
+"""In the head of a model card."""
+_METHOD_IN_NAME = re.compile(r"[-_.](?:gptq|awq)", re.I)
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -37,10 +51,17 @@ PLAIN_DTYPES = ("BF16", "F16", "F32", "F64", "I64", "BOOL")
 """Integers are tables, such as those from a token to its experts, and stay as they are."""
 LARGEST_SIZE = 2**31
 """Upper bound of a weight's dimensions."""
-_TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
-"""What torchao calls the two ways of using weights that it stores alike."""
-_TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale)")
-_OTHER_FORMAT = re.compile(r"nvfp4|mxfp4-pack|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
+_TORCHAO_KINDS = (
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "NVFP4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig",
+    "MXDynamicActivationMXWeightConfig",
+)
+"""What torchao calls the ways of using weights in FP8, NVFP4 and MXFP4; those of one format are stored alike."""
+_TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale|per_tensor_scale|act_per_tensor_scale)")
+_FOUR_BIT = frozenset({"nvfp4", "w4a16_nvfp4", "mxfp4", "w4a16_mxfp4", "nvfp4-pack-quantized", "mxfp4-pack-quantized"})
+_OTHER_FORMAT = re.compile(r"nvfp4|mxfp[46]|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
 """Formats that modelopt's `quant_algo` or compressed-tensors' `format` may name, and that are not supported."""
 FP8_STACK_SCALE = "_scale_inv"
 FP8_BLOCK = 128
@@ -49,17 +70,30 @@ are kept, columns."""
 PACKED_DTYPE, PACKED = "I32", 8
 """dtype of packed INT4 codes, and the number of codes that one of its numbers holds."""
 _PACKED_CODES = "_packed"
+WHOLE_SCALES = ("weight_scale_2", "weight_per_tensor_scale", "weight_global_scale")
+"""Scales of a whole weight in NVFP4; the last one divides."""
+CODES_DTYPE = "U8"
+"""dtype of codes of four bits, two in a byte."""
 MXFP4_SCALES = "_scales"
-MXFP4_BIAS = 127
-"""Bias of the exponents in `X_scales`."""
 _MXFP4_CODES, _MXFP4_WIDTH = "_blocks", 16
 _COMPANION = re.compile(
     r"\.weight\.|[._](weight|input|output|activation|kv|[qkv])_scale(_inv)?$|experts\.\w+_(scales|scale_inv)$|\.weight_shape$"
+    r"|[._](weight_scale_2|(weight|input)_global_scale|weight(_act)?_per_tensor_scale)$"
 )
+_CHANGES_VALUES = {
+    "pre_quant_scale": "a factor of the layer's inputs",
+    "weight_zero_point": "zero points of the codes",
+    "weight_g_idx": "an order of the inputs",
+}
+"""Last part of a tensor's name → what it says; without it, codes and scales stand for other values."""
 
 
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation that config.json names, None if it names none. Raises SpecError for an unknown method."""
+def quantization_of(folder: Path) -> Mapping[str, Any] | None:
+    """Return the quantisation that a base's config.json names, None if it names none.
+
+    Raises SpecError for an unknown method.
+    """
+    config = read_config(folder)
     inner = config.get("text_config")
     section = config.get("quantization_config") or (inner.get("quantization_config") if isinstance(inner, Mapping) else None)
     if section is None:
@@ -68,13 +102,19 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     named = _unreadable_format(section) if isinstance(section, Mapping) else None
     if named is not None:
         raise _unknown_method(named)
+    if method in _BY_COLUMNS:
+        raise _unknown_method(f"{method}, whose codes are packed across rows", _original_of(folder))
     if method not in METHODS or section.get("load_in_8bit") or section.get("_load_in_8bit"):
         raise _unknown_method("bitsandbytes in 8 bits" if method == "bitsandbytes" else method)
     of_torchao = _torchao_kinds(section) if method == TORCHAO else []
-    if method == TORCHAO and (not of_torchao or not set(of_torchao) <= set(_TORCHAO_FP8)):
+    if method == TORCHAO and (not of_torchao or not set(of_torchao) <= set(_TORCHAO_KINDS)):
         raise _unknown_method(f"torchao as {', '.join(of_torchao) or 'it does not say what'}")
     if section.get("format") == "pack-quantized":
         _require_int4(section)
+    if section.get("transform_config"):
+        raise _unknown_method(
+            "compressed-tensors with a transform_config, whose rotations of weights and inputs are not applied"
+        )
     return section
 
 
@@ -82,7 +122,7 @@ def _unreadable_format(section: Mapping[str, Any]) -> str | None:
     """Return the name of an unsupported format, such as NVFP4, wherever a section names it; None if it names none."""
     for key in ("quant_algo", "format"):
         said = section.get(key)
-        if isinstance(said, str) and _OTHER_FORMAT.search(said):
+        if isinstance(said, str) and said.lower() not in _FOUR_BIT and _OTHER_FORMAT.search(said):
             return said.upper().removesuffix("-PACK-QUANTIZED")
     return None
 
@@ -117,11 +157,26 @@ def declared_block(section: Mapping[str, Any]) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _unknown_method(shown: object) -> SpecError:
+def _original_of(folder: Path) -> str:
+    """The release that a quantised one was made from, by its model card or else by its folder's name; empty: not known."""
+    try:
+        with open_base_file(folder / "README.md") as file:
+            card = file.read(_CARD_BYTES).decode(errors="replace")
+    except (OSError, SpecError):
+        card = ""
+    named = _MADE_FROM.search(card)
+    if named:
+        return named[1]
+    name, *method = _METHOD_IN_NAME.split(folder.name)
+    return name if method else ""
+
+
+def _unknown_method(shown: object, original: str = "") -> SpecError:
+    instead = f" Take the release in bf16 that it was made from: {original[:160]}." if original else ""
     shown = "a method that its config.json does not name" if shown is None else shown
     return SpecError(
         f"The base is published quantised by {str(shown)[:240]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
-        "4-bit, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups.",
+        "4-bit, NVFP4, MXFP4, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups." + instead,
         param="model",
     )
 
@@ -134,8 +189,8 @@ def _torchao_kinds(section: Mapping[str, Any]) -> list[str]:
 
 
 def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Tensor of a base's files → the name under which its layout is known here: its own, but for torchao's FP8 weights and the
-    codes of INT4 and MXFP4.
+    """Tensor of a base's files → the name under which its layout is known here: its own, but for torchao's weights and packed
+    codes.
 
     `dtypes`: tensor → dtype. What torchao writes for other formats keeps its names, which the model does not have.
     """
@@ -147,12 +202,12 @@ def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
     if stem != name and dtypes[name] == dtypes.get(stem + MXFP4_SCALES) == "U8" and stem not in dtypes:
         return stem
     stem = name.removesuffix(_PACKED_CODES)
-    if stem != name and stem.endswith(".weight") and dtypes[name] == PACKED_DTYPE and stem not in dtypes:
+    if stem != name and stem.endswith(".weight") and dtypes[name] in (PACKED_DTYPE, CODES_DTYPE) and stem not in dtypes:
         return stem
     match = _TORCHAO_NAME.fullmatch(name)
-    if match is None or dtypes.get(f"{match[1]}_weight_qdata") != FP8_DTYPE:
+    if match is None or dtypes.get(f"{match[1]}_weight_qdata") not in (FP8_DTYPE, CODES_DTYPE):
         return name
-    logical = f"{match[1]}weight" if match[2] == "qdata" else f"{match[1]}weight_scale"
+    logical = f"{match[1]}weight" if match[2] == "qdata" else f"{match[1]}weight_{match[2]}"
     return name if logical in dtypes else logical
 
 
@@ -255,11 +310,69 @@ def mxfp4_shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> 
     return blocks[0], blocks[1], blocks[2] * blocks[3] * 2
 
 
+@dataclass(frozen=True)
+class FourBitLayout:
+    """A weight [rows, cols] whose codes E2M1 lie in [rows, cols / 2]."""
+
+    format: Literal["nvfp4", "mxfp4"]
+    shape: tuple[int, int]
+    block: int
+    """Columns that share a scale."""
+    swizzled: bool
+    """Whether scales lie in tiles of 128 rows and 4 columns, each as [32, 16], as torchao stores them for its kernels."""
+
+
+def four_bit_layout(name: str, codes: tuple[int, ...], scales: tuple[int, ...], dtype: str) -> FourBitLayout:
+    """The layout by the shapes of codes and scales, and by the scales' dtype.
+
+    Raises SpecError where they do not belong together.
+    """
+    of_dtype: dict[str, tuple[Literal["nvfp4", "mxfp4"], int]] = {
+        FP8_DTYPE: ("nvfp4", nvfp4.BLOCK),
+        "U8": ("mxfp4", mxfp4.BLOCK),
+        "F8_E8M0": ("mxfp4", mxfp4.BLOCK),
+    }
+    if dtype in of_dtype and len(codes) == 2:
+        stored, block = of_dtype[dtype]
+        rows, cols = codes[0], codes[1] * 2
+        swizzled = -(-rows // 128) * 32, -(-cols // (4 * block)) * 16
+        if cols % block == 0 and scales in ((rows, cols // block), swizzled):
+            return FourBitLayout(stored, (rows, cols), block, swizzled=scales == swizzled)
+    raise unknown_layout(
+        name,
+        f"codes of four bits in {codes} with scales {dtype} of shape {scales}, which are neither those of NVFP4 (F8_E4M3, one "
+        f"for every {nvfp4.BLOCK} columns) nor those of MXFP4 (one for every {mxfp4.BLOCK})",
+    )
+
+
+def refuse_what_changes_values(names: Iterable[str]) -> None:
+    """Raises SpecError for a tensor without which codes and scales would be read as other values. `names`: all of a base's."""
+    for name in names:
+        what = _CHANGES_VALUES.get(name.rpartition(".")[2])
+        if what is not None:
+            raise unknown_layout(name.rpartition(".")[0], f"{name} has {what}, which are not applied here")
+
+
+def announced_formats(names: Iterable[str], section: Mapping[str, Any]) -> dict[str, WeightFormat]:
+    """Logical name of a weight → format, as far as names of tensors and config.json's `section` say it without the files."""
+    held = set(names)
+    blocks = {name.removesuffix(_MXFP4_CODES) for name in held if name.endswith(_MXFP4_CODES)}
+    found: dict[str, WeightFormat] = {stack: "mxfp4" for stack in blocks if stack + MXFP4_SCALES in held}
+    of_scaled: WeightFormat = "fp8" if declared_block(section) is None else "fp8_blocks"
+    in_mxfp4 = "mxfp4" in str(section.get("format"))
+    for weight in {name.removesuffix(scale) + "weight" for scale in SCALES for name in held if name.endswith(f".{scale}")}:
+        if any(weight.removesuffix("weight") + whole in held for whole in WHOLE_SCALES):
+            found[weight] = "nvfp4"
+        elif weight in held:
+            found[weight] = of_scaled
+        elif weight + _PACKED_CODES in held and in_mxfp4:
+            found[weight] = "mxfp4"
+    return found
+
+
 def unknown_dtype(name: str, dtype: str) -> SpecError:
     """The refusal of a tensor whose numbers stand for nothing by themselves."""
-    return unknown_layout(
-        name, f"its {dtype} numbers are codes of a format that config.json does not name (NVFP4, GPTQ, AWQ …)"
-    )
+    return unknown_layout(name, f"its {dtype} numbers are codes of a format that config.json does not name (GPTQ, AWQ …)")
 
 
 def unknown_layout(name: str, why: str) -> SpecError:

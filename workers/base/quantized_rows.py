@@ -5,6 +5,7 @@
     FP8 by tensors      e4m3 codes and one scale, which becomes the scale of every row
     FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule (`weight_scale_inv`: DeepSeek, Qwen), which becomes
                         a scale of each of its rows
+    NVFP4, MXFP4        codes of four bits and one scale for every 16 or 32 inputs (compressed-tensors, modelopt, torchao)
     INT4 in groups      codes of four bits and one scale a group of inputs (compressed-tensors: Kimi K2)
     stacks of experts   in FP8 and MXFP4 (see `workers.base.expert_stacks`)
 
@@ -14,17 +15,18 @@ the base's codes represent, to be quantised again. Scales of activations, which 
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ft_service.bases.base_files import read_config
 from ft_service.spec import WeightFormat
 from workers.base.base_tensors import Safetensors
-from workers.base.expert_stacks import FP8Stack, MXFP4Stack, Stack
+from workers.base.expert_stacks import FP8Stack, MXFP4Stack, Stack, usable_exponents
 from workers.base.layouts import (
+    CODES_DTYPE,
     FP8_BLOCK,
     FP8_DTYPE,
     FP8_STACK_SCALE,
@@ -36,19 +38,23 @@ from workers.base.layouts import (
     PLAIN_DTYPES,
     SCALES,
     STATE,
+    WHOLE_SCALES,
     Bitsandbytes,
     FP8Layout,
     as_kept,
     block_size,
+    four_bit_layout,
     fp8_layout,
     int4_shape,
     is_companion,
     of_columns,
     quantization_of,
+    refuse_what_changes_values,
     unknown_dtype,
     unknown_layout,
 )
 from workers.quant.nf4 import BLOCK
+from workers.quant.weights import QUANTIZED
 
 _NESTED_BLOCK = 256
 
@@ -87,9 +93,10 @@ class StoredBase:
     @classmethod
     def open(cls, files: Safetensors, folder: str | Path) -> StoredBase:
         """Open a base with the quantisation that its config.json names. Raises SpecError for an unknown method."""
-        quantization = quantization_of(read_config(Path(folder)))
+        quantization = quantization_of(Path(folder))
         if quantization is None:
             return cls(files)
+        refuse_what_changes_values(files.names())
         base = cls(files, block_size(quantization))
         base.declared = True
         return base
@@ -138,6 +145,8 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
         return MXFP4Stack(files, name)
     if dtype == PACKED_DTYPE and name.endswith(".weight"):
         return PackedInt4(files, name)
+    if dtype == CODES_DTYPE and name.removesuffix("weight") + SCALES[1] in files:
+        return FourBit(files, name)
     if dtype not in PLAIN_DTYPES:
         raise unknown_dtype(name, dtype)
     return None
@@ -234,6 +243,59 @@ class FP8:
         held = self._files.rows(self._scale, first, -(-end // height)).float()
         of_row = torch.arange(start, end) // height - first
         return (held if held.ndim == 2 else held.unsqueeze(1))[of_row]
+
+
+class FourBit:
+    """NVFP4 or MXFP4 by compressed-tensors, modelopt or torchao: codes E2M1 [rows, cols / 2] and scales of blocks of a row."""
+
+    exact = True
+
+    def __init__(self, files: Safetensors, name: str) -> None:
+        """Raises SpecError for codes and scales that do not belong together."""
+        module = name.removesuffix("weight")
+        self._files, self._name, self._scale = files, name, module + SCALES[1]
+        self._layout = four_bit_layout(name, files.shape(name), files.shape(self._scale), files.dtype(self._scale))
+        self.format: WeightFormat | None = self._layout.format
+        self.shape: tuple[int, ...] = self._layout.shape
+        self.layout = self._layout.format.upper()
+        self._whole = [module + scale for scale in WHOLE_SCALES if module + scale in files]
+        if len(self._whole) > (self.format == "nvfp4"):
+            raise unknown_layout(name, f"{self.layout} with the scales {' and '.join(self._whole)} of the whole")
+
+    def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+        codes, scales = self._files.rows(self._name, start, end), self._scales(start, end)
+        if self.format == "mxfp4":
+            return codes, usable_exponents(self._name, scales)
+        if scales.float().isnan().any():
+            raise unknown_layout(self._name, f"NVFP4 with scales in {self._scale} that are no numbers")
+        return codes, scales, self._of_whole.expand(end - start, 2)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        weight = QUANTIZED[self._layout.format]
+        return weight(self.parts(start, end), (end - start, self.shape[1]), torch.float32).dequantize()
+
+    def _scales(self, start: int, end: int) -> Tensor:
+        if not self._layout.swizzled or start >= end:
+            rows = self._files.rows(self._scale, start, end)
+            return rows[:, : self.shape[1] // self._layout.block].contiguous()
+        first = start // 128
+        tiles = self._files.rows(self._scale, 32 * first, 32 * -(-end // 128))
+        across = tiles.shape[1] // 16
+        in_order = tiles.view(torch.uint8).reshape(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(-1, across * 4)
+        rows = in_order[start - 128 * first : end - 128 * first, : self.shape[1] // self._layout.block]
+        return rows.contiguous().view(tiles.dtype)
+
+    @cached_property
+    def _of_whole(self) -> Tensor:
+        """Factor and divisor of all scales: fp32 [1, 2]."""
+        if not self._whole:
+            return torch.ones(1, 2)
+        (name,) = self._whole
+        held = self._files.whole(name) if self._files.shape(name) in ((), (1,)) else torch.zeros(1)
+        if held.dtype != torch.float32 or not (held.isfinite().all() and held > 0):
+            raise unknown_layout(self._name, f"NVFP4 whose {name} is not one positive fp32 number")
+        own, one = held.reshape(1, 1), torch.ones(1, 1)
+        return torch.cat([one, own] if name.endswith(WHOLE_SCALES[-1]) else [own, one], dim=1)
 
 
 class PackedInt4:

@@ -54,16 +54,22 @@ def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) 
                 "way round. Use one that is not quantised.",
                 param="model",
             )
-        stacks = {id(module) for module in experts_of(layers)}
-        module_of: dict[str, str] = {}
-        for name, module in model.named_modules():
-            if id(module) in stacks:
-                module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in projections_of(module)}
-            elif type(module) is nn.Linear and not kept_plain(name):
-                module_of[f"{name}.weight"] = name
+        module_of = weighted_modules(model, layers)
         pieces = find_pieces(model, module_of, base.names())
         stored = {module_of[parameter]: stored_as(base, placed) for parameter, placed in pieces.items()}
         return {name: weight.format for name, weight in stored.items() if weight is not None and weight.format is not None}
+
+
+def weighted_modules(model: PreTrainedModel, layers: list[nn.Module]) -> dict[str, str]:
+    """Parameter of a linear layer or a stack of experts → name of what has a format; routers and their like are left out."""
+    stacks = {id(module) for module in experts_of(layers)}
+    module_of: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if id(module) in stacks:
+            module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in projections_of(module)}
+        elif type(module) is nn.Linear and not kept_plain(name):
+            module_of[f"{name}.weight"] = name
+    return module_of
 
 
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ft_service.spec import FORMATS
 from workers.quant import fp8
 
-BLOCK = 128
+BLOCK = FORMATS["fp8_blocks"].block
 """Columns that share one scale; the last ones of a row may be fewer."""
 
 

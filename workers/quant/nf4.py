@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ft_service.spec import FORMATS
 from workers.quant import gpu_kernels
 
-BLOCK = 64
+BLOCK = FORMATS["nf4"].block
 """Columns that share one scale."""
 
 

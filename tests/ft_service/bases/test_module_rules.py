@@ -1,11 +1,12 @@
-"""Which modules "all-linear" means in a mixture of experts."""
+"""Which modules "all-linear" means in a mixture of experts, and the format of every weight of a base published quantised."""
 
 from __future__ import annotations
 
 import pytest
 
-from ft_service.bases.module_rules import choose_targets
+from ft_service.bases.module_rules import WeightNames, assign_formats, choose_targets, refuse_resharding_of_held
 from ft_service.errors import SpecError
+from ft_service.spec import PrecisionOptions, WeightFormat
 
 ATTENTION = ["layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj"]
 DENSE = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj", "layers.1.mlp.shared_expert.down_proj"]
@@ -36,3 +37,35 @@ def test_a_name_alone_stays_ambiguous_in_a_mixture() -> None:
     with pytest.raises(SpecError, match="named with what they lie in"):
         choose_targets(LINEARS, STACKS, ["down_proj"], shared_experts=True)
     assert choose_targets(LINEARS, STACKS, ["shared_expert.down_proj"], shared_experts=True) == DENSE[2:]
+
+
+HELD: dict[str, WeightFormat] = {"a.nv": "nvfp4", "a.mx": "mxfp4", "a.blocks": "fp8_blocks", "a.rows": "fp8", "head": "nvfp4"}
+NAMES = WeightNames(["a.plain", *(name for name in HELD if name != "head")], ["head"], ["head", "a.plain"])
+
+
+@pytest.mark.parametrize(
+    ("default", "plain", "nv", "mx", "blocks"),
+    [
+        ("as_published", "bf16", "nvfp4", "mxfp4", "fp8_blocks"),
+        ("bf16", "bf16", "bf16", "bf16", "bf16"),
+        ("nf4", "nf4", "nf4", "nf4", "nf4"),
+        ("fp8", "fp8", "fp8", "fp8", "fp8_blocks"),
+        ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "nvfp4"),
+    ],
+)
+def test_as_published_keeps_what_the_files_hold_and_others_convert(
+    default: str, plain: str, nv: str, mx: str, blocks: str
+) -> None:
+    formats = assign_formats(NAMES, PrecisionOptions.model_validate({"default": default}), HELD)
+    head = {"head": "nvfp4"} if nv == "nvfp4" else {}
+    assert formats == {"a.plain": plain, "a.nv": nv, "a.mx": mx, "a.blocks": blocks, "a.rows": "fp8", **head}
+
+
+def test_overrides_keep_some_weights_as_published_and_convert_others() -> None:
+    some = PrecisionOptions.model_validate({"default": "nf4", "overrides": {".*": "as_published", "a.mx": "fp8"}})
+    formats = assign_formats(NAMES, some, HELD)
+    assert formats == {**HELD, "a.plain": "bf16", "a.mx": "fp8"}
+    refuse_resharding_of_held(None, HELD, formats)
+    with pytest.raises(SpecError, match="holds some in fp8 and fp8_blocks and nvfp4"):
+        refuse_resharding_of_held(2, HELD, formats)
+    refuse_resharding_of_held(2, {"a.mx": "mxfp4"}, {"a.mx": "bf16"})

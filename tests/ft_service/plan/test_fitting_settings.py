@@ -111,7 +111,7 @@ def test_a_micro_batch_is_never_below_the_longest_sample(tmp_path: Path) -> None
     ("machine", "chosen", "reason"),
     [
         (MACHINES["H100"], "bf16", "exact, "),
-        (Machine("small", 14 * GIB, 50e12, 1e12, 1e10), "fp8", "exact, as the base is published, "),
+        (Machine("small", 14 * GIB, 50e12, 1e12, 1e10), "as_published", "exact, as the base is published, "),
         (Machine("tiny", 9 * GIB, 50e12, 1e12, 1e10), "nf4", "the most exact format that fits, "),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ft_service.plan.machines import GIB, Machine
@@ -7,10 +8,23 @@ from tests.support.bases import LLAMA_8B, plan_of, save_base, save_fp8_index, sp
 from tests.support.plans import H100, plan_8b
 
 
-def test_fp8_is_proposed_first_where_the_base_is_published_so(tmp_path: Path) -> None:
+def test_what_the_base_is_published_in_is_proposed_first(tmp_path: Path) -> None:
     plan = plan_of(spec_on(save_fp8_index(tmp_path, LLAMA_8B)), Machine("small", 10 * GIB))
     of_formats = [change.options["precision.default"] for change in plan.changes if "precision.default" in change.options]
-    assert of_formats[:2] == ["fp8", "nf4"]
+    assert of_formats[:2] == ["as_published", "nf4"]
+
+
+def test_what_it_costs_to_store_a_published_base_otherwise_is_said(tmp_path: Path) -> None:
+    folder = save_fp8_index(tmp_path, LLAMA_8B)
+    said = {}
+    for default in ("bf16", "nf4", "fp8", "as_published"):
+        plan = plan_of(spec_on(folder, precision={"default": default}), H100)
+        said[default] = [warning for warning in plan.warnings if warning.startswith("The base is published in fp8_blocks")]
+    assert said["fp8"] == said["as_published"] == []
+    assert re.search(
+        r"Storing 224 of its weights in bf16 takes 13\.00 GiB a rank instead of 6\.70 GiB\. precision", said["bf16"][0]
+    )
+    assert re.search(r"in nf4 takes .* a rank instead of 6\.70 GiB, and rounds their values a second time\.", said["nf4"][0])
 
 
 def test_changes_are_proposed_in_order_and_marked_when_enough(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def asked(**distributed: Any) -> JobRequest:
         ({"training": {"batch_size": "8"}}, "training.batch_size", "must be a whole number"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
         ({"training": {"max_length": 7}}, "training.max_length", "at least 8"),
-        ({"precision": {"default": "int3"}}, "precision.default", "bf16, fp8, nf4, nf4_fp32, fp8_blocks or auto"),
+        ({"precision": {"default": "int3"}}, "precision.default", "nf4_fp32, fp8_blocks, nvfp4, mxfp4, as_published or auto"),
         ({"seed": -1}, "seed", "seed = -1"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
         ({"suffix": "a:b"}, "suffix", "only letters, digits, dots"),

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-from ft_service.bases.base_files import read_config
 from ft_service.errors import SpecError
 from ft_service.plan.weight_storage import adapters_of
 from ft_service.rundir.directory import RunDir
@@ -168,7 +167,7 @@ def _quantised(folder: Path) -> str | dict[str, str]:
 
 
 def _is_by_blocks(folder: Path) -> bool:
-    quantization = quantization_of(read_config(folder))
+    quantization = quantization_of(folder)
     return quantization is not None and declared_block(quantization) is not None
 
 
@@ -367,13 +366,16 @@ def _error(ours: OnRank, truth: OnRank) -> float:
 # Whole jobs ---------------------------------------------------------------------------------------------------------------
 
 
-def resume_all(folders: Mapping[str, Path], work: Path) -> dict[str, bool]:
-    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter of the uninterrupted one."""
+def resume_all(folders: Mapping[str, Path], work: Path, weights: str | None = None) -> dict[str, bool]:
+    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter of the uninterrupted one.
+
+    `weights`: the format of all; None: FP8 for a base published so by blocks, else NF4.
+    """
     whole, cut = work / "whole", work / "cut"
     for name, folder in folders.items():
         spec = _spec(
             folder,
-            _quantised(folder),
+            weights or _quantised(folder),
             2,
             data=save_chats(folder / "train.jsonl", 5),
             training={"max_steps": 3, "batch_size": 3, "learning_rate": 5e-3, "max_length": 64},

@@ -22,7 +22,7 @@ from tests.support.training.left_out import leave_out_defaults
 from workers.base.load import initial_adapter, plain_name
 from workers.model.build import base_on_meta, decoder_layers, precision_map
 from workers.model.lora import adapted_modules
-from workers.quant import fp8, fp8_blocks, nf4, nf4_fp32
+from workers.quant.weights import QUANTIZED
 
 VOCABULARY = 256
 
@@ -333,7 +333,7 @@ def _multiply_adapters_in(peft_model: nn.Module, dtype: torch.dtype) -> None:
             module.forward = functools.partial(in_dtype, module)
 
 
-NUMERICS: dict[str, Any] = {"nf4": nf4, "nf4_fp32": nf4_fp32, "fp8": fp8, "fp8_blocks": fp8_blocks}
+NUMERICS: dict[str, Any] = {name: kind.NUMERICS.module for name, kind in QUANTIZED.items()}
 
 
 def _is_transposed(base: nn.Module, name: str) -> bool:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes.functional as bnb
 import torch
 from bitsandbytes.nn.modules import Params4bit
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -245,3 +250,103 @@ def fp8_with_stacks(folder: Path) -> dict[str, Tensor]:
 
     settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     return rewrite(folder, settings, quantize, chosen)
+
+
+def nvfp4(folder: Path, **settings: Any) -> dict[str, Tensor]:
+    """NVFP4 by compressed-tensors: its own compressor, and the values that it decompresses, fp32."""
+    return _packed(folder, "nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}, settings)
+
+
+def mxfp4(folder: Path, **settings: Any) -> dict[str, Tensor]:
+    """MXFP4 by compressed-tensors, likewise."""
+    return _packed(folder, "mxfp4-pack-quantized", {"strategy": "group", "group_size": 32}, settings)
+
+
+def _packed(folder: Path, form: str, groups: dict[str, Any], settings: dict[str, Any]) -> dict[str, Tensor]:
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **groups}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor: Any = BaseCompressor.get_value_from_registry(form)
+
+    def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        largest = weight.float().unflatten(1, (-1, groups["group_size"])).abs().amax(2)
+        state = {"weight": weight.float()}
+        if groups["group_size"] == 16:
+            state["weight_global_scale"] = whole = (6 * 448 / largest.max()).reshape(1)
+            state["weight_scale"] = (whole * largest / 6).to(FP8).float()
+        else:
+            state["weight_scale"] = (largest / 6).log2().ceil().exp2()
+        made = compressor.compress(state, scheme)
+        stem = name.removesuffix("weight")
+        value = _decompressed(made, scheme, compressor)
+        return {f"{stem}{key}": part.detach().contiguous() for key, part in made.items()}, value
+
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+    return rewrite(folder, {**quantization, **settings}, quantize)
+
+
+def _decompressed(made: dict[str, Tensor], scheme: Any, compressor: Any) -> Tensor:
+    """What compressed-tensors decodes, in fp32: it decodes to bf16 unless its unpacking is asked for more."""
+    in_fp32 = partial(unpack_fp4_from_uint8, dtype=torch.float32)
+    with patch("compressed_tensors.compressors.nvfp4.base.unpack_fp4_from_uint8", in_fp32):
+        return compressor.decompress(made, scheme)["weight"].detach()
+
+
+def nvfp4_of_modelopt(folder: Path) -> dict[str, Tensor]:
+    """NVFP4 as modelopt exports it: codes in `weight`, a factor of the whole in `weight_scale_2`, and scales of the inputs."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        grouped = weight.float().unflatten(1, (-1, 16))
+        factor = grouped.abs().max() / (6 * 448)
+        scales = (grouped.abs().amax(2) / 6 / factor).to(FP8)
+        each = (scales.float() * factor)[..., None]
+        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        codes = ((grouped / each).abs()[..., None] - magnitudes).abs().argmin(-1)
+        value = (magnitudes[codes] * grouped.sign() * each).flatten(1)
+        signed = (codes + 8 * (grouped < 0)).flatten(1).to(torch.uint8)
+        stem = name.removesuffix("weight")
+        made = {
+            name: signed[:, ::2] | (signed[:, 1::2] << 4),
+            f"{stem}weight_scale": scales,
+            f"{stem}weight_scale_2": factor,
+            f"{stem}input_scale": torch.tensor(0.01),
+        }
+        return made, value
+
+    args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    settings = {
+        "config_groups": {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+        "quant_algo": "NVFP4",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.37.0"},
+        "quant_method": "modelopt",
+    }
+    return rewrite(folder, settings, quantize)
+
+
+def four_bits_of_torchao(folder: Path, kind: str) -> dict[str, Tensor]:
+    """NVFP4 or MXFP4 as transformers saves what torchao quantised: by its own functions, scales in its kernels' order."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode  # its import takes seconds
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        weight = weight.float()
+        if kind == "nvfp4":
+            whole = per_tensor_amax_to_scale(weight.abs().max())
+            made: Any = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=whole, is_swizzled_scales=True)
+        else:
+            rounding = ScaleCalculationMode.RCEIL
+            made = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32, rounding, is_swizzled_scales=True)
+        tensors, _ = flatten_tensor_state_dict({name: made})
+        return tensors, made.dequantize(torch.float32)
+
+    config = "NVFP4WeightOnlyConfig" if kind == "nvfp4" else "MXDynamicActivationMXWeightConfig"
+    return rewrite(folder, {"quant_method": "torchao", "quant_type": {"default": {"_type": config, "_data": {}}}}, quantize)

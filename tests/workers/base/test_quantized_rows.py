@@ -19,6 +19,7 @@ from tests.support.training.loading import CPU, Outcome, load_each_on_rank, load
 from tests.support.training.models import save_tiny, save_tiny_llama, spec_for
 from tests.support.training.prequantized import (
     bitsandbytes_4bit,
+    four_bits_of_torchao,
     fp8_by_blocks,
     fp8_by_blocks_of_compressed_tensors,
     fp8_by_rows,
@@ -26,8 +27,12 @@ from tests.support.training.prequantized import (
     fp8_of_torchao,
     int4_by_groups,
     is_linear,
+    mxfp4,
+    nvfp4,
+    nvfp4_of_modelopt,
 )
 from workers.base.base_tensors import Safetensors
+from workers.base.layouts import quantization_of
 from workers.base.load import load
 from workers.base.quantized_rows import StoredBase
 from workers.model.build import build
@@ -52,6 +57,11 @@ EXACT: dict[str, tuple[Publish, dict[str, Any], str]] = {
     "FP8 of torchao": (fp8_of_torchao, ODD, "FP8Weight"),
     "FP8 by blocks": (fp8_by_blocks, WIDE, "FP8BlocksWeight"),
     "FP8 by blocks of compressed-tensors": (fp8_by_blocks_of_compressed_tensors, WIDE, "FP8BlocksWeight"),
+    "NVFP4 of compressed-tensors": (nvfp4, WIDE, "NVFP4Weight"),
+    "NVFP4 of modelopt": (nvfp4_of_modelopt, WIDE, "NVFP4Weight"),
+    "NVFP4 of torchao": (lambda folder: four_bits_of_torchao(folder, "nvfp4"), WIDE, "NVFP4Weight"),
+    "MXFP4 of compressed-tensors": (mxfp4, WIDE, "MXFP4Weight"),
+    "MXFP4 of torchao": (lambda folder: four_bits_of_torchao(folder, "mxfp4"), WIDE, "MXFP4Weight"),
     "FP8 by larger blocks": (lambda folder: fp8_by_blocks(folder, 256), {**WIDE, "hidden_size": 272}, "FP8BlocksWeight"),
 }
 AGAIN: dict[str, tuple[Publish, dict[str, Any], str, float]] = {
@@ -83,6 +93,7 @@ OTHERWISE: dict[str, tuple[Publish, dict[str, Any], str, Callable[[Tensor], Tens
 }
 PUBLISHED = {name: case[:2] for cases in (EXACT, AGAIN, OTHERWISE) for name, case in cases.items()}
 ASKED = {name: "fp8" for name in PUBLISHED if name.startswith("FP8")} | {
+    **{name: "as_published" for name in PUBLISHED if name.startswith(("NVFP4", "MXFP4"))},
     "FP8 by blocks, in bf16": "bf16",
     "FP8 by smaller blocks, in bf16": "bf16",
     "FP8 by blocks, in nf4": "nf4",
@@ -241,7 +252,8 @@ def packed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq, whose codes are packed across rows"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "with a transform_config"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits"),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "as Int4WeightOnlyConfig"),
         ({"quant_method": "torchao"}, "does not say what"),
@@ -255,6 +267,94 @@ def test_a_method_that_is_not_known_is_refused_by_name(quantization: dict[str, A
     declare(save_tiny_llama(tmp_path), quantization)
     with pytest.raises(SpecError, match=named) as refused:
         build(spec_for(tmp_path), torch.device("cpu"))
+    assert refused.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("card", "folder", "release"),
+    [
+        ("---\nlicense: apache-2.0\nbase_model:\n- Qwen/Qwen2.5-7B-Instruct\n---\n", "q", "Qwen/Qwen2.5-7B-Instruct"),
+        ("---\nbase_model: 'meta-llama/Llama-3.1-8B'\n---\n", "q", "meta-llama/Llama-3.1-8B"),
+        (None, "Qwen3-8B-AWQ", "Qwen3-8B"),
+        (None, "TheModel-GPTQ-Int4", "TheModel"),
+    ],
+)
+def test_codes_across_rows_are_refused_with_the_release_to_take(
+    card: str | None, folder: str, release: str, tmp_path: Path
+) -> None:
+    base = tmp_path / folder
+    base.mkdir()
+    (base / "config.json").write_text('{"quantization_config": {"quant_method": "awq", "bits": 4}}')
+    if card is not None:
+        (base / "README.md").write_text(card)
+    with pytest.raises(SpecError, match=rf"quantised by awq.* Take the release in bf16 that it was made from: {release}\."):
+        quantization_of(base)
+
+
+def test_a_method_without_a_card_and_a_telling_name_names_no_release(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    with pytest.raises(SpecError, match=r"in groups\.$"):
+        quantization_of(tmp_path)
+
+
+CODES = "model.layers.1.self_attn.q_proj.weight_packed"
+MODULE = CODES.removesuffix("weight_packed")
+F8 = torch.float8_e4m3fn
+HOSTILE: dict[str, tuple[Publish, dict[str, Tensor | None], str]] = {
+    "no scales": (nvfp4, {"weight_scale": None}, "U8 numbers are codes"),
+    "one scale too few": (nvfp4, {"weight_scale": torch.ones(64, 3).to(F8)}, "codes of four bits"),
+    "one row of scales too few": (nvfp4, {"weight_scale": torch.ones(63, 4).to(F8)}, "codes of four bits"),
+    "scales without shape": (nvfp4, {"weight_scale": torch.tensor(1.0).to(F8)}, "codes of four bits"),
+    "scales in fp32": (nvfp4, {"weight_scale": torch.ones(64, 4)}, "scales F32"),
+    "scales of the other format": (mxfp4, {"weight_scale": torch.ones(64, 2).to(F8)}, "codes of four bits"),
+    "codes in three dimensions": (nvfp4, {"weight_packed": torch.zeros(64, 8, 4, dtype=torch.uint8)}, "codes of four bits"),
+    "columns that fill no block": (
+        nvfp4,
+        {"weight_packed": torch.zeros(64, 30, dtype=torch.uint8), "weight_scale": torch.ones(64, 3).to(F8)},
+        "codes of four bits",
+    ),
+    "no rows and no columns": (
+        nvfp4,
+        {"weight_packed": torch.zeros(0, 0, dtype=torch.uint8), "weight_scale": torch.ones(0, 0).to(F8)},
+        r"has shape \(0, 0\)",
+    ),
+    "a shape that is not the config's": (
+        nvfp4,
+        {"weight_packed": torch.zeros(64, 16, dtype=torch.uint8), "weight_scale": torch.ones(64, 2).to(F8)},
+        r"has shape \(64, 32\)",
+    ),
+    "scales that are no numbers": (nvfp4, {"weight_scale": torch.full((64, 4), float("nan")).to(F8)}, "are no numbers"),
+    "exponents that are no numbers": (mxfp4, {"weight_scale": torch.full((64, 2), 255, dtype=torch.uint8)}, "a scale of 255"),
+    "a divisor of zero": (nvfp4, {"weight_global_scale": torch.zeros(1)}, "not one positive fp32 number"),
+    "an infinite divisor": (nvfp4, {"weight_global_scale": torch.tensor([torch.inf])}, "not one positive fp32 number"),
+    "a divisor for each row": (nvfp4, {"weight_global_scale": torch.ones(64)}, "not one positive fp32 number"),
+    "a divisor in bf16": (nvfp4, {"weight_global_scale": torch.ones(1).bfloat16()}, "not one positive fp32 number"),
+    "a factor and a divisor": (nvfp4, {"weight_scale_2": torch.ones(())}, "weight_scale_2 and .*weight_global_scale"),
+    "a divisor of powers": (mxfp4, {"weight_global_scale": torch.ones(1)}, "MXFP4 with the scales"),
+    "factors of the inputs": (nvfp4, {"pre_quant_scale": torch.ones(64)}, "pre_quant_scale has a factor"),
+    "zero points": (nvfp4, {"weight_zero_point": torch.zeros(64, 4)}, "weight_zero_point has zero points"),
+    "an order of the inputs": (int4_by_groups, {"weight_g_idx": torch.arange(64)}, "weight_g_idx has an order"),
+    "zero points of FP8": (fp8_by_rows, {"weight_zero_point": torch.zeros(64, 1)}, "weight_zero_point has zero points"),
+}
+
+
+def load_as_published(folder: Path) -> None:
+    model = build(spec_for(folder, precision={"default": "as_published"}), CPU).peft_model
+    load(model, folder, seed=0, compute_dtype=torch.bfloat16, device=CPU)
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_what_would_be_read_as_other_values_is_refused_by_the_tensors_name(fault: str, tmp_path: Path) -> None:
+    publish, changed, why = HOSTILE[fault]
+    publish(save_tiny_llama(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for last, tensor in changed.items():
+        tensors.pop(MODULE + last, None)
+        if tensor is not None:
+            tensors[MODULE + last] = tensor
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpecError, match=rf"model\.layers\.1\.self_attn\.q_proj.*{why}") as refused:
+        load_as_published(tmp_path)
     assert refused.value.param == "model"
 
 

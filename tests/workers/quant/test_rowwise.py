@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from workers.quant.weights import FP8BlocksWeight, FP8Weight, NF4FP32Weight, NF4Weight
+from workers.quant.weights import QUANTIZED
 
 ROWS, COLS = 10, 200
 
 
-@pytest.fixture(params=[NF4Weight, FP8Weight, NF4FP32Weight, FP8BlocksWeight])
+@pytest.fixture(params=QUANTIZED.values())
 def weight(request: pytest.FixtureRequest) -> Any:
     return request.param.quantize(torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)))
 
@@ -107,7 +107,7 @@ def test_flatten_and_unflatten(weight: Any) -> None:
 
 @pytest.mark.parametrize("operation", [lambda w: w + 1, lambda w: w @ torch.ones(COLS), lambda w: w.t(), torch.linalg.norm])
 def test_any_other_operation_is_refused_by_name(weight: Any, operation: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"(NF4|FP8|NF4FP32|FP8Blocks)Weight without a name does not implement aten"):
+    with pytest.raises(NotImplementedError, match=rf"{type(weight).__name__} without a name does not implement aten"):
         operation(weight)
 
 

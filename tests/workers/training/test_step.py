@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ft_service.spec import JobSpec
+from ft_service.spec import JobSpec, WeightFormat
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import VOCABULARY, save_tiny_llama, spec_for
 from tests.support.training.parity import (
@@ -28,7 +28,7 @@ from workers.base.load import adapters
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import COMPUTE_DTYPE
 
-FORMATS = {name: {"default": name} for name in ("bf16", "fp8", "nf4", "nf4_fp32", "fp8_blocks")} | {"mixed": MIXED}
+FORMATS = {name: {"default": name} for name in get_args(WeightFormat)} | {"mixed": MIXED}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "nf4 on one rank": (1, {"default": "nf4"}, {}),
     "nf4 on two": (2, {"default": "nf4"}, {}),

@@ -282,8 +282,12 @@ def _announced_formats(model: PreTrainedModel, layers: list[nn.Module], folder: 
     module_of = weighted_modules(model, layers)
     plain = [name for name in names if not is_companion(name)]
     pieces = find_pieces(model, module_of, dict.fromkeys([*announced, *plain]))
-    found = {module_of[parameter]: {announced.get(piece.tensor) for piece in placed} for parameter, placed in pieces.items()}
-    return {name: held for name, formats in found.items() for held in formats if len(formats) == 1 and held is not None}
+    held: dict[str, WeightFormat] = {}
+    for parameter, placed in pieces.items():
+        first = announced.get(placed[0].tensor)
+        if first is not None and all(announced.get(piece.tensor) == first for piece in placed):
+            held[module_of[parameter]] = first
+    return held
 
 
 def _model_type(folder: Path) -> str | None:

@@ -8,11 +8,11 @@ CODE = "missing_package"
 """`error.code` of a job whose workers cannot import a package."""
 WORKER_PACKAGES = frozenset(
     {
-        *("bitsandbytes", "gguf", "greenlet", "numpy", "peft", "pyarrow", "rapidfuzz", "sacrebleu", "safetensors"),
-        *("tensorboardX", "torch", "transformers", "zstandard"),
+        *("bitsandbytes", "gguf", "greenlet", "numpy", "peft", "protobuf", "pyarrow", "rapidfuzz", "sacrebleu"),
+        *("safetensors", "tensorboardX", "torch", "transformers", "zstandard"),
     }
 )
-"""Packages that the extra `workers` installs, by import name."""
+"""Packages that the extra `workers` installs, by import name, but for protobuf, which is imported as `google`."""
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")
 _MISSING = re.compile(r"No module named '?(\w+)")
 _SHORT_OF_MEMORY = "annot allocate memory"
@@ -30,5 +30,5 @@ def failed_import(words: str) -> str | None:
     if missing is None:
         return f"The workers cannot import a package that they need: {' '.join(words.split())}. {_INSTALL}"
     name = missing[1]
-    advice = _INSTALL if name in WORKER_PACKAGES else f"Install {name} there."
+    advice = _INSTALL if name in WORKER_PACKAGES or name == "google" else f"Install {name} there."
     return f"The package {name} is not installed where the workers run. {advice}"

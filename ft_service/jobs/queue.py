@@ -275,13 +275,10 @@ class QueueState:
         return None
 
     def _starts_engine(self, job: QueuedJob, host: str, ranks: int) -> bool:
-        """Whether a job that starts on `ranks` of a host's free slots starts an engine there.
-
-        One of which it is not known how much it computes may hold its ranks for days and use them now and then.
-        """
+        """Whether a job that starts on `ranks` of a host's free slots starts an engine there."""
         limit, free = self._limit(job.project), self.free[host] if self._counts(host) else ranks
         left = (free if limit is None else min(free, limit - self.ranks[job.project])) - ranks
-        return self._new_engines and job.sharing is not None and (not job.work_known or job.company * job.slots > left)
+        return self._new_engines and job.sharing is not None and (job.by_client or job.company * job.slots > left)
 
     def _counts(self, host: str) -> bool:
         """Whether the service knows which slots of a host are free."""

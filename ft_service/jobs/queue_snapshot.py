@@ -98,8 +98,8 @@ class QueuedJob:
     """The sweep that it belongs to."""
     company: int = 0
     """Number of other jobs that wait or run and could share an engine with it."""
-    work_known: bool = True
-    """Whether it is known how much it computes; not of a job whose client runs the training loop."""
+    by_client: bool = False
+    """Whether its client runs the training loop, so that it may hold its ranks for days and use them now and then."""
 
     @property
     def smallest(self) -> JobSize:

@@ -44,6 +44,7 @@ _WAITING = [
         for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
     ),
     *(jobs.c[name] for name in ("share_key", "fault_group", "sweep_id", "seat")),
+    jobs.c.request["method"]["type"].as_string().label("method"),
 ]
 
 
@@ -264,7 +265,7 @@ def _waiting(row: RowMapping, paces: Paces) -> QueuedJob:
         host=row["host"],
         note=row["pending"],
         sharing=_sharing(row),
-        work_known=row["work"] is not None,
+        by_client=row["method"] == "tinker",
         seat=seat_of(row["seat"]),
         sweep=row["sweep_id"],
     )

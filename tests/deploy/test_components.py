@@ -15,8 +15,8 @@ from sqlalchemy import create_engine, text
 from api.http.prometheus import exposition
 from ft_service.meters import Meters
 from ft_service.settings import Settings
-from tests.deploy.test_kustomize import KUBERNETES
 from tests.support.databases import new_postgres_database, postgres_url
+from tests.support.kustomize import KUBERNETES
 from tests.support.reconciling import new_store
 
 __all__ = ["postgres_url"]

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.cluster.versions import KUBERNETES_VERSIONS
-from tests.deploy.test_kustomize import KUBERNETES, NOT_KUBERNETES, OVERLAYS, Object, kustomize
 from tests.support import helm
+from tests.support.kustomize import KUBERNETES, NOT_KUBERNETES, OVERLAYS, Object, kustomize
 from tests.support.pod_security import pods_in, violations
 
 VALUES = helm.ROOT / "deploy/helm/values"

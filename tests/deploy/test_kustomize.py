@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,7 @@ from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, job_man
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.settings import Settings
 from tests.cluster.versions import KUBERNETES_VERSIONS
-
-KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
-OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-NOT_KUBERNETES = ("kustomize.config.k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "external-secrets.io/")
-"""API groups whose schemas are not Kubernetes' own."""
-
-Object = dict[str, Any]
-
-
-def documents_of(text: str) -> list[Object]:
-    return [document for document in yaml.safe_load_all(text) if document]
+from tests.support.kustomize import KUBERNETES, NOT_KUBERNETES, OVERLAYS, Object, documents_of, kustomize
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +29,6 @@ def rendered() -> dict[str, list[Object]]:
     for name in OVERLAYS:
         found[name] = kustomize(KUBERNETES / "overlays" / name)
     return found
-
-
-def kustomize(folder: Path) -> list[Object]:
-    command = ["kubectl", "kustomize", str(folder)]
-    return documents_of(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def pods_of(objects: list[Object]) -> Iterator[tuple[str, Object]]:

@@ -14,8 +14,8 @@ from ft_service.plan.machines import GIB, Machine
 from ft_service.settings import Settings
 from ft_service.store.records import File, Principal
 from ft_service.store.sql import Store, migrate, open_store
-from tests.ft_service.control.test_capacity import cluster_settings
 from tests.support.bases import LLAMA_8B, save_base
+from tests.support.cluster_settings import cluster_settings
 from tests.support.describing import at_once
 
 ANN = Principal(key_id="key_a", project_id="p", organization="acme", scope="user")
@@ -96,9 +96,8 @@ def test_more_ranks_than_slots_are_refused_with_both_numbers(
 def test_a_job_is_for_the_host_of_its_pod_profile_and_is_planned_for_its_machine(store: Store, models: Path) -> None:
     profiles = {"h100": {"ranks_per_node": 8, "hardware": "H100"}, "l4": {"hardware": "L4", "priority_classes": {}}}
     settings = cluster_settings(models.parent, profiles=profiles)
-    first, named = (
-        admit(store, models, settings=settings, **body) for body in ({}, {"distributed": {"profile": "l4", "nnodes": 2}})
-    )
+    first = admit(store, models, settings=settings)
+    named = admit(store, models, settings=settings, distributed={"profile": "l4", "nnodes": 2})
     assert [(job.host, job.spec.distributed.profile, job.slots, job.nodes) for job in (first, named)] == [
         ("kubernetes/h100", "h100", 8, 1),
         ("kubernetes/l4", "l4", 8, 2),

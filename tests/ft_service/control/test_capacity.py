@@ -4,20 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ft_service.control.capacity import capacity_of, refuse_too_many, total_slots
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
+from tests.support.cluster_settings import cluster_settings
 from tests.support.reconciling import spec_of
-
-
-def cluster_settings(folder: Path, **profile: Any) -> Settings:
-    path = folder / "pod-profile.yaml"
-    path.write_text(yaml.safe_dump({"image": "w:1", "slots": 8, "ranks_per_node": 4, **profile}, sort_keys=False))
-    url = "postgresql+psycopg://ft@db/ft"
-    return Settings(home=folder, launcher="kubernetes", pod_profile=path, database_url=url)
 
 
 @pytest.mark.parametrize(

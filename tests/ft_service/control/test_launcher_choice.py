@@ -15,7 +15,7 @@ from ft_service.launcher.protocol import Launcher, ListsAttempts
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
 from ft_service.store.sql import Store
-from tests.ft_service.control.test_capacity import cluster_settings
+from tests.support.cluster_settings import cluster_settings
 from tests.support.reconciling import add_job, get, new_store, spec_of
 
 

@@ -63,6 +63,7 @@ def test_every_field_comes_back(store):
         seat=SeatSize(held=2**33, batch=2**31, batch_tokens=2048, room=2**35, gain=1.5),
         engine_id="engine-1",
         fault_group="engine-0/1",
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         version=12,
     )
     before = store.now()

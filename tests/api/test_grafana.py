@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.meters import Meters
-from tests.api.conftest import *  # noqa: F403  # a service with an interface
 from tests.support.rest.service import Service, put
 
 DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/ft-service.json"

@@ -359,7 +359,8 @@ class CommandLoop:
         run = self.context.runtime.run
         names = complete_checkpoints(run)[-2:]
         if names:
-            self._log.prune(read_position(run, names[0]).command, time.time() - KEEP_RESULT_SECONDS)
+            done = self._next - 1  # the one that is carried out now has no result yet, and its client asks for it
+            self._log.prune(min(read_position(run, names[0]).command, done), time.time() - KEEP_RESULT_SECONDS)
 
     def _save_weights(self, order: Order, command: Command) -> CommandResult | None:
         if order.answered:

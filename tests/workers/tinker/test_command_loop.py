@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import OutcomeKind, Result
+from ft_service.tinker.commands import Command, CommandLog
 from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key, samplers_of, saved_weights
 from tests.support.training.attempts import adapter, run_attempt
 from tests.support.training.commands import ADAM, Script, attempt_until, examples, loop_spec
@@ -162,6 +164,41 @@ def test_what_cannot_be_done_is_answered_and_changes_nothing(
     assert same(adapter(run), adapter(whole[0]))
 
 
+def test_a_command_stays_until_it_is_answered(base: Path, tmp_path: Path) -> None:
+    """Its client would be told that there is none. A load writes a checkpoint before it is answered."""
+    run = new_run(tmp_path / "one", base)
+    script = Script(run)
+    script.losses(examples(2, seed=1))
+    script.step()
+    script.add("save_weights", {"name": "one", "path": "p"})
+    script.add("finish")
+    assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
+    [saved] = saved_weights(run)
+    load = {"path": "p", "run_dir": str(run.root), "checkpoint": saved.checkpoint, "optimizer": True}
+    other = new_run(tmp_path / "two", base)
+    log = CommandLog(other)
+    log.put(Command(0, "create_model", {"model_id": "m", "load": load}))
+    log.put(Command(1, "finish"))
+    ended, gaps = threading.Event(), list[int]()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            if not log.has(0) and not log.has_result(0):
+                gaps.append(0)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        assert run_attempt(other, 1, 1).kind is OutcomeKind.SUCCEEDED
+    finally:
+        ended.set()
+        thread.join()
+    assert gaps == []
+    result = log.result(0)
+    assert result is not None
+    assert result.document == {"model_id": "m", "type": "load_weights", "path": "p"}
+
+
 def test_saved_weights_are_loaded_with_their_optimizer_or_without(
     whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path
 ) -> None:
@@ -189,12 +226,13 @@ def test_saved_weights_are_loaded_with_their_optimizer_or_without(
     script = Script(going_on)
     path = {"path": "p", "run_dir": str(saving.root), "checkpoint": saved_weights(saving)[0].checkpoint}
     script.losses(examples(4, seed=11))  # dropped by the load
-    script.add("load_weights", {**path, "optimizer": True})
+    loaded = script.add("load_weights", {**path, "optimizer": True})
     script.losses(examples(8, seed=2))
     script.step()
     script.add("finish")
     assert run_attempt(going_on, 1, 2).kind is OutcomeKind.SUCCEEDED
     assert same(adapter(going_on), adapter(whole[0])), "as if it had not been interrupted"
+    assert script.log.result(loaded) is not None
 
     without = new_run(tmp_path / "three", base, 2)
     script = Script(without)

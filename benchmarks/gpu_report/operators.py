@@ -1,4 +1,4 @@
-"""What a step of an 8B model is made of, each alone: products, dequantising, rounding, attention, norms, the head."""
+"""Parts of a step of an 8B model, each alone: products, dequantising, rounding, attention, norms, the head."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MOST_QUESTIONS = 20_000
 INSTALL = "python3 -m venv lm-eval && lm-eval/bin/pip install 'lm-eval[api]>=0.4.10,<0.5' transformers"
 
 
-class Question(Strict):
+class TaskQuestion(Strict):
     """One line of a task."""
 
     query: Annotated[str, Field(min_length=1, max_length=100_000)]
@@ -40,7 +40,7 @@ class Question(Strict):
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskAccuracy:
     """Result of a task, as lm-eval reports it."""
 
     accuracy: float
@@ -86,9 +86,9 @@ def check_task(path: Path) -> None:
             continue
         count += 1
         try:
-            question = Question.model_validate_json(line)
+            question = TaskQuestion.model_validate_json(line)
         except ValidationError as error:
-            message = spec_error(error, Question).message
+            message = spec_error(error, TaskQuestion).message
             raise SpecError(f"{path}, line {number}: {message}", param="suite") from None
         if question.answer >= len(question.choices):
             text = f"answer = {question.answer}: must be below {len(question.choices)}, the number of choices"
@@ -136,7 +136,7 @@ class SuiteRun:
     scratch: Path
     """An empty folder for its files."""
 
-    def scores(self, model: str) -> dict[str, Score]:
+    def scores(self, model: str) -> dict[str, TaskAccuracy]:
         """Run all tasks on a model, by its name at the server. Raises FtError with the end of lm-eval's output if it fails."""
         folder = self.scratch / re.sub(r"\W+", "-", model)
         folder.mkdir()
@@ -162,18 +162,18 @@ class SuiteRun:
         return {**kept, **caches, "OPENAI_API_KEY": self.connection.api_key, "NO_PROXY": "*"}
 
 
-def read_scores(folder: Path, tasks: Mapping[str, Path]) -> dict[str, Score]:
+def read_scores(folder: Path, tasks: Mapping[str, Path]) -> dict[str, TaskAccuracy]:
     """Read the newest results that lm-eval has written below a folder. Raises FtError if there are none of a task."""
     files = sorted(folder.rglob("results*.json"))
     if not files:
         raise FtError("lm-eval has written no results.", code="lm_eval_failed")
     results = json.loads(files[-1].read_text(encoding="utf-8"))
-    scores: dict[str, Score] = {}
+    scores: dict[str, TaskAccuracy] = {}
     for name, data in tasks.items():
         found = results["results"].get(f"ft_{name}", {})
         accuracy, error = found.get("acc,none"), found.get("acc_stderr,none")
         if not isinstance(accuracy, int | float):
             raise FtError(f"lm-eval has written no accuracy of the task {name}.", code="lm_eval_failed")
         count = sum(1 for line in data.read_text(encoding="utf-8").splitlines() if line.strip())
-        scores[name] = Score(float(accuracy), float(error) if isinstance(error, int | float) else None, count)
+        scores[name] = TaskAccuracy(float(accuracy), float(error) if isinstance(error, int | float) else None, count)
     return scores

@@ -1,4 +1,4 @@
-"""What graders work on and what they give. A grader that fails gives an error of a kind, which is counted, and reward 0."""
+"""Inputs of graders and their grades. A grader that fails gives an error of a kind, which is counted, and reward 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the client of a training loop has saved by name, in the job's run directory.
+"""Weights that the client of a training loop has saved by name, in the job's run directory.
 
 saved_weights/<name>.json      points to a checkpoint: adapter and optimizer, to go on from
 sampler_weights/<name>/        the adapter in PEFT's layout, to sample from, and PROBES

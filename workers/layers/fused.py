@@ -1,4 +1,4 @@
-"""What lies between the products of a decoder layer, as few kernels: RMS norms, rotary positions, gated feed-forwards.
+"""Fused operations between the products of a decoder layer, as few kernels: RMS norms, rotary positions, gated feed-forwards.
 
 The formulas are those of the layers' classes, which stay what they are; `workers.patches.fused_layers` finds out which class
 computes which formula. The kernels are for bf16 on CUDA. A frozen factor needs no gradient, and none is computed.

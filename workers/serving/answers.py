@@ -1,4 +1,4 @@
-"""What is reported of the tokens of one answer: text and tool calls in a conversation, else tokens and log-probabilities."""
+"""Reports of the tokens of one answer: text and tool calls in a conversation, else tokens and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tuned model has lost of what its base knew: perplexity on general text, and divergence on the base's own answers.
+"""Measures of what the tuned model has lost of its base: perplexity on general text, and divergence on the base's own answers.
 
 Measured once, after the last step, with the sharded model as it stands and then with its adapter switched off. Samples are
 shared out over the ranks as those of a validation. All of it may take a share of the job's time; what does not fit is left out.

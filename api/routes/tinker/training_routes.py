@@ -198,8 +198,6 @@ def _keep_options(given: SaveWeights | SaveForSampler, path: WeightsPath, job: J
 
 @router.post("/optim_step")
 def optim_step(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    if isinstance(body, dict) and "optimizer_params" in body:
-        body = {**body, "optimizer_params": None, "unsupported": body["optimizer_params"]}
     return _accept(body, OptimStep, "optim_step", caller, services)
 
 

@@ -21,7 +21,7 @@ from ft_service.errors import NotFoundError
 from ft_service.rundir.evaluations import prompt_turns
 
 if TYPE_CHECKING:
-    from ft_service.client.suite import Score
+    from ft_service.client.suite import TaskAccuracy
 
 COLUMNS = 80
 """Width without a terminal, suited to two answers side by side."""
@@ -102,7 +102,7 @@ def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bo
     print_table(("TASK", "QUESTIONS", "BASE", "TUNED"), rows)
 
 
-def _accuracy(score: Score) -> str:
+def _accuracy(score: TaskAccuracy) -> str:
     return f"{score.accuracy:.3f}" + (f" ± {score.error:.3f}" if score.error is not None else "")
 
 

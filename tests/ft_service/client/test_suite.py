@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ft_service.client.connection import Connection
-from ft_service.client.suite import Score, SuiteRun, check_task, find_tasks, package_tasks, require_lm_eval
+from ft_service.client.suite import SuiteRun, TaskAccuracy, check_task, find_tasks, package_tasks, require_lm_eval
 from ft_service.errors import FtError, SpecError
 
 PROGRAM = """#!{python}
@@ -46,7 +46,7 @@ def test_lm_eval_is_asked_for_the_tasks_in_an_environment_without_ours(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
     run = run_of(program, tmp_path)
-    assert run.scores("ft:tiny:me::1") == {"facts": Score(0.75, 0.1, 20)}
+    assert run.scores("ft:tiny:me::1") == {"facts": TaskAccuracy(0.75, 0.1, 20)}
     (folder,) = (path for path in run.scratch.iterdir() if path.is_dir())
     given, environment = json.loads((folder / "seen.json").read_text())
     assert given["--model_args"].startswith("model=ft:tiny:me::1,base_url=http://127.0.0.1:1/v1/completions,tokenizer=")

@@ -1,4 +1,4 @@
-"""Limits that the operator of this service sets for graders: the models that may grade, the addresses of endpoints, and python."""
+"""Limits that the operator sets for graders: the models that may grade, the addresses of endpoints, and python."""
 
 from __future__ import annotations
 

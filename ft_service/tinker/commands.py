@@ -86,8 +86,9 @@ class CommandLog:
         return max(self._numbers(COMMANDS), default=-1)
 
     def has_unanswered(self) -> bool:
-        """Whether a command waits for its result, or for one before it that has not come yet."""
-        return self.newest() > max(self._numbers(RESULTS), default=-1)
+        """Whether the ranks have something to do: the command behind the newest result. One that waits for another before it,
+        which its client may never send, keeps nobody busy."""
+        return self.has(max(self._numbers(RESULTS), default=-1) + 1)
 
     def last_used(self) -> float:
         """Time (seconds since the epoch, by the disk's clock) at which a command or a result came last; 0: never."""

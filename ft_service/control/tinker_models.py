@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,10 +163,21 @@ def accept(job: Job, command: Command, store: Store, places: Places) -> None:
         store.jobs.request(job.project_id, job.id, Verb.RESUME)
 
 
+def models_of(project_id: str, session_id: str, store: Store) -> Iterator[Job]:
+    """The models of a session, the newest first."""
+    after = None
+    while True:
+        page = store.jobs.list_jobs(project_id, after=after, limit=100, metadata={SESSION_KEY: session_id})
+        yield from (job for job in page.data if is_model(job))
+        if not page.has_more:
+            return
+        after = page.data[-1].id
+
+
 def finish_models(project_id: str, session_id: str, store: Store, places: Places) -> None:
     """Have the models of a session write their adapters and end, behind the commands that they have."""
-    for job in store.jobs.list_jobs(project_id, limit=100, metadata={SESSION_KEY: session_id}).data:
-        if job.state in TERMINAL or not is_model(job):
+    for job in models_of(project_id, session_id, store):
+        if job.state in TERMINAL:
             continue
         commands = CommandLog(places.run(job.id))
         newest = commands.command(commands.newest())

@@ -8,7 +8,7 @@ from fastapi import Query
 
 from api.http.dependencies import JsonBody, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import SESSION_KEY, finish_models
+from ft_service.control.tinker_models import MODEL_KEY, finish_models, models_of
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.tinker.bodies import CreateSession, FinishSession, OfSession
@@ -101,9 +101,9 @@ def list_sessions(
 @router.get("/sessions/{session_id}")
 def get_session(session_id: str, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     session = services.store.tinker.get_session(caller.project_id, session_id)
-    page = services.store.jobs.list_jobs(caller.project_id, limit=100, metadata={SESSION_KEY: session_id})
+    models = list(models_of(caller.project_id, session_id, services.store))
     return {
-        "training_run_ids": [job.request["metadata"]["tinker_model"] for job in reversed(page.data)],
+        "training_run_ids": [job.request["metadata"][MODEL_KEY] for job in reversed(models)],
         "sampler_ids": services.store.tinker.samplers_of(session_id),
         "user_metadata": session.user_metadata,
         "display_name": session.display_name,

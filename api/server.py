@@ -35,6 +35,7 @@ from ft_service.control.describe_bases import service_descriptions, watch_models
 from ft_service.control.launcher_choice import new_launchers
 from ft_service.control.reconciler import ReconcilerOptions
 from ft_service.control.reconcilers import run_all
+from ft_service.control.reinforcement_jobs import ReinforcementJobs
 from ft_service.control.tinker_samples import SampleLoop
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
@@ -115,6 +116,8 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         if not api_only:
             if preview is not None:
                 stack.enter_context(_in_thread("preview", preview.run, end))
+                graded = ReinforcementJobs(store, preview, Places.of(settings), app.state.services.grader_limits)
+                stack.enter_context(_in_thread("reinforcement", graded.run, end))
                 if settings.tinker == "on":
                     samples = SampleLoop(store, preview, Places.of(settings), app.state.services.catalogue, meters)
                     stack.enter_context(_in_thread("samples", samples.run, end))

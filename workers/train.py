@@ -34,6 +34,7 @@ from ft_service.bases.description import Description, Versions
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, step_of
@@ -59,7 +60,7 @@ from workers.model.probes import Probed
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
 from workers.output.event_files import FOLDER, EventFile
-from workers.output.outcome import Measured, PublishedStep, publish, use_best
+from workers.output.outcome import Measured, publish, use_best
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
 from workers.quant import fp8_products, nf4
@@ -76,6 +77,7 @@ from workers.ranks.runtime import (
 )
 from workers.ranks.sharding import Gradients, make_mesh, shard
 from workers.tinker.command_loop import CommandLoop
+from workers.tinker.offered_prompts import offer_prompts
 from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
@@ -164,8 +166,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     job = JobState(prepared.parameters, spec.training, prepared.changed)
     limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
     context = TrainingContext(runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait)
-    if spec.training_data is None:
-        return _carry_out_commands(context, prepared, job)
+    if spec.by_commands:
+        return _carry_out_commands(context, prepared, job, (train_set, valid_set))
     objectives = _objectives(context, train_set, valid_set)  # before the adapter changes
     if objectives is None:
         return _stopped(context, "before the first step, while reference log-probabilities were computed")
@@ -204,22 +206,31 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
-def _carry_out_commands(context: TrainingContext, prepared: PreparedModel, job: JobState) -> Outcome:
-    """Train as the job's client says, whose commands come while it trains (workers/tinker)."""
+def _carry_out_commands(
+    context: TrainingContext, prepared: PreparedModel, job: JobState, data: tuple[TokenSet, TokenSet]
+) -> Outcome:
+    """Train as the job's client says, or in reinforcement learning the service: by commands that come meanwhile
+    (workers/tinker). `data`: the prompts for training and validation."""
     runtime, reporter, built = context.runtime, context.reporter, prepared.built
-    _resume(runtime, reporter, job, None)
+    steps = None
+    if runtime.spec.reinforcement is not None:
+        by_first(lambda: offer_prompts(runtime.run, runtime.spec, *data))
+        steps = RolloutSchedule.of(runtime.spec, *map(len, data)).total_steps
+    _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
     watch = AdapterWatch(job.parameters, reporter.warn)
     loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
     finished, checkpoint = loop.run()
     if not finished:
         return _stopped(context, f"after step {job.step}", checkpoint)
-    reporter.message("The client has finished; the adapter is being written, and read again to compare.")
+    who = "The client has finished" if runtime.spec.reinforcement is None else "The last step is done"
+    reporter.message(f"{who}; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
+    step = use_best(runtime.run, runtime.spec, job)
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
-    step = PublishedStep(None, job.step, job.trained_tokens)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)
-    reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
+    which = "" if job.step == step.steps else f" of step {job.step}, with the highest mean reward,"
+    reporter.message(f"Training is complete after {step.steps} steps; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 

@@ -166,14 +166,16 @@ async def check(
     file_id: str,
     caller: Caller,
     services: Svc,
-    method: Literal["supervised", "dpo"] | None = None,
+    method: Literal["supervised", "dpo", "reinforcement"] | None = None,
     data: str | None = None,
 ) -> FileCheckView:
     """Not in OpenAI's API. Check a file before any job and without a base: its format, and the lines that cannot be trained on.
     `method`: the job's; `data`: the file's names of the format's columns, as JSON, such as `{"prompt": "question"}`. If a check
     takes more than ten seconds, only the beginning of the file is read."""
     file = await run_in_threadpool(_data_file, file_id, "file_id", caller, services)
-    request = FileCheck(file.sha256, _columns(data).pairs, None if method is None else method == "dpo")
+    request = FileCheck(
+        file.sha256, _columns(data).pairs, None if method is None else method == "dpo", method == "reinforcement"
+    )
     path = await run_in_threadpool(fetched, file, services.places)
     return file_check_view(file_id, file.name, await services.file_checks.report(caller.project_id, request, path))
 

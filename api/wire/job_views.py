@@ -12,7 +12,8 @@ from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality
 from ft_service.rundir.events import Metrics
-from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict
+from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, REINFORCEMENT_LEARNING_RATE, Integration, JobSpec, Strict
+from ft_service.spec.methods import GROUP
 
 _JOB_FIELDS = ("id", "created_at", "finished_at", "trained_tokens", "attempt", "priority", "max_seconds", "engine_id")
 _REQUEST_FIELDS = ("training_file", "validation_file", "metadata", "suffix", "serve")
@@ -55,10 +56,36 @@ class DpoView(View):
     hyperparameters: DpoHyperparametersView
 
 
+class ReinforcementHyperparametersView(HyperparametersView):
+    """OpenAI's, and ours (docs/reinforcement.md)."""
+
+    compute_multiplier: float
+    eval_interval: int
+    eval_samples: int
+    reasoning_effort: Literal["default"] = "default"
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    scale_rewards: str
+    loss_type: str
+    importance_sampling_cap: float
+    beta: float
+    mask_truncated_completions: bool
+    steps_ahead: int
+    keep_rollouts: int
+    max_error_share: float
+
+
+class ReinforcementView(View):
+    grader: dict[str, Any]
+    hyperparameters: ReinforcementHyperparametersView
+
+
 class MethodView(View):
-    type: Literal["supervised", "dpo", "tinker"] = "supervised"
+    type: Literal["supervised", "dpo", "reinforcement", "tinker"] = "supervised"
     supervised: SupervisedView | None = None
     dpo: DpoView | None = None
+    reinforcement: ReinforcementView | None = None
 
 
 class JobErrorView(View):
@@ -307,6 +334,12 @@ def _membership(job: Job) -> MembershipView | None:
 def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.training_data is None:
         return MethodView(type="tinker")
+    if (options := spec.reinforcement) is not None:
+        grader = options.grader.model_dump(mode="json", exclude_none=True)
+        given = options.model_dump(exclude={"grader", "max_completion_length"})
+        more = {"compute_multiplier": options.num_generations / GROUP, "max_completion_length": spec.longest_answer}
+        values = ReinforcementHyperparametersView(**hyperparameters.model_dump(), **given, **more)
+        return MethodView(type="reinforcement", reinforcement=ReinforcementView(grader=grader, hyperparameters=values))
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
     own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())
@@ -315,6 +348,7 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
     training, default_rate = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
+    default_rate = default_rate if spec.reinforcement is None else REINFORCEMENT_LEARNING_RATE
     return HyperparametersView(
         n_epochs=training.epochs if training.max_steps is None else None,
         batch_size=training.batch,

@@ -16,6 +16,7 @@ from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions, NotDescribedError
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_of, machine_of, refuse_too_many
+from ft_service.control.reinforcement_admission import refuse_unless_graded
 from ft_service.control.tracking.integration_check import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
@@ -128,6 +129,7 @@ def read_request(
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
     refuse_unless_possible(request, context.settings)
+    refuse_unless_graded(request, context.principal.project_id, context.settings, context.store)
     base, parent = request.model, None
     if is_tuned(base):
         before, parent = _find_parent(base, context)
@@ -297,7 +299,11 @@ def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None
     file = context.store.files.find_files({request.training_file}).get(request.training_file)
     if file is None or file.project_id != context.principal.project_id:
         return None
-    return _counted(Places.of(context.settings).file(file.id), file.bytes, Columns(request.data.pairs))
+    return _counted(
+        Places.of(context.settings).file(file.id),
+        file.bytes,
+        Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement"),
+    )
 
 
 @lru_cache(maxsize=256)

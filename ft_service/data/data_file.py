@@ -115,6 +115,8 @@ class DataReport:
     """The name of the file's records in messages."""
     is_bare: bool = False
     """The file holds texts, or prompts with completions; the chat template is not applied to them."""
+    of_prompts: bool = False
+    """The file holds prompts to grade, of which nothing is learned."""
 
     @property
     def is_lasting(self) -> bool:
@@ -163,6 +165,10 @@ class DataReport:
             yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
         counts = self.counts
         if counts is None:
+            return
+        if self.of_prompts:
+            prompts = f"{counted(counts.samples, 'prompt')} of {counts.tokens:,} tokens"
+            yield "info", f"{name}: {prompts}; the longest has {counted(counts.longest, 'token')}."
             return
         pairs = f"{counted(counts.pairs, 'pair')} of answers"
         of = pairs if counts.pairs else counted(counts.samples, "sample")
@@ -276,6 +282,7 @@ class Findings:
             unused=shape.unused,
             word=shape.word,
             is_bare=shape.format in (Format.TEXT, Format.PROMPT_COMPLETION),
+            of_prompts=shape.format is Format.PROMPTS,
         )
 
 

@@ -191,7 +191,7 @@ class Examiner:
         except OSError as error:
             return unreadable(param, data, error)
         options, pairs = TokenOptions.of(spec), spec.dpo is not None
-        request = self.request(data, path, spec.model.path, spec.training.max_length, options, pairs=pairs)
+        request = self.request(data, path, spec.model.path, spec.longest_sample, options, pairs=pairs)
         try:
             report = self.examine(request, lambda progress: tell(progress.message(param)))
         except SpecError as error:
@@ -237,7 +237,7 @@ class Examiner:
             for file in (spec.training_data, spec.validation_data)
         )
         assert training is not None, "the job has a training file"
-        path, max_length, options = Path(training.path), spec.training.max_length, TokenOptions.of(spec)
+        path, max_length, options = Path(training.path), spec.longest_sample, TokenOptions.of(spec)
         request = self.request(training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None)
         measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
         try:

@@ -35,6 +35,8 @@ class FileCheckRequest:
     """The file's names of columns (ft_service/data/formats/columns.py)."""
     pairs: bool | None = None
     """It must hold pairs of answers, or must not; None: either is accepted."""
+    prompts: bool = False
+    """It holds prompts to grade."""
 
 
 REQUEST = TypeAdapter(FileCheckRequest)
@@ -53,7 +55,7 @@ def answer(request: FileCheckRequest) -> DataReport:
     try:
         return check_lines(
             Path(request.path),
-            columns=Columns(request.columns),
+            columns=Columns(request.columns, of_prompts=request.prompts),
             pairs=request.pairs,
             stop=lambda: time.monotonic() > end,
         )

@@ -68,4 +68,4 @@ class GradedPrompt:
     """The other keys of the line, for the grader."""
 
 
-Record = Conversation | PromptCompletion | Text | Pair
+Record = Conversation | PromptCompletion | Text | Pair | GradedPrompt

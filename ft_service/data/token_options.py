@@ -24,7 +24,12 @@ class TokenOptions:
 
     @classmethod
     def of(cls, spec: JobSpec) -> TokenOptions:
-        return cls(spec.chat_template, spec.date, spec.training.train_on, Columns(spec.data.pairs))
+        return cls(
+            spec.chat_template,
+            spec.date,
+            spec.training.train_on,
+            Columns(spec.data.pairs, of_prompts=spec.reinforcement is not None),
+        )
 
     @property
     def day(self) -> date:

@@ -236,7 +236,8 @@ def resolve_spec_file(
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
-    training, columns = spec.training_file, Columns(request.data.pairs)
+    training = spec.training_file
+    columns = Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement")
     if like is None:
         training_data, validation_data = training.ref(), validation.ref() if validation else None
     else:

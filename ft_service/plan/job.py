@@ -211,7 +211,13 @@ def _changes(base: Description, spec: JobSpec, machine: Machine, lengths: Sample
 
 
 def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, lengths: SampleLengths | None) -> Iterator[str]:
-    """Advice for a job that fits: a base that fits whole on every rank needs no gathers."""
+    """Advice for a job that fits: a base that fits whole on every rank needs no gathers; what its times leave out."""
+    if spec.reinforcement is not None:
+        answers = spec.training.batch * spec.samples_of_item
+        yield (
+            f"Times are those of training alone. Sampling and grading come on top: {answers:,} answers of at most "
+            f"{spec.longest_answer:,} tokens a step."
+        )
     if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
         return
     options = {"distributed.replicate": -1, "distributed.offload": False}

@@ -12,6 +12,10 @@ BYTES_PER_TOKEN = 5
 """Bytes of a data file per token, JSON around the text included: a guess."""
 
 
+PROMPT_TOKENS = 100
+"""Tokens of a prompt to grade: a guess until they are counted."""
+
+
 @dataclass(frozen=True)
 class SampleLengths:
     """The samples of one epoch."""
@@ -38,6 +42,13 @@ class SampleLengths:
         return cls(statistics.training.tokens, samples, counts.longest or None)
 
     @classmethod
+    def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:
+        """The samples of reinforcement learning: the answers to each prompt, each with it and as long as it may be. `counts`:
+        counts of the prompts."""
+        group, answer = spec.samples_of_item, spec.longest_answer
+        return cls(group * (counts.tokens + counts.samples * answer), group * counts.samples, counts.longest + answer)
+
+    @classmethod
     def of_size(cls, size: int) -> SampleLengths:
         """A guess from the bytes of a file."""
         return cls(size // BYTES_PER_TOKEN)
@@ -45,7 +56,10 @@ class SampleLengths:
     def of_training(self, spec: JobSpec) -> int:
         """Tokens of the whole training, over all epochs or steps."""
         training = spec.training
+        if training.max_steps is None and spec.reinforcement is not None and self.samples is None:
+            prompts = self.tokens // PROMPT_TOKENS
+            return training.epochs * prompts * spec.samples_of_item * (PROMPT_TOKENS + spec.longest_answer)
         if training.max_steps is None:
             return training.epochs * self.tokens
-        samples = training.max_steps * training.batch * (1 if spec.dpo is None else 2)
+        samples = training.max_steps * training.batch * spec.samples_of_item
         return samples * (self.mean or training.max_length)

@@ -24,6 +24,7 @@ from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, compi
 from ft_service.spec.options import (
     DPO_LEARNING_RATE,
     LEARNING_RATE,
+    REINFORCEMENT_LEARNING_RATE,
     CheckpointOptions,
     DistributedOptions,
     JobOptions,
@@ -59,6 +60,7 @@ __all__ = [
     "LEARNING_RATE",
     "NOT_YET",
     "NOT_YET_VALUES",
+    "REINFORCEMENT_LEARNING_RATE",
     "AdapterRef",
     "AnswerMetric",
     "BaseModelRef",

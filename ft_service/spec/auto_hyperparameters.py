@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 
-from ft_service.spec.options import DPO_EPOCHS, LoraOptions
+from ft_service.spec.methods import MethodType
+from ft_service.spec.options import DPO_EPOCHS, REINFORCEMENT_EPOCHS, LoraOptions
 
 OF_FULL_TRAINING = 5e-5
 FOR_LORA = 10.0
@@ -62,9 +63,11 @@ def batch_for(samples: int, ranks: int) -> tuple[int, str]:
     return batch, why
 
 
-def epochs_for(samples: int, *, dpo: bool) -> tuple[int, str]:
+def epochs_for(samples: int, method: MethodType) -> tuple[int, str]:
     """Passes over the training file, and the reason. `samples`: those of the training file, at most COUNTED."""
-    if dpo:
+    if method == "reinforcement":
+        return REINFORCEMENT_EPOCHS, "every prompt is answered several times in a pass"
+    if method == "dpo":
         return DPO_EPOCHS, "further passes of direct preference optimisation learn the pairs by heart"
     counted = _counted(samples)
     if samples * EPOCHS < LEAST_SEEN:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import Number, Strict
 
 AUTO = "auto"
@@ -53,25 +54,111 @@ class DpoMethod(Strict):
     hyperparameters: DpoHyperparameters = DpoHyperparameters()
 
 
+class ReinforcementHyperparameters(Hyperparameters):
+    """OpenAI's seven, and others with the names of TRL's GRPOConfig. batch_size counts prompts. "auto" for batch_size and
+    n_epochs as in supervised training, with 1 epoch; for learning_rate_multiplier: 1."""
+
+    compute_multiplier: Annotated[Number, Field(gt=0, le=16)] | Literal["auto"] = AUTO
+    """num_generations as a multiple of 8. "auto": 1."""
+    eval_interval: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = AUTO
+    """Optimizer steps between two evaluations on the validation file. "auto": the steps of an epoch, at most 20."""
+    eval_samples: Annotated[int, Field(ge=1, le=128)] | Literal["auto"] = AUTO
+    """Answers to each prompt of the validation file at an evaluation. "auto": 1."""
+    reasoning_effort: Literal["default"] = "default"
+    """Must be "default": prompts are written by the base's chat template as it is."""
+    num_generations: Annotated[int, Field(ge=2, le=128)] | Literal["auto"] = AUTO
+    """Answers to each prompt, its group: an answer's advantage is its reward less the group's mean. "auto": 8 times
+    compute_multiplier."""
+    max_completion_length: Annotated[int, Field(ge=1, le=1_048_576)] | Literal["auto"] = AUTO
+    """Tokens of an answer at most; a longer one is cut off, and graded as it is. "auto": half of training.max_length, at most
+    512. Prompts get the rest of training.max_length."""
+    temperature: Annotated[Number, Field(gt=0, le=10)] = 1.0
+    """Temperature of sampling. At values other than 1 the ratio of the trainer's and the sampler's probabilities does not
+    correct for it."""
+    scale_rewards: Literal["none", "group"] = "none"
+    """group: advantages are divided by the standard deviation of the group's rewards, as in DeepSeekMath. none: they are not,
+    since that favours prompts that are nearly always, or nearly never, answered well (Dr. GRPO)."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """What a step's loss is the mean over. dapo: all tokens of its answers. grpo: the answers, each the mean over its tokens,
+    which favours short good ones. dr_grpo: the answers, each the sum over its tokens divided by max_completion_length."""
+    importance_sampling_cap: Annotated[Number, Field(ge=1, le=1000)] = 2.0
+    """Highest ratio of a token's probability by the trainer to that by the sampler; larger ones are cut to it (truncated
+    importance sampling)."""
+    beta: Annotated[Number, Field(ge=0, le=100)] = 0.0
+    """Weight of the KL divergence from the model that training starts from, subtracted from each token's advantage. 0: off."""
+    mask_truncated_completions: bool = False
+    """Whether answers that were cut off are left out of the loss (DAPO's overlong filtering). They stay in the group's mean."""
+    steps_ahead: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: the answers of a step are sampled while the step before is trained, from weights that are one step older."""
+    keep_rollouts: Annotated[int, Field(ge=2, le=1_000_000)] = 100
+    """Steps whose answers stay in the run directory (rollouts/), the newest ones."""
+    max_error_share: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    """Share of a step's answers without a grade from which the job is paused instead of training on the rest."""
+
+
+class ReinforcementMethod(Strict):
+    grader: Grader
+    hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
+    response_format: None = None
+    """Must be left out: the sampler draws from all tokens. A grader can give answers of another form reward 0."""
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _free_answers(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError(
+                "response_format is not available: the sampler draws from all tokens. Leave it out, and have the grader give "
+                "answers of another form reward 0 (`{{ sample.output_json }}` exists for JSON only)"
+            )
+        return value
+
+
+MethodType = Literal["supervised", "dpo", "reinforcement", "tinker"]
+
+
 class Method(Strict):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference optimisation on pairs of
-    answers. tinker: a job without data files, whose client runs the training loop; Tinker's wire alone creates it."""
+    answers. reinforcement: the model answers prompts, a grader gives rewards, and answers that are better than others to their
+    prompt become likelier. tinker: a job without data files, whose client runs the training loop; Tinker's wire alone creates
+    it."""
 
-    type: Literal["supervised", "dpo", "tinker"] = "supervised"
+    type: MethodType = "supervised"
     supervised: SupervisedMethod = SupervisedMethod()
     dpo: DpoMethod = DpoMethod()
+    reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
     def _own_section_only(self) -> Method:
-        for other in {"supervised", "dpo"} - {self.type}:
-            if other in self.model_fields_set:
+        for other in {"supervised", "dpo", "reinforcement"} - {self.type}:
+            if other in self.model_fields_set and getattr(self, other) is not None:
                 raise ValueError(f"method.{other} is given and method.type is {self.type!r}: give method.{self.type} instead")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError("method.type is 'reinforcement': give method.reinforcement with a grader")
         return self
 
     @property
     def hyperparameters(self) -> Hyperparameters:
         """Hyperparameters of the type."""
+        if self.reinforcement is not None:
+            return self.reinforcement.hyperparameters
         return (self.dpo if self.type == "dpo" else self.supervised).hyperparameters
+
+    def reinforcement_options(self, steps_of_epoch: int | None) -> ReinforcementOptions | None:
+        """The resolved options of reinforcement learning. None: the job has another method. `steps_of_epoch`: None: not
+        known."""
+        if self.reinforcement is None:
+            return None
+        given = self.reinforcement.hyperparameters
+        multiplier = 1.0 if given.compute_multiplier == AUTO else given.compute_multiplier
+        group = round(GROUP * multiplier) if given.num_generations == AUTO else given.num_generations
+        return ReinforcementOptions(
+            grader=self.reinforcement.grader,
+            num_generations=min(128, max(2, group)),
+            max_completion_length=None if given.max_completion_length == AUTO else given.max_completion_length,
+            eval_interval=min(20, steps_of_epoch or 20) if given.eval_interval == AUTO else given.eval_interval,
+            eval_samples=1 if given.eval_samples == AUTO else given.eval_samples,
+            **{name: getattr(given, name) for name in SHARED_OPTIONS},
+        )
 
     def dpo_options(self) -> DpoOptions | None:
         """The resolved options of direct preference optimisation. None: the job is supervised."""
@@ -88,3 +175,32 @@ class DpoOptions(Strict):
     beta: Beta
     loss_type: DpoLoss
     rpo_alpha: Weight | None = None
+
+
+GROUP = 8
+"""num_generations "auto", as TRL's default."""
+SHARED_OPTIONS = (
+    *("temperature", "scale_rewards", "loss_type", "importance_sampling_cap", "beta", "mask_truncated_completions"),
+    *("steps_ahead", "keep_rollouts", "max_error_share"),
+)
+"""Options that are resolved as they are."""
+
+
+class ReinforcementOptions(Strict):
+    """`ReinforcementMethod` resolved."""
+
+    grader: Grader
+    num_generations: int
+    max_completion_length: int | None
+    """None: JobSpec.longest_answer goes by training.max_length."""
+    eval_interval: int
+    eval_samples: int
+    temperature: float
+    scale_rewards: Literal["none", "group"]
+    loss_type: Literal["dapo", "grpo", "dr_grpo"]
+    importance_sampling_cap: float
+    beta: float
+    mask_truncated_completions: bool
+    steps_ahead: int
+    keep_rollouts: int
+    max_error_share: float

@@ -24,6 +24,11 @@ DPO_EPOCHS = 1
 """Default of training.n_epochs for direct preference optimisation: further passes memorise the pairs."""
 
 
+REINFORCEMENT_LEARNING_RATE = 4e-5
+"""The same for reinforcement learning: that of tinker-cookbook's recipe for mathematics."""
+REINFORCEMENT_EPOCHS = 1
+"""Default of training.n_epochs for reinforcement learning."""
+
 ColumnName = Annotated[str, Field(min_length=1, max_length=200)]
 """Name of a column or a key of a data file."""
 
@@ -146,7 +151,7 @@ class TrainingOptions(Strict):
     a whole."""
     learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
     """AdamW's peak learning rate. "auto": chosen by the base's width and family and the adapter's scaling, once, when the job
-    is created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo it is 5e-6."""
+    is created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo it is 5e-6, with reinforcement 4e-5."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Decay of the rate after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
     warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03

@@ -14,7 +14,15 @@ from ft_service.errors import SpecError
 from ft_service.spec.integrations import Integrations
 from ft_service.spec.methods import AUTO, Hyperparameters, Method
 from ft_service.spec.option_types import Number
-from ft_service.spec.options import DPO_EPOCHS, DPO_LEARNING_RATE, LEARNING_RATE, JobOptions, TrainingOptions
+from ft_service.spec.options import (
+    DPO_EPOCHS,
+    DPO_LEARNING_RATE,
+    LEARNING_RATE,
+    REINFORCEMENT_EPOCHS,
+    REINFORCEMENT_LEARNING_RATE,
+    JobOptions,
+    TrainingOptions,
+)
 from ft_service.spec.validation_errors import OptionFault, joined, option_faults
 
 _OWN_BASE = (
@@ -30,13 +38,30 @@ NOT_YET: Mapping[str, str] = {
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
     **dict.fromkeys((("lora.init_lora_weights", name) for name in ("pissa", "loftq", "olora")), f"use true: {_OWN_BASE}"),
-    ("method.type", "reinforcement"): "use 'supervised' or 'dpo'",
     ("method.type", "tinker"): "a client that runs the training loop creates such jobs by Tinker's wire (docs/tinker.md)",
 }
 """Values that this version refuses: (dotted name, value) → what to do instead."""
 
+_NOT_OF_REINFORCEMENT = (
+    ("", "validation_split", "give a validation_file, whose prompts are answered and graded"),
+    ("", "evaluation", "a validation_file is answered and graded in its place. Leave it out"),
+    ("training", "train_on", "the answers are the model's own. Leave it out"),
+    ("training", "group_by_length", "answers have no length before they are sampled. Leave it out"),
+    ("training", "neftune_noise_alpha", "noise would make the trainer another model than the sampler. Leave it out"),
+    ("training", "early_stopping_patience", "it goes by validation loss. Use load_best_model_at_end, which goes by reward"),
+    ("training", "loraplus_lr_ratio", "it is for supervised training and dpo. Leave it out"),
+    ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
+)
+"""Section, option, and what to do instead."""
+
 SWEEP = "sweep"
 """The key in a body or a SPEC file that requests several jobs (ft_service/sweeps/search_space.py)."""
+
+_USUAL: Mapping[str, tuple[float, int]] = {
+    "dpo": (DPO_LEARNING_RATE, DPO_EPOCHS),
+    "reinforcement": (REINFORCEMENT_LEARNING_RATE, REINFORCEMENT_EPOCHS),
+}
+"""Method → its learning rate and passes over the training file, where it has its own."""
 
 _FILE_NAME = {"minLength": 1, "maxLength": 4096}
 _HYPERPARAMETERS = set(Hyperparameters.model_fields)
@@ -105,6 +130,24 @@ class JobRequest(JobOptions):
         return self
 
     @model_validator(mode="after")
+    def _possible_with_reinforcement(self) -> JobRequest:
+        if self.method.type != "reinforcement":
+            return self
+        for section, name, why in _NOT_OF_REINFORCEMENT:
+            options = getattr(self, section) if section else self
+            if name in options.model_fields_set and getattr(options, name) not in (None, False, 0):
+                place = f"{section}.{name}" if section else name
+                raise ValueError(f"{place} with method.type = 'reinforcement': {why}")
+        options, length = self.method.reinforcement_options(None), self.training.max_length
+        longest = None if options is None else options.max_completion_length
+        if longest is not None and longest >= length:
+            raise ValueError(
+                f"method.reinforcement.hyperparameters.max_completion_length = {longest}: training.max_length = {length} is "
+                "for prompt and answer together. Raise that, or lower this"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _only_answers_are_preferred(self) -> JobRequest:
         if self.method.type == "dpo" and self.training.train_on == "everything":
             raise ValueError(
@@ -141,22 +184,21 @@ class JobRequest(JobOptions):
         return cached[1]
 
     def _resolve_training(self) -> TrainingOptions:
-        dpo = self.method.type == "dpo"
-        unit = DPO_LEARNING_RATE if dpo else LEARNING_RATE
+        unit, epochs = _USUAL.get(self.method.type, (LEARNING_RATE, None))
         updates: dict[str, Any] = {}
         for name, (place, value) in self.given_hyperparameters().items():
             ours = "learning_rate" if name == "learning_rate_multiplier" else name
             if ours in self.training.model_fields_set:
                 raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
             updates[ours] = value * unit if name == "learning_rate_multiplier" else value
-        usual: dict[str, Any] = {"learning_rate": DPO_LEARNING_RATE, "n_epochs": DPO_EPOCHS} if dpo else {}
+        usual: dict[str, Any] = {} if epochs is None else {"learning_rate": unit, "n_epochs": epochs}
         for name in ("n_epochs", "batch_size"):
             if self._leaves_open(name):
                 usual[name] = AUTO
-        if not dpo and self._leaves_open("learning_rate_multiplier"):
+        if epochs is None and self._leaves_open("learning_rate_multiplier"):
             usual["learning_rate"] = AUTO
         given = self.training.model_dump(exclude_unset=True)
-        if dpo and given.get("learning_rate") == AUTO:
+        if epochs is not None and given.get("learning_rate") == AUTO:
             del given["learning_rate"]
         return TrainingOptions(**{**usual, **given, **updates})
 

@@ -12,7 +12,7 @@ from ft_service.errors import SpecError
 from ft_service.spec.auto_hyperparameters import batch_for, epochs_for
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
-from ft_service.spec.methods import AUTO, DpoOptions
+from ft_service.spec.methods import AUTO, DpoOptions, MethodType, ReinforcementOptions
 from ft_service.spec.options import (
     CheckpointOptions,
     DataOptions,
@@ -24,6 +24,9 @@ from ft_service.spec.options import (
 from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
+
+MOST_ANSWERED = 512
+"""Tokens of an answer with max_completion_length "auto", unless max_length has less room."""
 
 
 class Resolved(BaseModel):
@@ -97,6 +100,8 @@ class JobSpec(Resolved):
     which PEFT does not have for them."""
     dpo: DpoOptions | None = None
     """Options of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
+    reinforcement: ReinforcementOptions | None = None
+    """Options of reinforcement learning, whose data files hold prompts; None: the job has another method."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
     tensorboard: bool = False
@@ -108,6 +113,30 @@ class JobSpec(Resolved):
     rungs: tuple[float, ...] = ()
     """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that the sweep can compare it
     (ft_service/sweeps/halving.py)."""
+
+    @property
+    def by_commands(self) -> bool:
+        """Whether the ranks carry out commands (ft_service/tinker/commands.py): a client's, or those of reinforcement
+        learning."""
+        return self.training_data is None or self.reinforcement is not None
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of a data file's sample that are used: training.max_length, of prompts without the room for an answer."""
+        return max(1, self.training.max_length - (0 if self.reinforcement is None else self.longest_answer))
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of an answer of reinforcement learning at most."""
+        given = None if self.reinforcement is None else self.reinforcement.max_completion_length
+        return min(MOST_ANSWERED, max(1, self.training.max_length // 2)) if given is None else given
+
+    @property
+    def samples_of_item(self) -> int:
+        """Samples to train on for each unit of training.batch_size: both answers of a pair, all answers to a prompt."""
+        if self.reinforcement is not None:
+            return self.reinforcement.num_generations
+        return 1 if self.dpo is None else 2
 
     @property
     def data_files(self) -> tuple[DataFileRef, ...]:
@@ -185,7 +214,8 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     samples, parent = context.samples, context.parent
     if samples is not None and request.validation_split is not None:
         samples = round(samples * (1 - request.validation_split))
-    training, chosen = by_samples(request.resolved_training(), samples, ranks, dpo=request.method.type == "dpo")
+    training, chosen = by_samples(request.resolved_training(), samples, ranks, request.method.type)
+    steps_of_epoch = None if samples is None else math.ceil(samples / training.batch)
     return JobSpec(
         job_id=context.job_id,
         model=context.model,
@@ -205,6 +235,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         shared_experts=not (request.lora.lora_dropout or request.lora.use_dora) if parent is None else parent.shared_experts,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
+        reinforcement=request.method.reinforcement_options(steps_of_epoch),
         parent=parent,
         chosen=chosen,
         tensorboard=request.integrated("tensorboard"),
@@ -213,15 +244,15 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
 
 
 def by_samples(
-    training: TrainingOptions, samples: int | None, ranks: int, *, dpo: bool
+    training: TrainingOptions, samples: int | None, ranks: int, method: MethodType
 ) -> tuple[TrainingOptions, dict[str, str]]:
     """The options with batch_size and n_epochs as numbers, and dotted name → reason for those that were "auto"."""
     found: dict[str, tuple[int, str]] = {}
     usual = TrainingOptions()
     unknown = "the usual one; the number of samples is not known"
     if training.n_epochs == AUTO:
-        known = samples is not None or dpo
-        found["n_epochs"] = epochs_for(samples or 0, dpo=dpo) if known else (usual.epochs, unknown)
+        known = samples is not None or method in ("dpo", "reinforcement")
+        found["n_epochs"] = epochs_for(samples or 0, method) if known else (usual.epochs, unknown)
     if training.batch_size == AUTO:
         found["batch_size"] = batch_for(samples, ranks) if samples is not None else (usual.batch, unknown)
     values = {name: value for name, (value, _) in found.items()}

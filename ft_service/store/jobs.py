@@ -154,6 +154,13 @@ class JobStore(StorePart):
         with self._database.reading() as connection:
             return [to_job(row) for row in connection.execute(select(*JOB).where(*running)).mappings()]
 
+    def running_with_method(self, method: str) -> list[Job]:
+        """Jobs of all projects that run and are to run on, and have this method."""
+        running = jobs.c.state == State.RUNNING.value, jobs.c.desired == Desired.RUN.value
+        has_method = jobs.c.request["method"]["type"].as_string() == method
+        with self._database.reading() as connection:
+            return [to_job(row) for row in connection.execute(select(*JOB).where(*running, has_method)).mappings()]
+
     def request(
         self,
         project_id: str,

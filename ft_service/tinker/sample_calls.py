@@ -142,6 +142,10 @@ class Sampled:
     logprobs: list[list[float]] = field(default_factory=list)
     top: list[list[Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """Texts of the answers, if they were asked for."""
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Their calls of tools: name and arguments."""
     prompt: dict[int, tuple[float, Sequence[Any]]] = field(default_factory=dict)
     """Place in the prompt → log-probability and likeliest tokens."""
     done: bool = False
@@ -149,7 +153,7 @@ class Sampled:
     def __post_init__(self) -> None:
         count = self.request.num_samples
         self.tokens, self.logprobs, self.top = ([[] for _ in range(count)] for _ in range(3))
-        self.reasons = ["length"] * count
+        self.reasons, self.texts, self.calls = ["length"] * count, [""] * count, [[] for _ in range(count)]
 
     def take(self, part: Mapping[str, Any]) -> None:
         """Take the next part."""
@@ -164,6 +168,7 @@ class Sampled:
                     self.prompt[part["place"] + offset] = logprob, likeliest
             case "end":
                 self.reasons[part["index"]] = part["reason"]
+                self.texts[part["index"]], self.calls[part["index"]] = part.get("text", ""), part.get("calls", [])
             case "done":
                 self.done = True
             case _:

@@ -48,7 +48,7 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
-    pairs, length = spec.dpo is not None, spec.training.max_length
+    pairs, length = spec.dpo is not None, spec.longest_sample
     given, file = spec.training_data, spec.validation_data
     if given is None:
         return TokenSet.of([]), TokenSet.of([])
@@ -67,7 +67,7 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
 
 def _whole(samples: TokenSet, spec: JobSpec) -> TokenSet:
     """What is learned whole in windows, of which none is cut; other samples as they are."""
-    split = spec.dpo is None and are_whole(samples)
+    split = spec.dpo is None and spec.reinforcement is None and are_whole(samples)
     return in_windows(samples, spec.training.max_length) if split else samples
 
 
@@ -177,7 +177,7 @@ def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
         raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
     if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    request = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
+    request = examiner.request(file, Path(file.path), spec.model.path, spec.longest_sample, options, pairs=pairs)
     folder = Path(request.tokens)
     folder.mkdir(parents=True, exist_ok=True)
     report = examiner.examine(request)

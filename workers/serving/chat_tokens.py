@@ -16,14 +16,14 @@ from ft_service.data.line_errors import LineError
 from ft_service.data.template_process import RenderLimits, TemplateProcess
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import stops_of
+from ft_service.data.tokens.answer_ends import answer_ends
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
-from workers.serving.tool_call_parser import CallFormat, Write, call_format
+from workers.serving.tool_call_parser import CallFormat, call_format
 
 LIMITS = RenderLimits(seconds=2.0, memory_bytes=256 * 1024**2)
 """Limits of rendering one conversation."""
-_WORDS = "ft_words"
 _TEMPLATE = "chat_template.jinja"
 """File in an adapter's folder with the chat template of its job, where the job had its own."""
 _TEMPLATES = 8
@@ -118,7 +118,7 @@ class ChatTokenizer:
             raise SpecError(f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages") from None
 
     def _ask_template(self) -> tuple[CallFormat | None, frozenset[int]]:
-        return call_format(self._write), _ends(self._write, self.tokenizer, self._path)
+        return call_format(self._write), answer_ends(self._write, self.tokenizer, self._path)
 
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """Raises LineError."""
@@ -129,18 +129,3 @@ def _token(tokenizer: Any, token: int) -> dict[str, Any]:
     """A token as the wire's log-probabilities name it."""
     text = tokenizer.decode([token])
     return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
-
-
-def _ends(write: Write, tokenizer: Any, folder: Path) -> frozenset[int]:
-    """The tokenizer's end, those that generation_config.json names, and what the template writes behind an answer if that is
-    one special token: what training taught the model to end with.
-    """
-    ends = {tokenizer.eos_token_id, *stops_of(folder)}
-    try:
-        text = write([{"role": "user", "content": "ft_question"}, {"role": "assistant", "content": _WORDS}])
-    except LineError:  # the template may refuse it, and then has no say
-        text = ""
-    after = tokenizer(text.rpartition(_WORDS)[2], add_special_tokens=False)["input_ids"]
-    if after and after[0] in set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values()):
-        ends.add(after[0])
-    return frozenset(token for token in ends if isinstance(token, int))

@@ -25,13 +25,15 @@ from ft_service.rundir.checkpoints import checkpoint_key, complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from ft_service.rundir.events import Metrics
+from ft_service.spec import JobSpec
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
 from ft_service.tinker.saved_weights import PROBES, SamplerProbe, SamplerProbes, SavedWeights, sampler_key, saved_key
 from workers.base.rank_objects import from_first
 from workers.job.adamw import AdamOptions
-from workers.job.training_state import JobState
+from workers.job.training_state import JobState, learning_rate_at
 from workers.output.checkpoint import read_position, take_weights
+from workers.output.checkpoint_pruning import keeps_best
 from workers.output.checkpoint_saver import Saver
 from workers.output.outcome import export_adapter
 from workers.output.served_probes import measure
@@ -74,6 +76,10 @@ class StepSums:
     """Tokens with a weight, or an advantage, other than 0."""
     loss: float = 0.0
     seconds: float = 0.0
+    drawn: int = 0
+    """Tokens that a sampler has drawn, and that count in the loss."""
+    gap: float = 0.0
+    """Sum over these of how far the trainer's log-probability lies from the sampler's, in nats."""
 
 
 @dataclass
@@ -97,6 +103,8 @@ class CommandLoop:
         self._next = self.job.command + 1
         self._sums = StepSums()
         self._saved_at = time.monotonic()
+        self._reported: Metrics | None = None
+        """Metrics of the newest step."""
         self._saved: tuple[int, str] | None = None
         """Newest command of the newest checkpoint of this job's state, and its name."""
         if runtime.start.checkpoint is not None:
@@ -116,6 +124,8 @@ class CommandLoop:
             if order.command is None:
                 return False, self._save() if self.job.step else None
             if order.command.op == "finish":
+                if (report := order.command.options.get("report")) is not None:
+                    self.context.reporter.metrics(self._metrics(report=report))
                 name = self._save()
                 self._answer(order, CommandResult({"type": "unload_model"}))
                 return True, name
@@ -134,7 +144,8 @@ class CommandLoop:
             pass
         if runtime.rank == 0:
             command = None if self.context.stop.is_requested else self._log.command(self._next)
-            due = time.monotonic() - self._saved_at >= SAVE_SECONDS
+            timed = runtime.spec.reinforcement is None  # whose commands say when
+            due = timed and time.monotonic() - self._saved_at >= SAVE_SECONDS
             order = Order(command, command is not None and self._log.has_result(command.seq), due)
         else:
             order = Order(None)
@@ -181,6 +192,7 @@ class CommandLoop:
             "create_model": self._create,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
+            "checkpoint": self._checkpoint,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load_weights,
@@ -234,6 +246,8 @@ class CommandLoop:
             sums.tokens += sum(len(datum.ids) for datum in call.data)
             sums.targets += sum(_counted(datum.inputs) for datum in call.data)
             sums.loss += math.fsum(loss for loss, _ in read.values())
+            if self.context.runtime.rank == 0:  # which has all
+                _add_gap(sums, call, read)
             sums.seconds += time.perf_counter() - began
         if self.context.runtime.rank != 0 or order.answered:
             return None
@@ -245,7 +259,7 @@ class CommandLoop:
         up unless the call is forward only."""
         runtime, context = self.context.runtime, self.context
         before = 0 if call.forward_only else self._sums.data
-        together = runtime.spec.training.per_device_train_batch_size or 1
+        together = _data_together(runtime.spec)
         read: dict[int, tuple[float, np.ndarray]] = {}
         with torch.set_grad_enabled(not call.forward_only):
             for micro in share_out(len(call.data), before, runtime.world, together):
@@ -268,15 +282,14 @@ class CommandLoop:
     def _optim_step(self, order: Order, command: Command) -> CommandResult | None:
         began, job, context = time.perf_counter(), self.job, self.context
         options = command.options
-        rate = float(options["learning_rate"])
+        if options.get("skipped"):
+            return self._skip(command)
+        rate, clip, adam = self._step_options(options)
         self._reduce()
         for parameter in job.parameters.values():
             if parameter.grad is None:  # the moments go on where there was no forward_backward
                 parameter.grad = torch.zeros_like(parameter)
-        adam = AdamOptions(
-            float(options["weight_decay"]), float(options["beta1"]), float(options["beta2"]), float(options["eps"])
-        )
-        norm = float(job.update(rate, float(options["grad_clip_norm"]), adam))
+        norm = float(job.update(rate, clip, adam))
         job.command = command.seq
         sums, self._sums = self._sums, StepSums()
         if not math.isfinite(norm):
@@ -288,8 +301,39 @@ class CommandLoop:
         self.watch.after_step(rate if norm > 0 and rate >= LEAST_RATE else 0.0)
         job.trained_tokens += sums.tokens
         seconds = sums.seconds + time.perf_counter() - began
-        context.reporter.metrics(self._metrics(sums, rate, norm, seconds))
+        self._reported = self._metrics(sums, rate, norm, seconds, options.get("report"))
+        context.reporter.metrics(self._reported)
         return CommandResult({"metrics": {"grad_norm:mean": norm, "learning_rate:mean": rate}, "type": "optim_step"})
+
+    def _step_options(self, options: Mapping[str, Any]) -> tuple[float, float, AdamOptions | None]:
+        """Learning rate, clip and AdamW's options of a step: the command's, or by the job's schedule."""
+        training = self.context.runtime.spec.training
+        if (total := options.get("scheduled")) is not None:
+            return learning_rate_at(self.job.step, int(total), training), training.max_grad_norm, None
+        adam = AdamOptions(
+            float(options["weight_decay"]), float(options["beta1"]), float(options["beta2"]), float(options["eps"])
+        )
+        return float(options["learning_rate"]), float(options["grad_clip_norm"]), adam
+
+    def _skip(self, command: Command) -> CommandResult:
+        """Count a step that has nothing to learn: neither weights nor moments change."""
+        self.job.step += 1
+        self.job.command = command.seq
+        self._sums = StepSums()
+        self._reported = self._metrics(report=command.options.get("report"))
+        self.context.reporter.metrics(self._reported)
+        return CommandResult({"metrics": {}, "type": "optim_step"})
+
+    def _checkpoint(self, order: Order, command: Command) -> CommandResult | None:
+        """Write a checkpoint, if it is due or the best so far. `valid_loss`: what checkpoints are compared by."""
+        valid = command.options.get("valid_loss")
+        job = self.job
+        if valid is not None and job.validations.last_step != job.step:
+            job.validations = job.validations.after(job.step, float(valid), 0.0)
+        is_best = valid is not None and keeps_best(self.context.runtime.spec) and job.validations.best_step == job.step
+        if command.options.get("saves") or is_best:
+            self._save()
+        return CommandResult({"type": "checkpoint"})
 
     def _reduce(self) -> None:
         """Add up over the ranks the gradients since the last optimizer step."""
@@ -302,12 +346,21 @@ class CommandLoop:
         context.gradients.reduce()
 
     def _metrics(
-        self, sums: StepSums | None = None, rate: float | None = None, norm: float | None = None, seconds: float = 0.0
+        self,
+        sums: StepSums | None = None,
+        rate: float | None = None,
+        norm: float | None = None,
+        seconds: float = 0.0,
+        report: Mapping[str, Any] | None = None,
     ) -> Metrics:
-        sums = sums or StepSums()
+        """`report`: what the commands say of the step besides."""
+        sums, report = sums or StepSums(), report or {}
+        more = {**({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}), **report.get("more", {})}
         return Metrics(
             step=self.job.step,
-            total_steps=self.job.step,
+            total_steps=int(report.get("total_steps", self.job.step)),
+            epoch=report.get("epoch"),
+            more=more or None,
             train_loss=sums.loss / sums.targets if sums.targets and math.isfinite(sums.loss) else None,
             learning_rate=rate,
             grad_norm=norm,
@@ -348,7 +401,9 @@ class CommandLoop:
         """Write a complete checkpoint of the job's state without gradients unless there is one. Returns its name."""
         job, runtime = self.job, self.context.runtime
         if self._saved is None or self._saved[0] != job.command:
-            self._saved = job.command, self.saver.save_last(job, self._metrics())
+            reported = self._reported
+            metrics = reported if reported is not None and reported.step == job.step else self._metrics()
+            self._saved = job.command, self.saver.save_last(job, metrics)
             self._saved_at = time.monotonic()
             if runtime.rank == 0:
                 self._prune()
@@ -410,11 +465,31 @@ class CommandLoop:
         return CommandResult({**answer, "type": "save_weights_for_sampler"})
 
 
+def _data_together(spec: JobSpec) -> int:
+    """Most data of a micro-batch. Where a client decides, one: so that a call of eight data computes what two of four do."""
+    training = spec.training
+    if training.per_device_train_batch_size is not None:
+        return training.per_device_train_batch_size
+    budget = training.tokens_per_micro_batch
+    if spec.reinforcement is None or isinstance(budget, str):
+        return 1
+    return max(1, budget // training.max_length)
+
+
 _NO_CALL = LossCall("cross_entropy", {}, [], forward_only=False)
 
 
 def _loaded(command: Command) -> CommandResult:
     return CommandResult({"path": command.options["path"], "type": "load_weights"})
+
+
+def _add_gap(sums: StepSums, call: LossCall, read: Mapping[int, tuple[float, np.ndarray]]) -> None:
+    """Add how far the log-probabilities of drawn tokens lie from the sampler's."""
+    for position, datum in enumerate(call.data):
+        if "logprobs" in datum.inputs:
+            drawn = datum.inputs["advantages"] != 0
+            sums.drawn += int(np.count_nonzero(drawn))
+            sums.gap += float(np.abs(read[position][1] - datum.inputs["logprobs"])[drawn].sum(dtype=np.float64))
 
 
 def _cut(ids: np.ndarray) -> Tokens:

@@ -112,7 +112,7 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
 def _with_plan(spec: JobSpec, machine: Machine) -> DataStatistics:
     settings = settings_with_models()
     data = examine_data(spec, settings, print_note)
-    statistics, lengths = data.statistics, data.lengths
+    statistics, lengths = data.statistics, data.lengths(spec)
     assert statistics is not None, "tokens are counted"
     assert lengths is not None
     plan = plan_job(describe_base(Path(spec.model.path), spec.model.name, settings, print_note), spec, machine, lengths)

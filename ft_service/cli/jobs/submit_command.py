@@ -118,7 +118,9 @@ def _check_lines(spec: SpecFile) -> list[str]:
         path = data.path
         records = records_by_file[param] = Records(path.name)
         try:
-            columns, pairs = Columns(spec.request.data.pairs), spec.request.method.type == "dpo"
+            request = spec.request
+            columns = Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement")
+            pairs = request.method.type == "dpo"
             report = check_lines(path, files=data.files, columns=columns, pairs=pairs, note=records.add)
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
@@ -128,8 +130,7 @@ def _check_lines(spec: SpecFile) -> list[str]:
         text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")
     training, validation = records_by_file["training_file"], records_by_file.get("validation_file")
-    dpo = spec.request.method.type == "dpo"
-    options, _ = by_samples(spec.request.resolved_training(), training.count, ranks=1, dpo=dpo)
+    options, _ = by_samples(spec.request.resolved_training(), training.count, ranks=1, method=spec.request.method.type)
     file = DataFileRef(name=training.name, path="", sha256="")
     measure = Measure(file, file if validation else None, options)
     return list(advice(without_base(training, validation, options), measure))

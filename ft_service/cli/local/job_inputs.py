@@ -17,9 +17,9 @@ from ft_service.cli.output import connect
 from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.data_file import Counts, DataReport, Param, check_lines
 from ft_service.data.examiner import Examiner, Tell, data_files
-from ft_service.data.formats.columns import Columns
 from ft_service.data.statistics import DataStatistics, Level, Measure, messages
 from ft_service.data.token_folder import folder_of
+from ft_service.data.token_options import TokenOptions
 from ft_service.errors import DataError, FtError, SpecError
 from ft_service.host.home import create_home
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
@@ -44,9 +44,10 @@ class JobData:
         """Counts of the training file, including what validation_split sets aside."""
         return self.reports["training_file"].counts
 
-    @property
-    def lengths(self) -> SampleLengths | None:
+    def lengths(self, spec: JobSpec) -> SampleLengths | None:
         """Lengths of the training samples; None: not counted."""
+        if self.counts is not None and spec.reinforcement is not None:
+            return SampleLengths.of_prompts(self.counts, spec)
         if self.counts is None or self.statistics is None:
             return None
         return SampleLengths.of_data(self.counts, self.statistics)
@@ -74,10 +75,11 @@ def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: 
         with Examiner(tokens=folder_of(os.environ, settings.home)) as examiner:
             for param, data in data_files(spec):
                 reports[param] = refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
-            statistics = refuse_faults(examiner.measure_job(spec))
+            if spec.reinforcement is None:
+                statistics = refuse_faults(examiner.measure_job(spec))
     else:
         for param, data in data_files(spec):
-            columns = Columns(spec.data.pairs)
+            columns = TokenOptions.of(spec).columns
             report = check_lines(Path(data.path), files=data.files, columns=columns, pairs=spec.dpo is not None)
             reports[param] = refuse_faults(report.error(param, data.name) or report)
     return JobData(reports, statistics)

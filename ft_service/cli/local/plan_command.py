@@ -82,10 +82,10 @@ def plan(
     if loaded.sweep is not None:
         _plan_sweep(loaded, resolved, settings, machine, data, as_json)
         return
-    its_plan = plan_job(base, resolved, machine, data.lengths)
+    its_plan = plan_job(base, resolved, machine, data.lengths(resolved))
     examples = _examples(data)
     duration = training_time(its_plan, resolved, examples)
-    largest = _largest(base, resolved, machine, data.lengths, examples)
+    largest = _largest(base, resolved, machine, data.lengths(resolved), examples)
     if as_json:
         more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
         print_json(its_plan.as_dict() | {"time": duration, "data": _counts(data)} | more)
@@ -112,7 +112,7 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
         its_spec = replace(spec, request=job.request)
         own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first)
         own = within_context(base, own)
-        its_plan = plan_job(base, own, machine, data.lengths)
+        its_plan = plan_job(base, own, machine, data.lengths(own))
         planned.append((its_plan, training_time(its_plan, own, examples)))
     total = {
         "examples": examples,

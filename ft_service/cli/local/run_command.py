@@ -19,6 +19,7 @@ from ft_service.cli.local.job_inputs import describe_base, examine_data
 from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_spec_arguments
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_error, print_json, print_note, print_text
+from ft_service.control.reinforcement_admission import refuse_without_sampler
 from ft_service.control.tracking.integration_check import refuse_without_server
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
@@ -80,6 +81,7 @@ def run(
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, suffix)
     refuse_without_server(loaded.request)
+    refuse_without_sampler(loaded.request)
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
@@ -99,8 +101,9 @@ def run(
         for level, message in data.messages(admitted.spec):
             display.message(level, message, time.time())
         spec_of_job = admitted.spec
-        if data.lengths is not None:
-            counted = settle_counted(base, admitted.spec, this_host(), data.lengths)
+        lengths = data.lengths(admitted.spec)
+        if lengths is not None:
+            counted = settle_counted(base, admitted.spec, this_host(), lengths)
             spec_of_job = counted.spec
             display.message(*counted.events[0], time.time())  # the rest was told before
         with _time_limit(loaded.request.max_seconds) as stop:

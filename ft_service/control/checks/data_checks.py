@@ -114,6 +114,9 @@ def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settl
         told += report.messages(data.name, spec.training.max_length, cut=False)
     if not counts:
         return Checked()
+    if spec.reinforcement is not None:
+        settled = _settled(spec, counts["training_file"], None, settle)
+        return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told), settled=settled)
     measured = examiner.measure_job(spec, paths)
     if isinstance(measured, ErrorInfo):
         return Checked(waits=measured.message) if measured.code == NOT_KEPT else Checked(measured)
@@ -124,11 +127,12 @@ def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settl
     return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told), settled=settled)
 
 
-def _settled(spec: JobSpec, counts: Counts | None, measured: DataStatistics, settle: Settle | None) -> Admitted | None:
+def _settled(spec: JobSpec, counts: Counts | None, measured: DataStatistics | None, settle: Settle | None) -> Admitted | None:
     if counts is None or settle is None:
         return None
     try:
-        return settle(spec, SampleLengths.of_data(counts, measured))
+        lengths = SampleLengths.of_prompts(counts, spec) if measured is None else SampleLengths.of_data(counts, measured)
+        return settle(spec, lengths)
     except FtError as error:  # the ranks then choose, and report why they cannot
         log.info("what is auto is left to the ranks: %s", error.message)
         return None

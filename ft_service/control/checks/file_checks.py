@@ -32,11 +32,12 @@ CHECK_BYTES = 1024**3
 @dataclass(frozen=True)
 class FileCheck:
     """A file, and how a job would read it. `columns`: its names for columns; `pairs`: whether it must hold pairs of answers;
-    None: either."""
+    None: either. `prompts`: whether it holds prompts to grade."""
 
     sha256: str
     columns: tuple[tuple[str, str], ...] = ()
     pairs: bool | None = None
+    prompts: bool = False
 
 
 class FileChecks:
@@ -83,7 +84,7 @@ class FileChecks:
 
     async def _made(self, asked: FileCheck, path: Path) -> DataReport:
         limit = min(CHECK_BYTES, MEMORY_BYTES, memory_bytes() // 4)
-        request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs)
+        request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs, asked.prompts)
         program, over = Program(command=self._command, expendable=True), threading.Event()
         seconds = self._seconds + START_SECONDS
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from ft_service.data.line_errors import LineError, shown
 
@@ -23,8 +23,8 @@ class Columns:
     """A mapping from a format's names of columns to the file's. Empty: the file uses the format's names."""
 
     pairs: tuple[tuple[str, str], ...] = ()
-    keeps_all: ClassVar[bool] = False
-    """Whether records keep columns that no format has."""
+    of_prompts: bool = False
+    """Whether the file holds prompts to grade, whose other columns are the prompts' items."""
 
     @cached_property
     def ours(self) -> Mapping[str, str]:
@@ -66,12 +66,6 @@ class Columns:
         if "role" in own.values() and isinstance(role := named.get("role"), str):
             named["role"] = SPEAKERS.get(role, role)
         return named
-
-
-class ItemColumns(Columns):
-    """The mapping of a file of prompts to grade, whose other columns are the prompts' items."""
-
-    keeps_all: ClassVar[bool] = True
 
 
 SPEAKERS: Mapping[str, str] = {

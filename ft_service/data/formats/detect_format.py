@@ -48,6 +48,8 @@ class Format(Enum):
     ALPACA = "Alpaca (instruction, input, output)"
     OPENAI_PAIRS = "OpenAI preference pairs (input, preferred_output, non_preferred_output)"
     TRL_PAIRS = "preference pairs (prompt, chosen, rejected)"
+    PROMPTS = "prompts to grade (messages)"
+    """Which the job's method decides, since their keys are those of conversations."""
 
     @property
     def is_pairs(self) -> bool:

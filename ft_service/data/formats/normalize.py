@@ -26,6 +26,7 @@ Fields = Mapping[str, Any]
 _TOOLS = ("tools", "parallel_tool_calls", "functions")
 _COLUMNS: Mapping[Format, Sequence[str]] = {
     Format.CHAT: chat_line.KEYS,
+    Format.PROMPTS: chat_line.KEYS,
     Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS),
     Format.TEXT: ("text",),
     Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,11 +15,12 @@ from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, TypeVar, cast
+from typing import BinaryIO, Self, cast
 
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns, listed
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
 from ft_service.data.formats.detect_format import (
+    FORMAT_KEYS,
     HEAD_BYTES,
     Compression,
     Container,
@@ -36,7 +37,6 @@ from ft_service.data.prompt_line import parse_prompt
 from ft_service.data.sample_kinds import GradedPrompt, Record
 from ft_service.rundir.directory import sha256_of
 
-R = TypeVar("R")
 NOTED = 20
 """Unknown keys that a file's report names, at most."""
 _NAME = 80
@@ -109,14 +109,7 @@ class DataReader:
 
     def __iter__(self) -> Generator[tuple[int, Record | Fault]]:
         """Numbered records or their faults, from 1 through all files; fault 0: the rest cannot be read. Raises OSError."""
-        return self._numbered(self._record)
-
-    def prompts(self) -> Generator[tuple[int, GradedPrompt | Fault]]:
-        """The same with every record read as a prompt to grade. The columns must be ItemColumns. Raises OSError."""
-        assert self.columns.keeps_all, "else tables would lose their items"
-        return self._numbered(self._prompt)
-
-    def _numbered(self, parse: Callable[[int, dict[str, object]], R | Fault]) -> Generator[tuple[int, R | Fault]]:
+        parse = self._prompt if self.columns.of_prompts else self._record
         before = number = 0
         for path in self.paths:
             try:
@@ -163,6 +156,7 @@ class DataReader:
             return Fault(number, error.field, error.reason)
 
     def _prompt(self, number: int, row: dict[str, object]) -> GradedPrompt | Fault:
+        self.shape.format = Format.PROMPTS
         try:
             return parse_prompt(self.columns.record(row))
         except LineError as error:
@@ -195,7 +189,7 @@ def unknown_format(container: Container, keys: Sequence[str]) -> str:
     """The reason for refusing a file with unknown columns or keys: their names, the known formats, and a mapping to set."""
     is_json = container in (Container.LINES, Container.ARRAY)
     names = f"its keys are {listed(keys)}" if is_json else f"it is {container.value}, and its columns are {listed(keys)}"
-    known = "; ".join(format.value for format in Format)
+    known = "; ".join(dict.fromkeys(format.value for format, _ in FORMAT_KEYS))
     return f"is of no known format: {names}. Known are {known}. Say which is which: {mapping_for(keys)}"
 
 

@@ -146,7 +146,7 @@ def _needed_columns(names: Sequence[str], columns: Columns) -> list[str]:
     UnreadableError if two of them are the same."""
     ours = {name: columns.name(name) for name in names}
     format = recognise([name for name in ours.values() if name is not None])
-    known = columns_of(format) if format is not None and not columns.keeps_all else set(ours.values())
+    known = columns_of(format) if format is not None and not columns.of_prompts else set(ours.values())
     needed = [name for name in names if ours[name] in known]
     _refuse_duplicates(needed)
     return needed

@@ -236,6 +236,12 @@ class Examination:
                 if not findings.faults_total:
                     recording.publish(dated=writes_date(self.tokenizer))
             destination.error = recording.error
+        if counts.cut and request.options.columns.of_prompts and not findings.faults_total:
+            text = (
+                f"{counts.cut:,} of its prompts have more than {request.max_length:,} tokens (training.max_length, less the "
+                f"room for an answer); the longest has {counts.longest:,}. Raise training.max_length, or leave them out"
+            )
+            findings.fault(Fault(0, "", text))
         if findings.examples and not counts.samples and not findings.faults_total:
             findings.fault(Fault(0, "", nothing_to_learn(request.max_length)))
         return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)

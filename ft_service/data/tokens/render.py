@@ -25,7 +25,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ft_service.data.line_errors import LineError
-from ft_service.data.sample_kinds import Conversation, PromptCompletion, Text
+from ft_service.data.sample_kinds import Conversation, GradedPrompt, PromptCompletion, Text, Tool
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_markers import (
@@ -38,6 +38,7 @@ from ft_service.data.tokens.answer_markers import (
     thought_and_answer,
 )
 from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.errors import SpecError
 from ft_service.spec import TrainOn
 
 Rendered = tuple[str, list[Span]]
@@ -62,7 +63,7 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
     """
     template = ChatTemplate.of(tokenizer)
     assert template is not None, "the caller checks"
-    _require_tools_in_template(template, sample)
+    _require_tools_in_template(template, sample.tools, calls=sample.calls_tools)
     messages, tools = list(sample.messages), list(sample.tools) or None
     write: Template = partial(template.write, tools=tools, day=options.day)
     endings = _endings(tokenizer, template)
@@ -71,6 +72,20 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
         return full, [(0, len(full))]
     learned = _learned(sample, options.train_on)
     return _Answers(write, messages[: learned[-1] + 1], endings).rendered(learned)
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, sample: GradedPrompt, options: TokenOptions = DEFAULT) -> str:
+    """The text with which the model is asked for an answer to a prompt. Raises LineError as `render`, SpecError for a base
+    without a chat template."""
+    template = ChatTemplate.of(tokenizer)
+    if template is None:
+        raise SpecError(
+            "The base's tokenizer has no chat template, so prompts cannot be written for it. Give chat_template.",
+            param="chat_template",
+        )
+    messages = list(sample.messages)
+    _require_tools_in_template(template, sample.tools, calls=any("tool_calls" in message for message in messages))
+    return template.write(messages, list(sample.tools) or None, options.day, prompt=True)
 
 
 class _Answers:
@@ -277,11 +292,11 @@ def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     return template is not None and template.writes_date
 
 
-def _require_tools_in_template(template: ChatTemplate, sample: Conversation) -> None:
+def _require_tools_in_template(template: ChatTemplate, tools: Sequence[Tool], *, calls: bool) -> None:
     """Raise LineError for tools that the template would leave out: the model would learn to call tools that it does not see."""
     for used, word, name in (
-        (bool(sample.tools), "tools", "definitions of tools"),
-        (sample.calls_tools, "tool_calls", "calls"),
+        (bool(tools), "tools", "definitions of tools"),
+        (calls, "tool_calls", "calls"),
     ):
         if used and word not in template.text:
             raise LineError(

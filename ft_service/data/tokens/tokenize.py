@@ -21,11 +21,11 @@ from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.sample_kinds import Conversation, Pair, Record
+from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
-from ft_service.data.tokens.render import render, render_bare, turn_ends, writes_date
+from ft_service.data.tokens.render import render, render_bare, render_prompt, turn_ends, writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.sample_limits import SampleLimits, TimeUp
 from ft_service.data.tokens.token_set import TokenSet
@@ -48,7 +48,9 @@ class SampleText(NamedTuple):
     text: str
     spans: list[Span]
     is_chat: bool
-    """A chat template has written it."""
+    """A chat template has written it, with an answer."""
+    is_prompt: bool = False
+    """It is a prompt to grade, of which nothing is learned."""
 
 
 class SampleCheck:
@@ -64,7 +66,7 @@ class SampleCheck:
     def tokens(self, sample: SampleText, encoding: Encoding | Joined) -> Tokens:
         """The sample's tokens, if they may be learned. Raises LineError with the text at fault."""
         require_prompted(sample.text, sample.spans, encoding)
-        tokens = _masked(sample, encoding)
+        tokens = _prompt(encoding) if sample.is_prompt else _masked(sample, encoding)
         self._require_one_begin(sample, tokens)
         if not tokens.target_count:
             raise LineError("", f"not one of its tokens is learned: {_shown(sample.text)}")
@@ -232,6 +234,9 @@ def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: R
     """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
     if isinstance(record, Pair):
         raise LineError("", TWO_ANSWERS)
+    if isinstance(record, GradedPrompt):
+        text = render_prompt(tokenizer, record, options)
+        return SampleText(text, [(0, len(text))], is_chat=False, is_prompt=True)
     if not isinstance(record, Conversation):
         return SampleText(*render_bare(tokenizer, record, options.train_on), is_chat=False)
     if tokenizer.chat_template is None:
@@ -308,6 +313,12 @@ def _tokens(
             yield outcome
         else:
             yield _or_fault(partial(check.tokens, outcome, next(encodings)), number, limits, "tokenizer")
+
+
+def _prompt(encoding: Encoding | Joined) -> Tokens:
+    """A prompt's tokens. Its last one stands for the answer to come, since a sample without a target is left out."""
+    ids = np.asarray(encoding.ids, dtype=np.int32)
+    return Tokens(ids, np.arange(1, len(ids) + 1) == len(ids))
 
 
 def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:

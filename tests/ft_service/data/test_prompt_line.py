@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from ft_service.data.formats.columns import ItemColumns
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.prompt_line import parse_prompt
@@ -29,8 +29,8 @@ ROWS: list[dict[str, Any]] = [
 
 
 def prompts(path: Path, **columns: str) -> list[GradedPrompt | Fault]:
-    with open_data(path, columns=ItemColumns(tuple(columns.items()))) as reader:
-        return [prompt for _, prompt in reader.prompts()]
+    with open_data(path, columns=Columns(tuple(columns.items()), of_prompts=True)) as reader:
+        return [prompt for _, prompt in reader if isinstance(prompt, GradedPrompt | Fault)]
 
 
 def test_a_line_is_a_conversation_to_answer_with_tools_and_an_item() -> None:

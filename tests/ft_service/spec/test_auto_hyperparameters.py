@@ -63,8 +63,8 @@ def test_batches_follow_from_the_number_of_samples(samples: int, ranks: int, bat
     [(1, 25), (4, 25), (10, 10), (33, 3), (34, 3), (5000, 3), (8333, 3), (8334, 2), (20_000, 1), (COUNTED, 1)],
 )
 def test_epochs_follow_from_the_number_of_samples(samples: int, epochs: int) -> None:
-    assert epochs_for(samples, dpo=False)[0] == epochs
-    assert epochs_for(samples, dpo=True)[0] == 1
+    assert epochs_for(samples, "supervised")[0] == epochs
+    assert epochs_for(samples, "dpo")[0] == 1
 
 
 def test_batch_and_epochs_stay_what_they_were_where_the_job_goes_on() -> None:

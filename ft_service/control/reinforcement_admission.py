@@ -1,0 +1,47 @@
+"""Admission of jobs of reinforcement learning: whether this service can sample and grade for them."""
+
+from __future__ import annotations
+
+from ft_service.control.webhook_delivery import secrets_of
+from ft_service.errors import FtError, SpecError
+from ft_service.graders.grading import GraderContext, check_outside, require_usable
+from ft_service.graders.limits import GraderLimits
+from ft_service.settings import Settings
+from ft_service.spec.request import JobRequest
+from ft_service.store.sql import Store
+
+_PLACE = "method.reinforcement."
+
+
+def refuse_unless_graded(request: JobRequest, project_id: str, settings: Settings, store: Store) -> None:
+    """Raise SpecError if this service cannot sample for a job of reinforcement learning, or its grader cannot grade here."""
+    method = request.method.reinforcement
+    if method is None:
+        return
+    if not settings.previews:
+        raise SpecError(
+            "method.type = 'reinforcement': this service has no sampler. The operator switches it on with FT_PREVIEW=on.",
+            param="method.type",
+            code="not_available",
+        )
+
+    def secrets(endpoint_id: str) -> list[str]:
+        return secrets_of(store.webhooks.get_webhook(project_id, endpoint_id))
+
+    limits = GraderLimits.from_settings(settings)
+    try:
+        require_usable(method.grader, limits)
+        check_outside(method.grader, GraderContext(limits=limits, secrets=secrets))
+    except FtError as error:
+        raise SpecError(_PLACE + error.message, param=_PLACE + (error.param or "grader"), code=error.code) from None
+
+
+def refuse_without_sampler(request: JobRequest) -> None:
+    """Raise SpecError for a job that needs a service to sample and grade for it."""
+    if request.method.reinforcement is not None:
+        raise SpecError(
+            "method.type = 'reinforcement': answers are sampled and graded by a server. Start one (ft serve) and submit the "
+            "job to it (ft submit).",
+            param="method.type",
+            code="not_available",
+        )

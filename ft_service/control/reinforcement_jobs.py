@@ -1,0 +1,370 @@
+"""Jobs of reinforcement learning: their answers are sampled and graded here, and their ranks get the commands that follow.
+
+Each running job has a thread. All that it has decided is a file of the job's run directory: the record of a step is stored
+before the first of its commands, so that a service that is killed goes on where it was, and no step is trained twice. While the
+service is away, the ranks wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ft_service.control.webhook_delivery import secrets_of
+from ft_service.errors import FtError, UnavailableError
+from ft_service.graders.grades import Case, Sample
+from ft_service.graders.grading import GraderContext, grade_all
+from ft_service.graders.limits import GraderLimits
+from ft_service.host.loops import every
+from ft_service.ids import new_id
+from ft_service.jobs.states import Job
+from ft_service.jobs.user_actions import Verb
+from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptTokens
+from ft_service.reinforcement.schedule import RolloutSchedule, seed_of
+from ft_service.reinforcement.step_commands import commands_of, first_commands, sampler_name, save_command
+from ft_service.reinforcement.step_records import (
+    AnsweredPrompt,
+    RecordHead,
+    SampledAnswer,
+    StepRecord,
+    read_record,
+    recorded_steps,
+    remove_records,
+    write_record,
+)
+from ft_service.rundir.directory import RunDir
+from ft_service.serving.preview import Preview, PreviewModel
+from ft_service.serving.token_sampler import PreviewSampler, SamplingStopped
+from ft_service.spec.methods import ReinforcementOptions
+from ft_service.storage.locations import Places
+from ft_service.store.records import NewEvent
+from ft_service.store.sql import Store
+from ft_service.tinker.commands import Command, CommandLog
+from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk
+from ft_service.tinker.saved_weights import delete_sampler, sampler_key, samplers_of
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""How often it is looked for jobs that run, and whether a job still does."""
+POLL_SECONDS = 0.02
+AT_ONCE = 64
+"""Most jobs at once."""
+MOST_TEXT = 16_384
+"""Characters of an answer's text that its record keeps."""
+
+
+@dataclass
+class ReinforcementJobs:
+    """The threads of the jobs that run."""
+
+    store: Store
+    preview: Preview
+    places: Places
+    limits: GraderLimits
+    threads: dict[str, threading.Thread] = field(default_factory=dict[str, threading.Thread])
+    running: frozenset[str] = frozenset()
+    """Jobs that run and are to run on."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Look after jobs until `stop` is set."""
+
+        def look() -> None:
+            jobs = {job.id: job for job in self.store.jobs.running_with_method("reinforcement")}
+            self.running = frozenset(jobs)
+            self.threads = {job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()}
+            for job in jobs.values():
+                if job.id not in self.threads and len(self.threads) < AT_ONCE:
+                    self._start(job, stop)
+
+        every(LOOK_SECONDS, look, stop, "looking after jobs of reinforcement learning")
+        for thread in self.threads.values():
+            thread.join(2 * LOOK_SECONDS)
+
+    def _start(self, job: Job, stop: threading.Event) -> None:
+        def stopped() -> bool:
+            return stop.is_set() or job.id not in self.running
+
+        def secrets(endpoint_id: str) -> list[str]:
+            return secrets_of(self.store.webhooks.get_webhook(job.project_id, endpoint_id))
+
+        loop = RolloutLoop(
+            job,
+            self.places.run(job.id),
+            PreviewSampler(self.preview, job.project_id),
+            GraderContext(limits=self.limits, secrets=secrets),
+            lambda event: self.store.jobs.add_events(job, [event]),
+            stopped,
+        )
+        thread = threading.Thread(target=self._drive, args=(loop,), name=f"rollouts-{job.id}", daemon=True)
+        self.threads[job.id] = thread
+        thread.start()
+
+    def _drive(self, loop: RolloutLoop) -> None:
+        try:
+            loop.run()
+        except SamplingStopped:
+            pass
+        except JobPaused as paused:
+            self._pause(loop.job, str(paused))
+        except UnavailableError as error:
+            log.info("a job's answers wait: %s", error.message, extra={"job_id": loop.job.id})
+        except FtError as error:
+            self._pause(loop.job, f"Its answers cannot be sampled: {error.message}")
+        except Exception:
+            log.exception("a job's answers wait", extra={"job_id": loop.job.id})
+            time.sleep(LOOK_SECONDS)
+
+    def _pause(self, job: Job, why: str) -> None:
+        self.store.jobs.add_events(job, [NewEvent(level="error", message=f"{why} The job is paused; resume it to try again.")])
+        self.store.jobs.request(job.project_id, job.id, Verb.PAUSE)
+
+
+class JobPaused(Exception):
+    """The job cannot go on until its user has done something."""
+
+
+@dataclass
+class RolloutLoop:
+    """The steps of one job. For one thread."""
+
+    job: Job
+    run_dir: RunDir
+    sampler: PreviewSampler
+    graders: GraderContext
+    tell: Callable[[NewEvent], object]
+    stopped: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        options = self.job.spec.reinforcement
+        assert options is not None, "the job's method is reinforcement"
+        self.options: ReinforcementOptions = options
+        self.commands = CommandLog(self.run_dir)
+        self._saves: dict[int, int] = {}
+        """Number of steps → number of the command that saves the weights after them."""
+
+    def run(self) -> None:
+        """Give the ranks one step after the other until the last one. Raises SamplingStopped, JobPaused, FtError."""
+        done = recorded_steps(self.run_dir)[-2:]
+        if not done:
+            self._put(first_commands(self.job.id))
+            self._saves[0] = 1
+        self._wait_for(self.run_dir.path(PROMPTS).is_file)  # the ranks write it before their first command
+        self.prompts = PromptFile(self.run_dir)
+        header = self.prompts.header
+        self.schedule = RolloutSchedule.of(self.job.spec, header.training, header.validation)
+        for step in done:
+            record = read_record(self.run_dir, step)
+            assert record is not None, "it was listed, and only this thread removes it"
+            self._follow(record)
+        self._find_repeated_saves()
+        step = done[-1] if done else 0
+        while step <= self.schedule.total_steps:
+            step += 1
+            record = self._record(step)
+            write_record(self.run_dir, record)
+            self._follow(read_record(self.run_dir, step) or record)  # another service may have been first
+            remove_records(self.run_dir, self.options.keep_rollouts)
+
+    # Commands
+
+    def _follow(self, record: StepRecord) -> None:
+        """Give the ranks the commands of a record, unless they have them."""
+        commands = commands_of(record, self.job.spec, self.schedule)
+        self._put(commands)
+        if commands[-1].op == "save_weights_for_sampler":
+            self._saves[record.head.step] = commands[-1].seq
+
+    def _put(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if not self.commands.has_result(command.seq):
+                self.commands.put(command)
+        self._next_seq = commands[-1].seq + 1
+
+    def _find_repeated_saves(self) -> None:
+        """Take into account the commands that were given behind those of the newest record: saves that had failed before."""
+        while self._saves and (self.commands.has(self._next_seq) or self.commands.has_result(self._next_seq)):
+            self._saves[max(self._saves)] = self._next_seq
+            self._next_seq += 1
+
+    def _weights(self, after: int) -> str:
+        """The adapter's folder after so many steps, once the ranks have saved it. Raises SamplingStopped; JobPaused if they
+        could not, and then they are told to try again."""
+        folder = self.run_dir.path(sampler_key(sampler_name(after)))
+        seq = self._saves.get(after)
+        self._wait_for(lambda: folder.is_dir() or (seq is not None and self.commands.has_result(seq)))
+        if not folder.is_dir():
+            assert seq is not None, "it has a result"
+            result = self.commands.result(seq)
+            self._put([save_command(self._next_seq, after)])
+            self._saves[after] = self._next_seq - 1
+            raise JobPaused(str(result.document.get("error")) if result is not None else "Weights are gone.")
+        return str(folder)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Raises SamplingStopped."""
+        looked_at = time.monotonic()
+        while not condition():
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() - looked_at > LOOK_SECONDS:
+                looked_at = time.monotonic()
+                if self.stopped():
+                    raise SamplingStopped
+
+    # A step's answers
+
+    def _record(self, step: int) -> StepRecord:
+        """The record of a step: its answers, and those to the validation file where they are due."""
+        schedule, after = self.schedule, step - 1
+        ends = step > schedule.total_steps
+        validation: list[AnsweredPrompt] = []
+        groups: list[AnsweredPrompt] = []
+        seconds = [0.0, 0.0]
+        if schedule.is_evaluated(after):
+            numbers = range(self.prompts.header.validation)
+            prompts = [(number, self.prompts.validation(number)) for number in numbers]
+            validation = self._answered(after, -after, prompts, self.options.eval_samples, [0.0, 0.0])
+        sampled_from = schedule.sampled_from(step)
+        if not ends:
+            prompts = [(number, self.prompts.training(number)) for number in schedule.prompts_of(step)]
+            groups = self._answered(sampled_from, step, prompts, self.options.num_generations, seconds)
+            self._require_graded(step, groups)
+        self._forget_weights(min(sampled_from, after))
+        head = RecordHead(
+            step=step,
+            first_seq=self._next_seq,
+            sampled_from=sampled_from,
+            groups=len(groups),
+            evaluated=bool(validation),
+            saves=schedule.is_saved(after),
+            ends=ends,
+            sampling_seconds=seconds[0],
+            grading_seconds=seconds[1],
+            time=time.time(),
+        )
+        return StepRecord(head=head, groups=groups, validation=validation)
+
+    def _answered(
+        self, after: int, step: int, prompts: Sequence[tuple[int, PromptTokens]], count: int, seconds: list[float]
+    ) -> list[AnsweredPrompt]:
+        """`count` answers to each prompt, graded, by the weights after so many steps. `step`: of the seeds. `seconds`: those of
+        sampling and of grading are added to them."""
+        self._weights(after)
+        began = time.perf_counter()
+        requests = [self._request(prompt, count, seed_of(self.job.spec.seed, step, number)) for number, prompt in prompts]
+        sampled = self._sample(after, requests)
+        reference = self._reference(prompts, sampled) if self.options.beta and step > 0 else None
+        sampled_at = time.perf_counter()
+        answers = [
+            SampledAnswer(
+                tokens=own.tokens[index],
+                logprobs=own.logprobs[index],
+                text=own.texts[index],
+                calls=own.calls[index],
+                truncated=own.reasons[index] == "length",
+                reward=None,
+                reference=reference[group][index] if reference else None,
+            )
+            for group, own in enumerate(sampled)
+            for index in range(count)
+        ]
+        items = [prompt.item for _, prompt in prompts for _ in range(count)]
+        graded = self._graded(answers, items)
+        seconds[0] += sampled_at - began
+        seconds[1] += time.perf_counter() - sampled_at
+        is_trained = step > 0
+        return [
+            AnsweredPrompt(
+                prompt=number,
+                ids=prompt.ids if is_trained else (),
+                text=prompt.text,
+                answers=graded[place * count : (place + 1) * count],
+            )
+            for place, (number, prompt) in enumerate(prompts)
+        ]
+
+    def _request(self, prompt: PromptTokens, count: int, seed: int) -> SampleRequest:
+        params = SamplingParams(
+            max_tokens=self.job.spec.longest_answer,
+            seed=seed,
+            stop=list(self.prompts.header.ends),
+            temperature=self.options.temperature,
+        )
+        chunk = TextChunk(tokens=list(prompt.ids))
+        return SampleRequest(num_samples=count, prompt=ModelInput(chunks=[chunk]), sampling_params=params)
+
+    def _sample(self, after: int, requests: Sequence[SampleRequest]) -> list[Sampled]:
+        spec = self.job.spec
+        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"))
+        return self.sampler.sample(model, self._weights(after), requests, self.stopped)
+
+    def _reference(self, prompts: Sequence[tuple[int, PromptTokens]], sampled: Sequence[Sampled]) -> list[list[list[float]]]:
+        """Log-probabilities of each answer's tokens by the model that training started from: [prompts][answers][tokens]."""
+        params, requests, lengths = SamplingParams(max_tokens=1, temperature=0.0), list[SampleRequest](), list[int]()
+        for (_, prompt), own in zip(prompts, sampled, strict=True):
+            for tokens in own.tokens:
+                chunk = TextChunk(tokens=[*prompt.ids, *tokens])
+                requests.append(
+                    SampleRequest(
+                        prompt=ModelInput(chunks=[chunk]),
+                        sampling_params=params,
+                        prompt_logprobs=True,
+                        prompt_logprobs_last_n=len(tokens),
+                    )
+                )
+                lengths.append(len(chunk.tokens))
+        scored = iter(zip(self._sample(0, requests), requests, lengths, strict=True))
+        found: list[list[list[float]]] = []
+        for own in sampled:
+            found.append([])
+            for _ in own.tokens:
+                result, request, length = next(scored)
+                found[-1].append([result.prompt[place][0] for place in range(length - request.scored, length)])
+        return found
+
+    def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:
+        cases = [Case(_sample(answer), item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]
+        if self.stopped():
+            raise SamplingStopped
+        grades = grade_all(self.options.grader, cases, self.graders)
+        return [
+            answer.model_copy(
+                update={
+                    "text": answer.text[:MOST_TEXT],
+                    "reward": None if grade.errors else grade.reward,
+                    "errors": dict(grade.errors),
+                    "scores": dict(grade.scores),
+                }
+            )
+            for answer, grade in zip(answers, grades, strict=True)
+        ]
+
+    def _require_graded(self, step: int, groups: Sequence[AnsweredPrompt]) -> None:
+        """Raise JobPaused if too many answers have no grade."""
+        answers = [answer for group in groups for answer in group.answers]
+        failed = [answer for answer in answers if answer.reward is None]
+        if len(failed) / len(answers) <= self.options.max_error_share and len(failed) < len(answers):
+            return
+        kind, detail = next(iter(failed[0].errors.items()))
+        share = f"{len(failed)} of the {len(answers)} answers of step {step} got no grade"
+        most = f"more than max_error_share = {self.options.max_error_share:g} allows"
+        raise JobPaused(f"{share}, {most}. The first error: {kind}: {detail[:500]}")
+
+    def _forget_weights(self, needed: int) -> None:
+        """Remove the weights that nothing is sampled from any more."""
+        kept = {sampler_name(0)} if self.options.beta else set[str]()
+        for name in samplers_of(self.run_dir):
+            if name not in kept and name < sampler_name(needed):
+                delete_sampler(self.run_dir, name)
+
+
+def _sample(answer: SampledAnswer) -> Sample:
+    calls = [
+        {"id": new_id("call_"), "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        for call in answer.calls
+    ]
+    reason = "tool_calls" if calls else "length" if answer.truncated else "stop"
+    return Sample(answer.text, calls, reason)

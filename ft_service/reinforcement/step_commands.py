@@ -1,0 +1,164 @@
+"""The commands to the ranks that follow from a step's record, and the metrics that it is reported with. Pure.
+
+    checkpoint?  forward_backward…  optim_step  save_weights_for_sampler         the last record: checkpoint?  finish
+
+The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp - q), lp is its log-probability by the trainer
+and q by the sampler: the policy gradient with truncated importance sampling. It is the CISPO of ft_service/tinker without a
+lower bound. What counts as the mean over a step is in the advantages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+
+from ft_service.reinforcement.advantages import advantages, weights
+from ft_service.reinforcement.schedule import RolloutSchedule
+from ft_service.reinforcement.step_records import AnsweredPrompt, SampledAnswer, StepRecord, mean_reward
+from ft_service.spec import JobSpec
+from ft_service.spec.methods import ReinforcementOptions
+from ft_service.tinker import tinker_messages_pb2 as pb
+from ft_service.tinker.commands import Command
+from ft_service.tinker.loss_calls import CLIP_HIGH, CLIP_LOW
+
+DATA_OF_COMMAND = 256
+"""Answers of one command, at most."""
+
+
+def first_commands(job_id: str) -> list[Command]:
+    """The commands before the first step: the start is saved to sample from."""
+    return [Command(0, "create_model", {"model_id": job_id}), save_command(1, 0)]
+
+
+def sampler_name(after: int) -> str:
+    """Name of the weights after so many steps, to sample from."""
+    return f"step-{after:06d}"
+
+
+def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) -> list[Command]:
+    """The commands of a record, in their order."""
+    assert spec.reinforcement is not None, "the job's method is reinforcement"
+    head, seq = record.head, record.head.first_seq
+    commands: list[Command] = []
+
+    def add(op: str, options: Mapping[str, Any], body: bytes = b"") -> None:
+        commands.append(Command(seq + len(commands), op, options, body))
+
+    valid = record.valid_mean_reward
+    if head.step > 1 and (head.saves or valid is not None):
+        # Checkpoints are compared by validation loss: the smaller, the better.
+        add("checkpoint", {"valid_loss": None if valid is None else -valid, "saves": head.saves or head.ends})
+    if head.ends:
+        add("finish", {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}})
+        return commands
+    data = list(_data(record, spec.reinforcement, spec.longest_answer))
+    for begin in range(0, len(data), DATA_OF_COMMAND):
+        add(
+            "forward_backward",
+            {},
+            _message(data[begin : begin + DATA_OF_COMMAND], spec.reinforcement).SerializeToString(deterministic=True),
+        )
+    report = {
+        "total_steps": schedule.total_steps,
+        "epoch": head.step / schedule.steps_of_epoch,
+        "more": {**metrics_of(record, len(data)), **_validation_metrics(record)},
+    }
+    add("optim_step", {"scheduled": schedule.total_steps, "skipped": not data, "report": report})
+    commands.append(save_command(seq + len(commands), head.step))
+    return commands
+
+
+def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
+    """Metrics of a step's answers. `trained`: number of answers that are trained on."""
+    answers, head = record.answers, record.head
+    if not answers:
+        return {}
+    known = [answer.reward for answer in answers if answer.reward is not None]
+    same = sum(1 for group in record.groups if not any(advantages(group.rewards, "none")))
+    found = {
+        "completions/mean_length": fmean(len(answer.tokens) for answer in answers),
+        "completions/max_length": float(max(len(answer.tokens) for answer in answers)),
+        "completions/truncated": fmean(answer.truncated for answer in answers),
+        "completions/trained": trained / len(answers),
+        "groups/without_variance": same / len(record.groups),
+        "grader/errors": sum(answer.reward is None for answer in answers) / len(answers),
+        "seconds/sampling": head.sampling_seconds,
+        "seconds/grading": head.grading_seconds,
+    }
+    if known:
+        found = {"train_mean_reward": fmean(known), "train_reward_std": pstdev(known), **found}
+    kinds = Counter(kind for answer in answers for kind in answer.errors)
+    found |= {f"grader/errors/{kind}": count / len(answers) for kind, count in sorted(kinds.items())}
+    return found
+
+
+def _validation_metrics(record: StepRecord) -> dict[str, float]:
+    answers = [answer for prompt in record.validation for answer in prompt.answers]
+    reward = mean_reward(answers)
+    if not answers:
+        return {}
+    found = {"valid_completions/mean_length": fmean(len(answer.tokens) for answer in answers)}
+    return found if reward is None else {"valid_mean_reward": reward, **found}
+
+
+def save_command(seq: int, after: int) -> Command:
+    """The command that saves the weights after so many steps, to sample from."""
+    name = sampler_name(after)
+    return Command(seq, "save_weights_for_sampler", {"name": name, "path": name})
+
+
+def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> Iterator[pb.Datum]:
+    """The answers whose advantage is not 0."""
+    counted = [answer for answer in record.answers if _counts(answer, options)]
+    weight_of = dict(
+        zip(
+            map(id, counted),
+            weights([len(answer.tokens) for answer in counted], options.loss_type, longest),
+            strict=True,
+        )
+    )
+    for group in record.groups:
+        own = advantages(group.rewards, options.scale_rewards)
+        for answer, advantage in zip(group.answers, own, strict=True):
+            if id(answer) not in weight_of:
+                continue
+            of_tokens = np.full(len(answer.tokens), advantage)
+            if options.beta and answer.reference is not None:
+                # An estimate of the divergence, as part of the reward (Ziegler et al., 2019, equation 2).
+                of_tokens -= options.beta * (np.asarray(answer.logprobs) - np.asarray(answer.reference))
+            if of_tokens.any():
+                yield _datum(group, answer, of_tokens * weight_of[id(answer)])
+
+
+def _counts(answer: SampledAnswer, options: ReinforcementOptions) -> bool:
+    masked = options.mask_truncated_completions and answer.truncated
+    return answer.reward is not None and len(answer.tokens) > 0 and not masked
+
+
+def _datum(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> pb.Datum:
+    whole = [*group.ids, *answer.tokens]
+    before = len(group.ids) - 1  # targets that belong to the prompt
+    datum = pb.Datum()
+    datum.model_input.add().encoded_text.tokens = np.asarray(whole[:-1], "<i4").tobytes()
+    arrays: Mapping[str, tuple[int, np.ndarray]] = {
+        "target_tokens": (pb.DTYPE_INT64, np.asarray(whole[1:], "<i8")),
+        "logprobs": (pb.DTYPE_FLOAT32, np.concatenate([np.zeros(before), answer.logprobs]).astype("<f4")),
+        "advantages": (pb.DTYPE_FLOAT32, np.concatenate([np.zeros(before), own]).astype("<f4")),
+    }
+    for name, (dtype, values) in arrays.items():
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype, tensor.dense = dtype, values.tobytes()
+        tensor.shape.append(len(values))
+    return datum
+
+
+def _message(data: Sequence[pb.Datum], options: ReinforcementOptions) -> pb.ForwardBackwardRequest:
+    message = pb.ForwardBackwardRequest(loss_fn="cispo")
+    message.data.extend(data)
+    message.loss_fn_config[CLIP_LOW] = 0.0
+    message.loss_fn_config[CLIP_HIGH] = options.importance_sampling_cap
+    return message

@@ -1,0 +1,156 @@
+"""Records of steps: what was sampled and graded, stored before anything is trained on it.
+
+rollouts/step-000001.jsonl.zst     the record's head, then a line for each group of answers, then one for each validation prompt
+
+A record is written once and says all that the step's commands are made of, so that a service that is killed makes the same ones
+again. The record behind the last step ends the job.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+
+FOLDER = "rollouts"
+MOST_BYTES = 256 * 1024**2
+"""Limit of a record, compressed and expanded."""
+_NAME = re.compile(r"step-([0-9]{6,9})\.jsonl\.zst")
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class SampledAnswer(_Line):
+    """One answer with its grade."""
+
+    tokens: Sequence[int]
+    """Those that were drawn, the one that ends it included."""
+    logprobs: Sequence[float]
+    """The sampler's, in nats."""
+    text: str
+    calls: Sequence[Mapping[str, Any]] = ()
+    """Calls of tools: name and arguments."""
+    truncated: bool
+    """Whether it was cut off at its longest length."""
+    reward: float | None = None
+    """None: the grader has failed."""
+    errors: Mapping[str, str] = {}
+    """Kind of the grader's error → text about it."""
+    scores: Mapping[str, float] = {}
+    """Name → score of each single grader."""
+    reference: Sequence[float] | None = None
+    """Log-probabilities of the tokens by the model that training started from; None: not asked for."""
+
+
+class AnsweredPrompt(_Line):
+    """A prompt with its group of answers."""
+
+    prompt: int
+    """Its number in the training or in the validation file, from 0."""
+    ids: Sequence[int] = ()
+    """Tokens of a prompt that is trained on."""
+    text: str
+    """The prompt's last message."""
+    answers: Sequence[SampledAnswer]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [answer.reward for answer in self.answers]
+
+
+class RecordHead(_Line):
+    """Facts about a step."""
+
+    step: int
+    """From 1; one more than the job has: the record ends the job."""
+    first_seq: int
+    """Number of the first command that follows from it."""
+    sampled_from: int
+    """Number of steps after which the sampled weights were saved."""
+    groups: int
+    """Number of lines with answers to train on."""
+    evaluated: bool = False
+    """Whether lines of the validation file follow, answered by the weights after step - 1."""
+    saves: bool = False
+    """Whether a checkpoint is due before the step."""
+    ends: bool = False
+    sampling_seconds: float = 0.0
+    grading_seconds: float = 0.0
+    time: float = 0.0
+    """Seconds since the epoch."""
+
+
+class StepRecord(_Line):
+    """A step's record."""
+
+    head: RecordHead
+    groups: Sequence[AnsweredPrompt] = ()
+    validation: Sequence[AnsweredPrompt] = ()
+
+    @property
+    def answers(self) -> list[SampledAnswer]:
+        """The answers to train on, of all groups."""
+        return [answer for group in self.groups for answer in group.answers]
+
+    @property
+    def valid_mean_reward(self) -> float | None:
+        """None: not evaluated, or no answer has a reward."""
+        return mean_reward([answer for prompt in self.validation for answer in prompt.answers])
+
+
+def mean_reward(answers: Sequence[SampledAnswer]) -> float | None:
+    """The mean of the rewards that there are; None: there are none."""
+    known = [answer.reward for answer in answers if answer.reward is not None]
+    return fmean(known) if known else None
+
+
+def record_key(step: int) -> str:
+    return f"{FOLDER}/step-{step:06d}.jsonl.zst"
+
+
+def recorded_steps(run: RunDir) -> list[int]:
+    """Steps with a record, in order."""
+    folder = run.path(FOLDER)
+    names = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def write_record(run: RunDir, record: StepRecord) -> bool:
+    """Store a record unless the step has one. Returns whether it is new. Raises OSError."""
+    import zstandard  # not every process that knows records writes them
+
+    lines = [record.head, *record.groups, *record.validation]
+    body = "".join(line.model_dump_json(exclude_none=True) + "\n" for line in lines)
+    return run.put_if_absent(record_key(record.head.step), zstandard.ZstdCompressor(level=6).compress(body.encode()))
+
+
+def read_record(run: RunDir, step: int) -> StepRecord | None:
+    """Raises UnreadableDocumentError for a file that is none."""
+    import zstandard
+
+    key = record_key(step)
+    body = run.get(key, MOST_BYTES)
+    if body is None:
+        return None
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
+            lines = reader.read(MOST_BYTES).decode().removesuffix("\n").split("\n")
+        head = RecordHead.model_validate_json(lines[0])
+        prompts = [AnsweredPrompt.model_validate_json(line) for line in lines[1:]]
+    except (zstandard.ZstdError, ValueError, IndexError) as error:
+        raise UnreadableDocumentError(key, f"it is no record of a step ({type(error).__name__})") from None
+    return StepRecord(head=head, groups=prompts[: head.groups], validation=prompts[head.groups :])
+
+
+def remove_records(run: RunDir, keep: int) -> None:
+    """Remove all but the newest records."""
+    for step in recorded_steps(run)[:-keep]:
+        run.path(record_key(step)).unlink(missing_ok=True)

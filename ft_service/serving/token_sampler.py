@@ -1,0 +1,99 @@
+"""Answers to many prompts of tokens, from the preview's process on this host, as one blocking call."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft_service.errors import FtError, UnavailableError
+from ft_service.serving.preview import Preview, PreviewModel, Ticket
+from ft_service.tinker.sample_calls import Sampled, SampleRequest
+
+AT_ONCE = 32
+"""Requests of one call at once; the preview runs as many answers at a time, of all requests."""
+BUSY_SECONDS = 0.5
+"""Pause before a request is sent again that the preview had no place for."""
+LOOK_SECONDS = 0.2
+
+
+class SamplingStopped(Exception):
+    """The answers are not wanted any more."""
+
+
+@dataclass(frozen=True)
+class PreviewSampler:
+    """The preview as a sampler."""
+
+    preview: Preview
+    project_id: str
+
+    def sample(
+        self, model: PreviewModel, adapter: str, requests: Sequence[SampleRequest], stop: Callable[[], bool]
+    ) -> list[Sampled]:
+        """The answers to all requests, with their texts. `adapter`: a PEFT folder. `stop`: asked now and then.
+
+        Requests that the preview has no place for wait and are sent again. Raises SamplingStopped, and FtError for a model that
+        cannot be sampled from.
+        """
+        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        sampled = [Sampled(request) for request in requests]
+        waiting, under_way = list(range(len(requests)))[::-1], dict[int, Ticket]()
+        not_before = 0.0
+        try:
+            while waiting or under_way:
+                if stop():
+                    raise SamplingStopped
+                while waiting and len(under_way) < AT_ONCE and time.monotonic() >= not_before:
+                    number = waiting.pop()
+                    try:
+                        under_way[number] = self._submitted(model, adapter, number, requests[number], parts)
+                    except UnavailableError:
+                        waiting.append(number)
+                        not_before = time.monotonic() + BUSY_SECONDS
+                for number in self._taken(parts, sampled, under_way):
+                    sampled[number] = Sampled(requests[number])
+                    waiting.append(number)
+                    not_before = time.monotonic() + BUSY_SECONDS
+            return sampled
+        finally:
+            for ticket in under_way.values():
+                self.preview.cancel(ticket)
+
+    def _submitted(
+        self,
+        model: PreviewModel,
+        adapter: str,
+        number: int,
+        request: SampleRequest,
+        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]],
+    ) -> Ticket:
+        order = request.order(adapter) | {"texts": True}
+        deliver = lambda part: parts.put((number, part))  # noqa: E731
+        return self.preview.submit(model, order, deliver, project_id=self.project_id, on_processor=True)
+
+    @staticmethod
+    def _taken(
+        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]], sampled: list[Sampled], under_way: dict[int, Ticket]
+    ) -> list[int]:
+        """Take the parts of answers that have come. Returns the requests to send again. Raises FtError."""
+        again: list[int] = []
+        try:
+            number, part = parts.get(timeout=LOOK_SECONDS)
+            while True:
+                if number in under_way:
+                    if part["kind"] == "error":
+                        error: FtError = part["error"]
+                        del under_way[number]
+                        if not isinstance(error, UnavailableError):
+                            raise error
+                        again.append(number)
+                    else:
+                        sampled[number].take(part)
+                        if sampled[number].done:
+                            del under_way[number]
+                number, part = parts.get_nowait()
+        except queue.Empty:
+            return again

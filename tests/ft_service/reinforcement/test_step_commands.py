@@ -1,0 +1,134 @@
+"""The commands of a record, and what the ranks read in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ft_service.reinforcement.schedule import RolloutSchedule
+from ft_service.reinforcement.step_commands import commands_of, first_commands, metrics_of
+from ft_service.reinforcement.step_records import StepRecord
+from ft_service.spec import DataFileRef, JobSpec
+from ft_service.tinker.commands import Command
+from ft_service.tinker.loss_calls import Datum, LossRequest
+from tests.support.rollouts import answer, group, record, rollout_spec
+
+FILE = DataFileRef(name="prompts.jsonl", path="/nowhere", sha256="")
+SCHEDULE = RolloutSchedule(
+    prompts=8, batch=2, total_steps=4, eval_interval=2, save_interval=2, validates=True, steps_ahead=0, seed=1
+)
+GROUPS = [
+    group(0, [answer([11, 12], 1.0), answer([13], 0.0)]),
+    group(1, [answer([14], 1.0), answer([15, 16, 17], 1.0)]),
+]
+
+
+def spec_with(**hyperparameters: Any) -> JobSpec:
+    return rollout_spec(Path("/nowhere"), FILE, hyperparameters, training={"max_length": 40})
+
+
+def data_of(commands: list[Command]) -> list[Datum]:
+    calls = [LossRequest.parse(command.body).call(vocabulary=100, longest=40) for command in commands if command.body]
+    assert all(call.loss_fn == "cispo" and call.config["clip_low_threshold"] == 0 for call in calls)
+    return [datum for call in calls for datum in call.data]
+
+
+def advantages_of(found: StepRecord, **hyperparameters: Any) -> list[list[float]]:
+    """Advantages of the trained answers' tokens, without those of the prompts, which are 0."""
+    data = data_of(commands_of(found, spec_with(**hyperparameters), SCHEDULE))
+    assert all((datum.inputs["advantages"][:2] == 0).all() for datum in data)
+    return [datum.inputs["advantages"][2:].tolist() for datum in data]
+
+
+def test_a_job_begins_with_weights_to_sample_from() -> None:
+    assert [(command.seq, command.op) for command in first_commands("ftjob-1")] == [
+        (0, "create_model"),
+        (1, "save_weights_for_sampler"),
+    ]
+
+
+def test_a_step() -> None:
+    commands = commands_of(record(1, GROUPS, first_seq=2), spec_with(), SCHEDULE)
+    assert [(c.seq, c.op) for c in commands] == [(2, "forward_backward"), (3, "optim_step"), (4, "save_weights_for_sampler")]
+    first, second = data_of(commands)
+    assert first.ids.tolist() == [5, 6, 7, 11]
+    assert first.targets.tolist() == [6, 7, 11, 12]
+    assert first.inputs["logprobs"].tolist() == pytest.approx([0, 0, -0.6931, -0.6931])
+    assert first.inputs["advantages"].tolist() == pytest.approx([0, 0, 0.5 / 7, 0.5 / 7]), "7 tokens in all"
+    assert second.inputs["advantages"].tolist() == pytest.approx([0, 0, -0.5 / 7])
+    assert commands[1].options["report"]["epoch"] == 0.25
+    assert commands[1].options["scheduled"] == 4
+
+
+def test_checkpoints_go_by_reward_and_the_last_record_ends_the_job() -> None:
+    valid = [group(0, [answer([9], 1.0), answer([9], 0.0)], ids=())]
+    saved = commands_of(record(3, GROUPS, first_seq=9, saves=True, validation=valid), spec_with(), SCHEDULE)
+    assert (saved[0].op, saved[0].options) == ("checkpoint", {"valid_loss": -0.5, "saves": True})
+    assert saved[2].options["report"]["more"]["valid_mean_reward"] == 0.5
+    last = commands_of(record(5, [], first_seq=20, ends=True, validation=valid), spec_with(), SCHEDULE)
+    assert [(c.seq, c.op) for c in last] == [(20, "checkpoint"), (21, "finish")]
+    assert last[1].options["report"]["more"]["valid_mean_reward"] == 0.5
+    assert [c.op for c in commands_of(record(5, [], first_seq=20, ends=True), spec_with(), SCHEDULE)] == ["finish"]
+
+
+def test_nothing_to_learn_skips_the_step() -> None:
+    same = record(1, [group(0, [answer([1], 1.0), answer([2], 1.0)])], first_seq=2)
+    commands = commands_of(same, spec_with(), SCHEDULE)
+    assert [c.op for c in commands] == ["optim_step", "save_weights_for_sampler"]
+    assert commands[0].options["skipped"] is True
+
+
+def test_the_loss_is_the_mean_that_was_asked_for() -> None:
+    found = record(1, GROUPS, first_seq=2)
+    assert advantages_of(found, loss_type="grpo") == [pytest.approx([0.5 / 8] * 2), pytest.approx([-0.5 / 4])]
+    assert advantages_of(found, loss_type="dr_grpo", max_completion_length=10)[0] == pytest.approx([0.5 / 40] * 2)
+
+
+def test_answers_that_count_for_nothing() -> None:
+    answers = [answer([11], 1.0), answer([12, 13], 0.0, truncated=True), answer([14], None)]
+    found = record(1, [group(0, answers)], first_seq=2)
+    assert advantages_of(found) == [pytest.approx([0.5 / 3]), pytest.approx([-0.5 / 3] * 2)]
+    assert advantages_of(found, mask_truncated_completions=True) == [[0.5]]
+
+
+def test_divergence_from_the_start_is_part_of_the_advantage() -> None:
+    answers = [answer([11, 12], 1.0, reference=[-0.6931, -1.6931]), answer([13], 1.0, reference=[-0.1931])]
+    found = record(1, [group(0, answers)], first_seq=2)
+    assert advantages_of(found, beta=0.3) == [pytest.approx([0.0, -0.1]), pytest.approx([0.05])]
+    assert advantages_of(found) == []
+
+
+def test_many_answers_are_several_commands() -> None:
+    many = [group(n, [answer([1], 1.0), answer([2], 0.0)]) for n in range(200)]
+    commands = commands_of(record(1, many, first_seq=2), spec_with(), SCHEDULE)
+    assert [c.op for c in commands] == ["forward_backward", "forward_backward", "optim_step", "save_weights_for_sampler"]
+    assert len(data_of(commands)) == 400
+
+
+def test_metrics() -> None:
+    failed = answer([14], None, errors={"python_grader_runtime_error": "line 1"})
+    groups = [group(0, [answer([11, 12], 1.0), answer([13], 0.0, truncated=True)]), group(1, [failed, answer([15], 1.0)])]
+    found = record(1, groups, first_seq=2, sampling_seconds=2.0, grading_seconds=0.5)
+    metrics = metrics_of(found, 2)
+    assert metrics["train_mean_reward"] == pytest.approx(2 / 3)
+    assert metrics["completions/mean_length"] == 1.25
+    assert metrics["completions/truncated"] == 0.25
+    assert metrics["groups/without_variance"] == 0.5
+    assert metrics["grader/errors"] == metrics["grader/errors/python_grader_runtime_error"] == 0.25
+    assert (metrics["seconds/sampling"], metrics["seconds/grading"]) == (2.0, 0.5)
+    assert np.isfinite(list(metrics.values())).all()
+    assert metrics_of(replace_groups(found), 0) == {}
+
+
+def replace_groups(found: StepRecord) -> StepRecord:
+    return found.model_copy(update={"groups": ()})
+
+
+def test_the_same_record_gives_the_same_bytes() -> None:
+    found = record(1, GROUPS, first_seq=2)
+    again = StepRecord.model_validate_json(found.model_dump_json())
+    assert commands_of(found, spec_with(), SCHEDULE) == commands_of(again, spec_with(), replace(SCHEDULE))

@@ -1,0 +1,42 @@
+"""Records as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.reinforcement.step_records import read_record, record_key, recorded_steps, remove_records, write_record
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from tests.support.rollouts import answer, group, record
+
+
+def test_a_record_is_read_as_it_was_written_and_never_replaced(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    groups = [group(3, [answer([1, 2], 0.5, text="é\u2028"), answer([4], None)])]
+    valid = [group(0, [answer([9], 1.0, truncated=True)], ids=())]
+    first = record(2, groups, first_seq=7, validation=valid, evaluated=True)
+    assert write_record(run, first)
+    assert not write_record(run, record(2, [], first_seq=1))
+    found = read_record(run, 2)
+    assert found is not None
+    assert found.model_dump_json() == first.model_dump_json()
+    assert found.valid_mean_reward == 1.0
+    assert read_record(run, 3) is None
+
+
+def test_the_newest_records_stay(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (1, 2, 3, 1_000_000):
+        write_record(run, record(step, [], first_seq=step))
+    run.path("rollouts/other").write_text("")
+    remove_records(run, 2)
+    assert recorded_steps(run) == [3, 1_000_000]
+
+
+@pytest.mark.parametrize("body", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\x04\x00\x01\x00\x00"])
+def test_another_file_is_none(tmp_path: Path, body: bytes) -> None:
+    run = RunDir(tmp_path)
+    run.put(record_key(1), body)
+    with pytest.raises(UnreadableDocumentError, match="it is no record of a step"):
+        read_record(run, 1)

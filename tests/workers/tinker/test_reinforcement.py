@@ -1,0 +1,186 @@
+"""Reinforcement learning on real gloo ranks, from records of steps: against a written-out reference, on every number of ranks,
+and that no step is trained twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.reinforcement.prompt_file import PromptFile
+from ft_service.reinforcement.schedule import RolloutSchedule
+from ft_service.reinforcement.step_commands import commands_of, first_commands
+from ft_service.reinforcement.step_records import StepRecord
+from ft_service.rundir.checkpoints import complete_checkpoints
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import CheckpointMarker, OutcomeKind, Result
+from ft_service.spec import JobSpec
+from ft_service.tinker.commands import CommandLog
+from ft_service.tinker.saved_weights import samplers_of
+from tests.support.rollouts import answer, group, random_groups, record, rollout_spec, save_prompts
+from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.commands import attempt_until
+from tests.support.training.models import VOCABULARY, reference, save_chat_base
+from workers.base.load import initial_adapter, plain_name
+
+PRECISION = {"default": "nf4", "compute": "fp32"}
+RATE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_base(tmp_path_factory.mktemp("base"))
+
+
+def new_run(folder: Path, base: Path, ranks: int, **hyperparameters: Any) -> tuple[RunDir, JobSpec, RolloutSchedule]:
+    """A run of two steps of three prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    training = {"learning_rate": RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_norm": 0.0}
+    spec = rollout_spec(
+        base,
+        save_prompts(folder / "prompts.jsonl", 6),
+        {"batch_size": 3, "num_generations": 4, **hyperparameters},
+        ranks=ranks,
+        validation=save_prompts(folder / "valid.jsonl", 2, first=50),
+        training={"max_length": 120, "per_device_train_batch_size": 2, **training},
+        lora={"r": 4},
+        precision=PRECISION,
+    )
+    run = RunDir(folder / "run")
+    run.write("spec.json", spec)
+    return run, spec, RolloutSchedule.of(spec, 6, 2)
+
+
+def give(run: RunDir, spec: JobSpec, schedule: RolloutSchedule, records: Sequence[StepRecord]) -> None:
+    for command in [*first_commands(spec.job_id), *(one for own in records for one in commands_of(own, spec, schedule))]:
+        CommandLog(run).put(command)
+
+
+def two_steps(seed: int = 0) -> list[StepRecord]:
+    """Records of two steps, each of one forward_backward, and of the end."""
+    first = record(1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2)
+    second = record(2, random_groups(3, 4, VOCABULARY, seed=seed + 1), first_seq=5)
+    return [first, second, record(3, [], first_seq=8, ends=True)]
+
+
+def trained(folder: Path, base: Path, ranks: int, **hyperparameters: Any) -> RunDir:
+    run, spec, schedule = new_run(folder, base, ranks, **hyperparameters)
+    give(run, spec, schedule, two_steps())
+    assert run_attempt(run, 1, ranks).kind is OutcomeKind.SUCCEEDED
+    return run
+
+
+@pytest.fixture(scope="module")
+def on_two(base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return trained(tmp_path_factory.mktemp("two"), base, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_any_number_of_ranks(on_two: RunDir, base: Path, tmp_path: Path, ranks: int) -> None:
+    run = trained(tmp_path, base, ranks)
+    whole = adapter(on_two)
+    for name, tensor in adapter(run).items():
+        torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_it_is_the_policy_gradient_of_the_groups(on_two: RunDir, base: Path) -> None:
+    """Against transformers and PEFT as released, on the dequantised base, with GRPO's loss written out."""
+    spec = on_two.read("spec.json", JobSpec)
+    assert spec is not None
+    model = reference(base, spec)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(initial_adapter(plain_name(name), tuple(parameter.shape), spec.seed))
+    adam = torch.optim.AdamW(named.values(), lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    for own in two_steps()[:2]:
+        grpo_loss(model, own).backward()
+        adam.step()
+        adam.zero_grad()
+    stored = adapter(on_two)
+    for name, parameter in named.items():
+        torch.testing.assert_close(stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=2e-5)
+
+
+def grpo_loss(model: nn.Module, own: StepRecord) -> Tensor:
+    """The mean over all tokens of -min(ratio, 2) A log p, whose ratio has no gradient."""
+    parts: list[Tensor] = []
+    for prompt in own.groups:
+        rewards = torch.tensor([answer.reward for answer in prompt.answers])
+        for one, advantage in zip(prompt.answers, rewards - rewards.mean(), strict=True):
+            ids = torch.tensor([*prompt.ids, *one.tokens])
+            logs = model(ids[None]).logits[0, len(prompt.ids) - 1 : -1].float().log_softmax(-1)
+            drawn = logs.gather(1, ids[len(prompt.ids) :, None])[:, 0]
+            ratio = (drawn.detach() - torch.tensor(one.logprobs)).exp().clamp(max=2.0)
+            parts.append(-(ratio * advantage * drawn))
+    return torch.cat(parts).mean()
+
+
+def test_what_the_ranks_tell_and_offer(on_two: RunDir, base: Path) -> None:
+    prompts = PromptFile(on_two)
+    assert (prompts.header.training, prompts.header.validation) == (6, 2)
+    tokenizer: Any = load_tokenizer(str(base))
+    assert tokenizer.eos_token_id in prompts.header.ends
+    third, held_out = prompts.training(2), prompts.validation(1)
+    assert (third.item, third.text) == ({"answer": "3"}, "2 + 1 =")
+    assert held_out.item == {"answer": "52"}
+    messages = [{"role": "user", "content": "2 + 1 ="}]
+    assert list(third.ids) == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert losses(on_two, "train_mean_reward").keys() == {1, 2}
+    assert all(value > 0 for value in losses(on_two, "sampler/logprob_gap").values())
+    assert samplers_of(on_two) == ["step-000000", "step-000001", "step-000002"]
+
+
+def test_an_attempt_goes_on_with_what_was_recorded(on_two: RunDir, base: Path, tmp_path: Path) -> None:
+    run, spec, schedule = new_run(tmp_path, base, 2)
+    records = two_steps()
+    give(run, spec, schedule, records[:1])
+    outcome = attempt_until(run, 1, 2, 4)
+    assert outcome.kind is OutcomeKind.STOPPED
+    give(run, spec, schedule, records)
+    assert run_attempt(run, 2, 2, outcome.checkpoint).kind is OutcomeKind.SUCCEEDED
+    whole = adapter(on_two)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
+    result = run.read("result.json", Result)
+    assert result is not None
+    assert result.steps == 2
+
+
+def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path) -> None:
+    run, spec, schedule = new_run(tmp_path, base, 1)
+    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"load_best_model_at_end": True})})
+    run.write("spec.json", spec)
+    good, bad = [group(0, [answer([5], 1.0)], ids=())], [group(0, [answer([5], 0.0)], ids=())]
+    groups = random_groups(3, 4, VOCABULARY, seed=0)
+    records = [
+        record(1, groups, first_seq=2),
+        record(2, groups, first_seq=5, validation=good, evaluated=True),
+        record(3, [], first_seq=9, ends=True, validation=bad, evaluated=True),
+    ]
+    give(run, spec, schedule, records)
+    assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
+    markers = [run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker) for name in complete_checkpoints(run)]
+    assert {marker.step: marker.valid_loss for marker in markers if marker} == {1: -1.0, 2: 0.0}
+    first, _, _ = new_run(tmp_path / "one", base, 1)
+    one_step = spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 1})})
+    first.write("spec.json", one_step)
+    schedule = RolloutSchedule.of(one_step, 6, 2)
+    give(first, one_step, schedule, [records[0], record(2, [], first_seq=5, ends=True)])
+    run_attempt(first, 1, 1)
+    assert all(torch.equal(tensor, adapter(first)[name]) for name, tensor in adapter(run).items())
+
+
+def test_a_step_without_variance_changes_nothing(base: Path, tmp_path: Path) -> None:
+    run, spec, schedule = new_run(tmp_path, base, 1)
+    same = [group(0, [answer([5], 1.0), answer([6], 1.0)])]
+    give(
+        run, spec, schedule, [record(1, same, first_seq=2), record(2, same, first_seq=4), record(3, [], first_seq=6, ends=True)]
+    )
+    assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
+    assert all(not tensor.any() for name, tensor in adapter(run).items() if "lora_B" in name)
+    assert losses(run, "groups/without_variance") == {1: 1.0, 2: 1.0}

@@ -1,0 +1,57 @@
+"""The prompts of reinforcement learning, which the ranks tokenise and the service samples from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from ft_service.data.formats.reading import open_data
+from ft_service.data.sample_kinds import GradedPrompt
+from ft_service.data.template_process import TemplateProcess
+from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.answer_ends import answer_ends
+from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.errors import DataError
+from ft_service.reinforcement.prompt_file import PROMPTS, PromptHeader, PromptTokens, write_prompts
+from ft_service.rundir.directory import RunDir
+from ft_service.spec import DataFileRef, JobSpec
+
+
+def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: TokenSet) -> None:
+    """Write the prompts with their items unless they are written. `training`, `validation`: the tokens of the files' records,
+    in their order. Raises DataError, OSError."""
+    if run.has(PROMPTS):
+        return
+    tokenizer = load_tokenizer(spec.model.path, spec.chat_template)
+    template = ChatTemplate.of(tokenizer)
+    assert template is not None, "prompts were rendered with it"
+    options = TokenOptions.of(spec)
+    with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
+        ends = answer_ends(lambda messages: process.write(messages, None, options.day), tokenizer, Path(spec.model.path))
+    header = PromptHeader(sorted(ends), len(training), len(validation))
+    write_prompts(run, header, _prompts(spec, options, training, validation))
+
+
+def _prompts(spec: JobSpec, options: TokenOptions, training: TokenSet, validation: TokenSet) -> Iterator[PromptTokens]:
+    for file, samples in ((spec.training_data, training), (spec.validation_data, validation)):
+        if file is None:
+            continue
+        for number, record in enumerate(_records(file, options)):
+            yield PromptTokens(samples[number].ids.tolist(), record.item, _last_message(record))
+
+
+def _records(file: DataFileRef, options: TokenOptions) -> Iterator[GradedPrompt]:
+    """The prompts of a file that was checked, in its order."""
+    with open_data(Path(file.path), file.files, options.columns) as reader:
+        for _, record in reader:
+            if not isinstance(record, GradedPrompt):
+                raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
+            yield record
+
+
+def _last_message(record: GradedPrompt) -> str:
+    content = record.messages[-1].get("content")
+    return content if isinstance(content, str) else ""

@@ -65,6 +65,37 @@ def answers_of(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> An
     return Answers(steps, shown, {name: tuple(column.get(name) for column in columns) for name in names}, tuple(prompts))
 
 
+@dataclass(frozen=True)
+class GradedOverTime:
+    """Answers of reinforcement learning with their rewards."""
+
+    newest: Mapping[str, Any] | None
+    """The newest step with answers to train on, as the API shows it."""
+    columns: tuple[int, ...]
+    """Numbers of steps after which the validation file was answered, ascending."""
+    means: tuple[float | None, ...]
+    """Mean reward of each column."""
+    rows: tuple[tuple[str, tuple[Mapping[str, Any] | None, ...]], ...]
+    """Each validation prompt, and its first answer in each column."""
+
+
+def graded_over_time(rollouts: Sequence[Mapping[str, Any]], most: int = 4) -> GradedOverTime | None:
+    """Return what the page shows of a job's rollouts, the newest first. None: there are none. `most`: columns."""
+    if not rollouts:
+        return None
+    newest = next((own for own in rollouts if own["prompts"]), None)
+    evaluated = [own for own in rollouts if own["validation"]][:most][::-1]
+    by_prompt: dict[int, tuple[str, list[Mapping[str, Any] | None]]] = {}
+    for place, own in enumerate(evaluated):
+        for prompt in own["validation"]:
+            _, cells = by_prompt.setdefault(prompt["prompt"], (prompt["text"], [None] * len(evaluated)))
+            cells[place] = prompt["answers"][0] if prompt["answers"] else None
+    rows = tuple((text, tuple(cells)) for text, cells in by_prompt.values())
+    columns = tuple(own["step"] - 1 for own in evaluated)
+    means = tuple(own["valid_mean_reward"] for own in evaluated)
+    return GradedOverTime(newest, columns, means, rows)
+
+
 def differing_options(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Return the options in which jobs differ: dotted name, and each job's value in the order of the jobs."""
     names: list[str] = [*_TOP_LEVEL]

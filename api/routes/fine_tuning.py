@@ -29,7 +29,18 @@ from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from api.transfer import event_stream, log_tail, tar_stream
 from api.wire.data_views import SamplesView, StatisticsView, samples_view, statistics_view
-from api.wire.job_views import EvaluationView, JobView, LiveProgress, ResumeBody, evaluation_id, evaluation_view, job_view
+from api.wire.job_views import (
+    EvaluationView,
+    JobView,
+    LiveProgress,
+    ResumeBody,
+    RolloutView,
+    evaluation_id,
+    evaluation_view,
+    job_view,
+    rollout_id,
+    rollout_view,
+)
 from api.wire.views import CheckpointView, EventView, ListView, checkpoint_view, event_view, list_view
 from ft_service.control import tuned_models
 from ft_service.control.admission import AdmissionContext, create_job, slots_to_resume_with
@@ -41,6 +52,7 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.user_actions import Verb
+from ft_service.reinforcement.step_records import read_record, recorded_steps
 from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_forgetting, read_served
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobRequest
@@ -182,6 +194,29 @@ def evaluation(job_id: str, caller: Caller, services: Svc, after: After = None, 
     evaluations = [read_evaluation(run, keys[name]) for name in remaining[:limit]]
     served = read_served(run)
     views = [evaluation_view(job_id, evaluation, served) for evaluation in evaluations if evaluation is not None]
+    return list_view(views, len(remaining) > limit)
+
+
+@router.get("/{job_id}/rollouts", response_model=ListView[RolloutView])
+@takes_turns("reading")
+def rollouts(
+    job_id: str,
+    caller: Caller,
+    services: Svc,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=20)] = 4,
+    prompts: Annotated[int, Query(ge=1, le=100, description="Prompts of each step, and answers of each prompt.")] = 16,
+) -> Any:
+    """Not in OpenAI's API. List the answers of a job of reinforcement learning with their rewards, the newest step first. The
+    list is empty for other jobs, and until the first answers are graded; old steps go (`keep_rollouts`)."""
+    job = services.store.jobs.get_job(caller.project_id, job_id)
+    run = services.places.run(job.id)
+    steps = {rollout_id(job_id, step): step for step in reversed(recorded_steps(run))}
+    if after is not None and after not in steps:
+        raise NotFoundError(f"after = {after[:80]!r}: job {job.id} has no such rollout.", param="after", code="no_rollout")
+    remaining = list(steps)[list(steps).index(after) + 1 if after is not None else 0 :]
+    records = [read_record(run, steps[name]) for name in remaining[:limit]]
+    views = [rollout_view(job_id, record, prompts) for record in records if record is not None]
     return list_view(views, len(remaining) > limit)
 
 

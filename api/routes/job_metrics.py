@@ -27,6 +27,10 @@ Name = Literal[
     "learning_rate",
     "grad_norm",
     "tokens_per_second",
+    "train_mean_reward",
+    "valid_mean_reward",
+    "completions/mean_length",
+    "sampler/logprob_gap",
 ]
 Names = Annotated[list[Name] | None, Query(description="Only these series; default: all that were reported.")]
 _MARKED_CHECKPOINTS = 200

@@ -10,6 +10,7 @@ from pydantic import Field
 from api.wire.views import Seconds, View, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
+from ft_service.reinforcement.step_records import AnsweredPrompt, StepRecord, mean_reward
 from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality
 from ft_service.rundir.events import Metrics
 from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, REINFORCEMENT_LEARNING_RATE, Integration, JobSpec, Strict
@@ -95,7 +96,8 @@ class JobErrorView(View):
 
 
 class ProgressView(View):
-    """The newest numbers that training reported; `valid_loss` is that of the last validation."""
+    """The newest numbers that training reported; `valid_loss` is that of the last validation. `train_mean_reward`: of
+    reinforcement learning."""
 
     step: int
     total_steps: int
@@ -107,6 +109,7 @@ class ProgressView(View):
     step_seconds: float | None
     tokens_per_second: float | None
     trained_tokens: int | None
+    train_mean_reward: float | None
 
 
 class QueueView(View):
@@ -266,6 +269,80 @@ class EvaluationView(View):
     """Set at the step of the job's adapter, where serving was compared."""
 
 
+class GradedAnswerView(View):
+    text: str
+    """Cut after 16,384 characters."""
+    tool_calls: list[dict[str, Any]]
+    """Name and arguments of each call that the model has written."""
+    tokens: int
+    truncated: bool
+    """Whether it was cut off at its longest length."""
+    reward: float | None
+    """null: the grader has failed."""
+    errors: dict[str, str]
+    """Kind of the grader's error → what happened."""
+    scores: dict[str, float]
+    """Name → score of each single grader."""
+
+
+class GradedPromptView(View):
+    prompt: int
+    """Its number in the file, from 0."""
+    text: str
+    """Its last message."""
+    answers: list[GradedAnswerView]
+
+
+class RolloutView(View):
+    """The answers that were sampled and graded for a step."""
+
+    id: str
+    object: Literal["fine_tuning.job.rollout"] = "fine_tuning.job.rollout"
+    created_at: Seconds
+    step: int
+    """The optimizer step that was trained on them; behind the last one, those of the end."""
+    sampled_from: int
+    """Number of steps after which the weights were saved that they were sampled from."""
+    mean_reward: float | None
+    valid_mean_reward: float | None
+    """Of the weights after step - 1; null: not evaluated here."""
+    prompts: list[GradedPromptView]
+    """The first of the step's prompts."""
+    prompts_total: int
+    validation: list[GradedPromptView]
+    """The first prompts of the validation file."""
+    validation_total: int
+
+
+def rollout_view(job_id: str, record: StepRecord, most: int) -> RolloutView:
+    """`most`: prompts of each file, and answers of each prompt."""
+    head = record.head
+    return RolloutView(
+        id=rollout_id(job_id, head.step),
+        created_at=head.time,
+        step=head.step,
+        sampled_from=head.sampled_from,
+        mean_reward=mean_reward(record.answers),
+        valid_mean_reward=record.valid_mean_reward,
+        prompts=[_graded_prompt(own, most) for own in record.groups[:most]],
+        prompts_total=len(record.groups),
+        validation=[_graded_prompt(own, most) for own in record.validation[:most]],
+        validation_total=len(record.validation),
+    )
+
+
+def rollout_id(job_id: str, step: int) -> str:
+    return f"{job_id}:rollout-{step}"
+
+
+def _graded_prompt(own: AnsweredPrompt, most: int) -> GradedPromptView:
+    answers = [
+        GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls], tokens=len(answer.tokens))
+        for answer in own.answers[:most]
+    ]
+    return GradedPromptView(prompt=own.prompt, text=own.text, answers=answers)
+
+
 @dataclass(frozen=True)
 class LiveProgress:
     """What the service knows of a job's progress besides its record."""
@@ -360,7 +437,9 @@ def _hyperparameters(spec: JobSpec) -> HyperparametersView:
 def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
     known = metrics.model_dump(include=set(ProgressView.model_fields))
-    return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
+    reward = (metrics.more or {}).get("train_mean_reward")
+    more = {"tokens_per_second": speed, "valid_loss": valid_loss, "train_mean_reward": reward}
+    return ProgressView(**{**known, **more})
 
 
 def _queue(place: QueuePosition) -> QueueView:

@@ -17,6 +17,10 @@ NAMES = (
     "learning_rate",
     "grad_norm",
     "tokens_per_second",
+    "train_mean_reward",
+    "valid_mean_reward",
+    "completions/mean_length",
+    "sampler/logprob_gap",
 )
 """Series that a job may have; the units are those of `Metrics`."""
 Kind = Literal["attempt", "pause", "resume", "cancel", "checkpoint"]
@@ -111,5 +115,5 @@ def _number(metrics: Mapping[str, Any], name: str) -> float:
     if name == "tokens_per_second":
         tokens, seconds = metrics.get("tokens"), metrics.get("step_seconds")
         return tokens / seconds if tokens and seconds else math.nan
-    value = metrics.get(name)
+    value = metrics.get(name, (metrics.get("more") or {}).get(name))
     return math.nan if value is None else float(value)

@@ -98,7 +98,14 @@ class Reporter:
     def metrics(self, metrics: Metrics) -> None:
         loss = "" if metrics.train_loss is None else f": training loss={metrics.train_loss:.4f}"
         valid = "" if metrics.valid_loss is None else f", validation loss={metrics.valid_loss:.4f}"
-        text = f"Step {metrics.step}/{metrics.total_steps}{loss}{valid}"
+        more = metrics.more or {}
+        rewards = [
+            f"{word} reward={more[name]:.3f}"
+            for name, word in (("train_mean_reward", "mean"), ("valid_mean_reward", "validation"))
+            if name in more
+        ]
+        reward = f"{', ' if loss else ': '}{', '.join(rewards)}" if rewards else ""
+        text = f"Step {metrics.step}/{metrics.total_steps}{loss}{valid}{reward}"
         self._add(Event(time=self._clock(), kind="metrics", message=text, metrics=metrics), now=False)
 
     def checkpoint(self, name: str, metrics: Metrics) -> None:

@@ -125,7 +125,7 @@ class CommandLoop:
                 return False, self._save() if self.job.step else None
             if order.command.op == "finish":
                 if (report := order.command.options.get("report")) is not None:
-                    self.context.reporter.metrics(self._metrics(report=report))
+                    self._report_again(report)
                 name = self._save()
                 self._answer(order, CommandResult({"type": "unload_model"}))
                 return True, name
@@ -324,6 +324,13 @@ class CommandLoop:
         self.context.reporter.metrics(self._reported)
         return CommandResult({"metrics": {}, "type": "optim_step"})
 
+    def _report_again(self, report: Mapping[str, Any]) -> None:
+        """Report the last step again, with what was measured behind it."""
+        last = self._reported
+        if last is None or last.step != self.job.step:
+            last = self._metrics(report=report)
+        self.context.reporter.metrics(last.model_copy(update={"more": {**(last.more or {}), **report.get("more", {})}}))
+
     def _checkpoint(self, order: Order, command: Command) -> CommandResult | None:
         """Write a checkpoint, if it is due or the best so far. `valid_loss`: what checkpoints are compared by."""
         valid = command.options.get("valid_loss")
@@ -356,12 +363,14 @@ class CommandLoop:
         """`report`: what the commands say of the step besides."""
         sums, report = sums or StepSums(), report or {}
         more = {**({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}), **report.get("more", {})}
+        # The weights of reinforcement learning make the sum a mean already.
+        divisor = sums.targets if self.context.runtime.spec.reinforcement is None else 1
         return Metrics(
             step=self.job.step,
             total_steps=int(report.get("total_steps", self.job.step)),
             epoch=report.get("epoch"),
             more=more or None,
-            train_loss=sums.loss / sums.targets if sums.targets and math.isfinite(sums.loss) else None,
+            train_loss=sums.loss / divisor if sums.targets and math.isfinite(sums.loss) else None,
             learning_rate=rate,
             grad_norm=norm,
             tokens=sums.tokens or None,

@@ -9,8 +9,11 @@
   const POINTS = several ? 400 : 500;
   const EVERY = 4000;
   const CHARTS = [
+    { title: "Mean reward", large: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
     { title: "Loss", large: true, log: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
     { title: "Accuracy", unit: "share", lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
+    { title: "Tokens of an answer", lines: [["completions/mean_length", "Mean", true]] },
+    { title: "Distance of sampler and trainer (nats)", log: true, lines: [["sampler/logprob_gap", "Mean of a token", true]] },
     { title: "Gradient norm", log: true, lines: [["grad_norm", "Before clipping", true]] },
     { title: "Learning rate", lines: [["learning_rate", "Learning rate"]] },
     { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },

@@ -16,7 +16,7 @@ from api.http.dependencies import Services, Svc
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, page, rendered, sent
-from api.page.summaries import answers_of
+from api.page.summaries import answers_of, graded_over_time
 from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
@@ -34,6 +34,8 @@ _LOG_LINES = 400
 _RECENT_SECONDS = 2.0
 _MOST_RECENT = 100
 _LATEST_EVENTS = 12
+_ROLLOUTS, _PROMPTS_OF_ROLLOUT = 20, 12
+"""Steps of reinforcement learning whose answers are shown, and prompts of each."""
 TABS = (
     ("", "Curves"),
     ("logs", "Logs"),
@@ -132,7 +134,9 @@ async def samples(request: Request, job_id: str, api: Api, file: Literal["traini
 async def answers(request: Request, job_id: str, api: Api, step: int | None = None) -> Response:
     listed = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
     shown = answers_of(listed["data"], step) if listed else None
-    return await job_page(request, api, job_id, "job_answers.html", "answers", answers=shown)
+    rollouts = await api.find(f"{JOBS}/{job_id}/rollouts", limit=_ROLLOUTS, prompts=_PROMPTS_OF_ROLLOUT)
+    graded = graded_over_time(rollouts["data"]) if rollouts else None
+    return await job_page(request, api, job_id, "job_answers.html", "answers", answers=shown, graded=graded)
 
 
 @router.get("/jobs/{job_id}/events")

@@ -1,0 +1,234 @@
+"""Reinforcement learning through a real server: the unmodified openai client, real ranks, and the preview as the sampler."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from openai.types.fine_tuning import FineTuningJob
+from safetensors.torch import load_file
+
+from ft_service.reinforcement.schedule import RolloutSchedule
+from ft_service.reinforcement.step_commands import commands_of, first_commands
+from ft_service.reinforcement.step_records import read_record, recorded_steps
+from ft_service.rundir.directory import RunDir
+from ft_service.spec import JobSpec
+from ft_service.tinker.commands import CommandLog
+from tests.support.ports import free_port
+from tests.support.rest.receiver import Answer, Received, receiving
+from tests.support.rollouts import save_prompts
+from tests.support.service import Server, eventually, processes_of, send, upload, wait_until, wait_until_step
+from tests.support.training.attempts import run_attempt
+from tests.support.training.models import save_chat_base
+
+STEPS = 4
+GRADER: dict[str, Any] = {
+    "type": "text_similarity",
+    "name": "close",
+    "input": "{{ sample.output_text }}",
+    "reference": "{{ item.answer }} is the answer",
+    "evaluation_metric": "fuzzy_match",
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    save_chat_base(tmp_path / "models" / "tiny")
+    (tmp_path / "home").mkdir()
+    server = Server(
+        tmp_path / "home",
+        tmp_path / "models",
+        slots=2,
+        FT_WEBHOOK_ALLOW_PRIVATE="1",
+        FT_PORT=str(free_port()),  # the same after a kill
+    )
+    server.start()
+    yield server
+    server.stop()
+
+
+def submit(client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: int = 1, **changes: Any) -> FineTuningJob:
+    save_prompts(folder / "prompts.jsonl", 8)
+    save_prompts(folder / "valid.jsonl", 3, first=50)
+    hyperparameters = {
+        "batch_size": 2,
+        "n_epochs": "auto",
+        "eval_interval": 2,
+        "compute_multiplier": 0.5,
+        **changes.pop("more", {}),
+    }
+    return client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=upload(client, folder / "prompts.jsonl"),
+        validation_file=upload(client, folder / "valid.jsonl"),
+        method={
+            "type": "reinforcement",
+            "reinforcement": {"grader": changes.pop("grader", GRADER), "hyperparameters": hyperparameters},
+        },
+        seed=1,
+        extra_body={
+            "precision": {"default": "nf4", "compute": "fp32"},
+            "lora": {"r": 4},
+            "training": {"max_length": 64, "max_steps": steps, "learning_rate": 1e-2},
+            "distributed": {"nproc_per_node": ranks, "replicate": 1},
+            "checkpoint": {"save_steps": 2},
+            **changes,
+        },
+    )
+
+
+def records_are_whole(run: RunDir, steps: int) -> None:
+    """Every step has one record, and its commands one result each, whose numbers follow each other."""
+    assert recorded_steps(run) == list(range(1, steps + 2))
+    spec = run.read("spec.json", JobSpec)
+    assert spec is not None
+    schedule = RolloutSchedule.of(spec, 8, 3)
+    following = len(first_commands(spec.job_id))
+    for step in recorded_steps(run):
+        record = read_record(run, step)
+        assert record is not None
+        assert record.head.first_seq == following
+        commands = commands_of(record, spec, schedule)
+        assert all(CommandLog(run).has_result(command.seq) for command in commands[:-1])
+        following = commands[-1].seq + 1
+
+
+def trained_again(run: RunDir, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter of one uninterrupted attempt on the recorded answers."""
+    spec = run.read("spec.json", JobSpec)
+    assert spec is not None
+    again = RunDir(folder)
+    again.write("spec.json", spec)
+    schedule = RolloutSchedule.of(spec, 8, 3)
+    commands = first_commands(spec.job_id)
+    for step in recorded_steps(run):
+        record = read_record(run, step)
+        assert record is not None
+        commands += commands_of(record, spec, schedule)
+    for command in commands:
+        CommandLog(again).put(command)
+    run_attempt(again, 1, spec.world_size)
+    return load_file(again.path("adapter/adapter_model.safetensors"))
+
+
+def test_from_create_to_checkpoints(server: Server, tmp_path: Path) -> None:
+    client = server.client()
+    job = submit(client, tmp_path)
+    assert job.method is not None
+    assert job.method.reinforcement is not None
+    assert job.method.reinforcement.grader.type == "text_similarity"
+    done = wait_until(client, job.id, "succeeded")
+    assert done.fine_tuned_model
+    run = server.run(job.id)
+    records_are_whole(run, STEPS)
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
+    measured = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}  # type: ignore[index]
+    assert measured.keys() == set(range(1, STEPS + 1))
+    assert all("train_mean_reward" in metrics and "completions/mean_length" in metrics for metrics in measured.values())
+    assert [step for step, metrics in measured.items() if "valid_mean_reward" in metrics] == [1, 3, 4]
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert {point.step_number for point in checkpoints} == {2, 4}
+    listed: Any = client.get(f"/fine_tuning/jobs/{job.id}/rollouts?limit=20", cast_to=object)
+    assert [own["step"] for own in listed["data"]] == [5, 4, 3, 2, 1]
+    first = listed["data"][-1]
+    assert (len(first["prompts"]), len(first["prompts"][0]["answers"]), len(first["validation"])) == (2, 4, 3)
+    assert first["prompts"][0]["text"].endswith("+ 1 =")
+    assert not list(run.path("sampler_weights").glob("step-000000")), "weights of earlier steps are removed"
+    whole = trained_again(run, tmp_path / "again")
+    own = load_file(run.path("adapter/adapter_model.safetensors"))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items()), "exactly what was recorded is trained on"
+
+
+def test_what_cannot_be_graded_is_refused_by_name(server: Server, tmp_path: Path) -> None:
+    client = server.client()
+    for grader, place in (
+        ({**GRADER, "input": "{{ sample.outputs }}"}, "method.reinforcement.grader"),
+        ({"type": "score_model", "name": "m", "model": "gpt", "input": [{"role": "user", "content": "?"}]}, "model"),
+        ({**GRADER, "evaluation_metric": "cosine"}, "evaluation_metric"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=place.rpartition(".")[2]):
+            submit(client, tmp_path, grader=grader)
+    with pytest.raises(openai.BadRequestError, match="lora_dropout"):
+        submit(client, tmp_path, lora={"lora_dropout": 0.1})
+
+
+def longer_is_better(received: Received) -> Answer:
+    text = json.loads(received.body)["sample"]["output_text"]
+    return 200, {}, iter([json.dumps({"reward": len(text) / 100}).encode()])
+
+
+@pytest.mark.slow
+def test_a_grader_that_fails_pauses_the_job(server: Server, tmp_path: Path) -> None:
+    """An endpoint that answers with errors, then with rewards: the job is paused and goes on."""
+    client = server.client()
+    with receiving() as endpoint:
+        created: Any = client.post(
+            "/webhook_endpoints",
+            body={"name": "grades", "url": endpoint.url, "event_types": ["fine_tuning.job.succeeded"]},
+            cast_to=object,
+        )
+        endpoint.answer = lambda _: (500, {}, iter(()))
+        grader = {"type": "endpoint", "name": "own", "url": endpoint.url, "webhook_endpoint_id": created["id"]}
+        job = submit(client, tmp_path, grader=grader)
+        wait_until(client, job.id, "paused")
+        messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
+        assert any("got no grade" in message and "endpoint_grader_server_error" in message for message in messages)
+        endpoint.answer = longer_is_better
+        client.fine_tuning.jobs.resume(job.id)
+        wait_until(client, job.id, "succeeded")
+    records_are_whole(server.run(job.id), STEPS)
+
+
+@pytest.mark.slow
+def test_kills_lose_no_step_and_repeat_none(server: Server, tmp_path: Path) -> None:
+    """The server, the sampler, a rank and the supervisor are killed at different steps."""
+    client = server.client()
+    steps = 10
+    job = submit(client, tmp_path, steps=steps, ranks=2)
+    run = server.run(job.id)
+    wait_until_step(client, job.id, 1)
+    server.kill()
+    time.sleep(1.0)
+    server.start()
+    client = server.client()
+    wait_until_step(client, job.id, 3)
+    send(set(samplers(server)), signal.SIGKILL)
+    wait_until_step(client, job.id, 5)
+    send(set(processes_of(run)["rank"][:1]), signal.SIGKILL)
+    wait_until_step(client, job.id, 7)
+    send(set(processes_of(run)["supervisor"]), signal.SIGKILL)
+    server.kill()
+    server.start()
+    wait_until(server.client(), job.id, "succeeded")
+    records_are_whole(run, steps)
+    whole = trained_again(run, tmp_path / "again")
+    own = load_file(run.path("adapter/adapter_model.safetensors"))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items())
+
+
+def samplers(server: Server) -> list[int]:
+    """Processes of the preview that this server has started."""
+
+    def found() -> list[int] | None:
+        own = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if "workers.serving" in words and parent == server.pid and int(entry.name) != os.getpid():
+                own.append(int(entry.name))
+        return own or None
+
+    return eventually(found)

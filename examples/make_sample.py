@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sample_sums import write_sums
 from sample_task import make_splits, write_splits
 
 SEED = 2024
@@ -24,6 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     splits = make_splits(SEED)
     write_splits(options.out / "data", splits)
+    write_sums(options.out / "data", SEED)
     if options.data_only:
         return
     # Imported late: the data need neither torch nor transformers, and load in no time without.

@@ -61,7 +61,7 @@ class ReinforcementHyperparametersView(HyperparametersView):
     """OpenAI's, and ours (docs/reinforcement.md)."""
 
     compute_multiplier: float
-    eval_interval: int
+    eval_interval: int | Literal["auto"]
     eval_samples: int
     reasoning_effort: Literal["default"] = "default"
     num_generations: int
@@ -415,6 +415,7 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
         grader = options.grader.model_dump(mode="json", exclude_none=True)
         given = options.model_dump(exclude={"grader", "max_completion_length"})
         more = {"compute_multiplier": options.num_generations / GROUP, "max_completion_length": spec.longest_answer}
+        given["eval_interval"] = given["eval_interval"] or "auto"
         values = ReinforcementHyperparametersView(**hyperparameters.model_dump(), **given, **more)
         return MethodView(type="reinforcement", reinforcement=ReinforcementView(grader=grader, hyperparameters=values))
     if spec.dpo is None:

@@ -11,6 +11,10 @@ import numpy as np
 from ft_service.spec import JobSpec
 
 
+MOST_EVAL_INTERVAL = 20
+"""Steps between two evaluations at most with eval_interval "auto"."""
+
+
 @dataclass(frozen=True)
 class RolloutSchedule:
     """The steps of a job."""
@@ -37,7 +41,7 @@ class RolloutSchedule:
             prompts=prompts,
             batch=training.batch,
             total_steps=training.max_steps or training.epochs * of_epoch,
-            eval_interval=options.eval_interval,
+            eval_interval=min(MOST_EVAL_INTERVAL, of_epoch) if options.eval_interval is None else options.eval_interval,
             save_interval=spec.checkpoint.save_steps or of_epoch,
             validates=validation > 0,
             steps_ahead=options.steps_ahead,

@@ -143,9 +143,8 @@ class Method(Strict):
             return self.reinforcement.hyperparameters
         return (self.dpo if self.type == "dpo" else self.supervised).hyperparameters
 
-    def reinforcement_options(self, steps_of_epoch: int | None) -> ReinforcementOptions | None:
-        """The resolved options of reinforcement learning. None: the job has another method. `steps_of_epoch`: None: not
-        known."""
+    def reinforcement_options(self) -> ReinforcementOptions | None:
+        """The resolved options of reinforcement learning. None: the job has another method."""
         if self.reinforcement is None:
             return None
         given = self.reinforcement.hyperparameters
@@ -155,7 +154,7 @@ class Method(Strict):
             grader=self.reinforcement.grader,
             num_generations=min(128, max(2, group)),
             max_completion_length=None if given.max_completion_length == AUTO else given.max_completion_length,
-            eval_interval=min(20, steps_of_epoch or 20) if given.eval_interval == AUTO else given.eval_interval,
+            eval_interval=None if given.eval_interval == AUTO else given.eval_interval,
             eval_samples=1 if given.eval_samples == AUTO else given.eval_samples,
             **{name: getattr(given, name) for name in SHARED_OPTIONS},
         )
@@ -193,7 +192,8 @@ class ReinforcementOptions(Strict):
     num_generations: int
     max_completion_length: int | None
     """None: JobSpec.longest_answer goes by training.max_length."""
-    eval_interval: int
+    eval_interval: int | None
+    """None: the schedule goes by the steps of an epoch."""
     eval_samples: int
     temperature: float
     scale_rewards: Literal["none", "group"]

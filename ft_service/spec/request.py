@@ -48,6 +48,7 @@ _NOT_OF_REINFORCEMENT = (
     ("training", "train_on", "the answers are the model's own. Leave it out"),
     ("training", "group_by_length", "answers have no length before they are sampled. Leave it out"),
     ("training", "neftune_noise_alpha", "noise would make the trainer another model than the sampler. Leave it out"),
+    ("training", "eval_steps", "it has method.reinforcement.hyperparameters.eval_interval. Use that"),
     ("training", "early_stopping_patience", "it goes by validation loss. Use load_best_model_at_end, which goes by reward"),
     ("training", "loraplus_lr_ratio", "it is for supervised training and dpo. Leave it out"),
     ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
@@ -138,7 +139,7 @@ class JobRequest(JobOptions):
             if name in options.model_fields_set and getattr(options, name) not in (None, False, 0):
                 place = f"{section}.{name}" if section else name
                 raise ValueError(f"{place} with method.type = 'reinforcement': {why}")
-        options, length = self.method.reinforcement_options(None), self.training.max_length
+        options, length = self.method.reinforcement_options(), self.training.max_length
         longest = None if options is None else options.max_completion_length
         if longest is not None and longest >= length:
             raise ValueError(

@@ -215,7 +215,6 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     if samples is not None and request.validation_split is not None:
         samples = round(samples * (1 - request.validation_split))
     training, chosen = by_samples(request.resolved_training(), samples, ranks, request.method.type)
-    steps_of_epoch = None if samples is None else math.ceil(samples / training.batch)
     return JobSpec(
         job_id=context.job_id,
         model=context.model,
@@ -235,7 +234,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         shared_experts=not (request.lora.lora_dropout or request.lora.use_dora) if parent is None else parent.shared_experts,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
-        reinforcement=request.method.reinforcement_options(steps_of_epoch),
+        reinforcement=request.method.reinforcement_options(),
         parent=parent,
         chosen=chosen,
         tensorboard=request.integrated("tensorboard"),

@@ -68,3 +68,21 @@ def test_answers_at_a_step_beside_those_before_training() -> None:
     assert begun is not None
     assert (begun.shown, begun.scores) == (None, {"rouge_l": (0.1,)})
     assert summaries.answers_of([], None) is None
+
+
+def test_rewards_are_shown_over_time() -> None:
+    def rollout(step: int, reward: float | None, prompts: int = 1) -> dict[str, Any]:
+        graded = {"prompt": 0, "text": "1 + 1 =", "answers": [{"text": str(step), "reward": reward}]}
+        validation = [] if reward is None else [graded]
+        return {"step": step, "prompts": [graded] * prompts, "validation": validation, "valid_mean_reward": reward}
+
+    assert summaries.graded_over_time([]) is None
+    newest_first = [rollout(9, 0.9, prompts=0), *(rollout(step, step / 10 if step % 2 else None) for step in range(8, 0, -1))]
+    found = summaries.graded_over_time(newest_first)
+    assert found is not None
+    assert found.newest is not None
+    assert found.newest["step"] == 8, "the last record only evaluates"
+    assert (found.columns, found.means) == ((2, 4, 6, 8), (0.3, 0.5, 0.7, 0.9))
+    [(text, cells)] = found.rows
+    assert text == "1 + 1 ="
+    assert [cell and cell["text"] for cell in cells] == ["3", "5", "7", "9"]

@@ -59,9 +59,9 @@ _WORDS: Mapping[type, str] = {
 _GROUPS_HEAD = """\
 ## Reinforcement learning (GRPO) of TRL and verl
 
-Such a file becomes a SPEC of `method: reinforcement`. Rewards are Python code there and a [grader](graders.md) here, so that
-there is always one thing to do: the SPEC has a grader that parses, to be replaced by yours. A line of data is a prompt of
-messages; its other columns are the `item` that the grader reads.
+Such a file becomes a SPEC of [`method: reinforcement`](reinforcement.md). Rewards are Python code there and a
+[grader](graders.md) here, so that there is always one thing to do: the SPEC has a grader that parses, to be replaced by
+yours. A line of data is a prompt of messages; its other columns are the `item` that the grader reads.
 
 - **A step** is `training.batch_size` prompts, each with `num_generations` answers. TRL's batch counts answers.
 - **A step is one update**, of answers that were sampled from the weights before it. There is no ratio to clip; several

@@ -12,7 +12,11 @@ import yaml
 
 from ft_service.convert import Conversion, convert_file
 from ft_service.convert.verdicts import Lost, NoEffect, ToCheck, ToDo, Verdict
+from ft_service.data.formats.columns import Columns
+from ft_service.data.prompt_line import parse_prompt
 from ft_service.errors import SpecError
+from ft_service.graders.grades import Sample
+from ft_service.graders.grading import GraderContext, grade
 from ft_service.spec import parse_request
 from tests.support.command_line import Ft
 
@@ -159,6 +163,16 @@ def test_a_published_file_of_verl_becomes_a_spec(tmp_path: Path) -> None:
     grader = conversion.body["method"]["reinforcement"]["grader"]
     assert grader["reference"] == "{{ item.reward_model.ground_truth }}", "where verl's data have it"
     assert "it was data.train_files: gsm8k/train.parquet" in conversion.spec_yaml()
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("1 + 1 = 2", 1.0), ("3", 0.0)])
+def test_a_line_of_verls_data_is_read_and_graded_as_the_spec_says(tmp_path: Path, answer: str, reward: float) -> None:
+    line = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
+    line |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0}}
+    request = parse_request(yaml.safe_load(converted(tmp_path, VERL).spec_yaml()))
+    prompt = parse_prompt(Columns(request.data.pairs, of_prompts=True).record(line))
+    assert request.method.reinforcement is not None
+    assert grade(request.method.reinforcement.grader, Sample(answer), prompt.item, GraderContext()).reward == reward
 
 
 def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:

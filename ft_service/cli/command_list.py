@@ -135,7 +135,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "convert": CommandEntry(
         "local.convert_command",
         _ALONE,
-        "Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, Axolotl or LLaMA-Factory as a SPEC, and what "
+        "Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl or LLaMA-Factory as a SPEC, and what "
         "becomes of each of its options.",
     ),
     "data": CommandEntry(

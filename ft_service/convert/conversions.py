@@ -44,10 +44,10 @@ def batch_size(value: Any, source: Source) -> Verdict:
     return Taken({"training.batch_size": size * rounds * (gpus or 1)}, said)
 
 
-def epochs(value: Any, source: Source) -> Verdict:
+def epochs(value: Any, source: Source, steps: str = "max_steps") -> Verdict:
     number = as_number(value)
-    if (source.number("max_steps") or 0) > 0:
-        return NoEffect("max_steps decides")
+    if (source.number(steps) or 0) > 0:
+        return NoEffect(f"{steps} decides")
     if number is None or number != int(number):
         return ToDo("epochs are whole: set training.n_epochs, or training.max_steps")
     return Taken({"training.n_epochs": int(number)})

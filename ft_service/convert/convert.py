@@ -8,22 +8,32 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import yaml
 
-from ft_service.convert import conversions
-from ft_service.convert.rules import Table, flatten, load_table, lookup, verdict_on
-from ft_service.convert.verdicts import NOT_SET, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict, as_plain
+from ft_service.convert.rules import Table, flatten, for_method, function_of, load_table, lookup, verdict_on
+from ft_service.convert.verdicts import (
+    NOT_SET,
+    Lost,
+    Method,
+    Named,
+    NoEffect,
+    Refused,
+    Source,
+    Taken,
+    ToCheck,
+    ToDo,
+    Verdict,
+    as_plain,
+)
 from ft_service.errors import SpecError
 from ft_service.local.spec_file import parse_yaml
 from ft_service.spec import JobRequest, parse_request
 
-Method = Literal["supervised", "dpo"]
-
 LAUNCHERS = ("accelerate", "deepspeed")
 """Tables whose files are recognised by any one of their names."""
-TRAINERS = ("axolotl", "llama_factory", "trl", "unsloth")
+TRAINERS = ("axolotl", "llama_factory", "trl", "unsloth", "verl")
 """Tables whose files are recognised by most of their names; if several match, the one with most names of its own is used."""
 FORMATS = (*LAUNCHERS, *TRAINERS, "transformers", "fsdp_config")
 
@@ -33,9 +43,13 @@ _HINTS = {
     "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
     "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
-_METHODS = "methods are supervised and dpo"
-_OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|grpo|gspo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
-"""Methods of TRL whose files may have the same options as a file for DPO."""
+_GRADER = "method.reinforcement.grader"
+_METHODS = "methods are supervised, dpo and reinforcement (GRPO)"
+_OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
+"""Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
+_GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)
+_TITLES = ("output_dir", "hub_model_id", "run_name")
+"""Options whose text often names the method."""
 _ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
 OUTCOMES: Mapping[type, str] = {
     Refused: "refused",
@@ -117,7 +131,7 @@ class Conversion:
             [", ".join(default.option for default in self.defaults)] if self.defaults else [],
         )
         idle = [d.option for d in self.decisions if isinstance(d.verdict, NoEffect)]
-        head += self._group("No effect here:", [", ".join(idle)] if idle else [])
+        head += self._group("No effect here:", _by_section(idle))
         body = PLACEHOLDERS | self.body
         body = {name: body[name] for name in (*(name for name in _ORDER if name in body), *body)}
         text = yaml_text(body, self._comments())
@@ -141,7 +155,7 @@ class Conversion:
 
     def _comments(self) -> dict[str, str]:
         """Dotted name of ours → the origin of its value."""
-        said: dict[str, list[str]] = {}
+        said: dict[str, list[str]] = {_GRADER: ["to fill in: what gives an answer its reward (docs/graders.md)"]}
         for name, hint in _HINTS.items():
             said[name] = [hint if name in self.body else f"to fill in: {hint}"]
         for decision in self.decisions:
@@ -159,6 +173,16 @@ class Conversion:
             note = f" ({default.note})" if default.note else ""
             said.setdefault(default.option, []).append(f"{self._whose} default{note}")
         return {name: _printable("; ".join(text for text in texts if text)) for name, texts in said.items()}
+
+
+def _by_section(names: list[str]) -> list[str]:
+    """Lists of names: one of all that are not deep, then one for each section."""
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        section, _, last = name.rpartition(".")
+        deep = "." in section
+        lists.setdefault(section if deep else "", []).append(last if deep else name)
+    return [f"{section}: {', '.join(lists[section])}" if section else ", ".join(lists[section]) for section in sorted(lists)]
 
 
 def _wrapped(line: str, indent: str) -> list[str]:
@@ -180,7 +204,7 @@ def _printable(text: str) -> str:
 
 def convert_file(path: Path, *, gpus: int | None = None, method: Method | None = None) -> Conversion:
     """Read a file and convert it. `gpus`: the number of GPUs that train together, for the batch size; None: 1, with a comment.
-    `method`: that of a file of TRL or Transformers, which does not name it.
+    `method`: that of a file of TRL, Unsloth or Transformers, which does not name it.
 
     Raises SpecError if the file cannot be read, is of an unknown kind, asks for an unsupported method, or does not need `gpus`.
     """
@@ -209,7 +233,10 @@ def recognised(body: Mapping[str, Any]) -> Table | None:
 
 
 def _mostly(names: Mapping[str, Any], table: Table) -> bool:
-    known = [name for name in names if lookup(table, name) or any(other.startswith(f"{name}.") for other in table.rules)]
+    rules = {name for method in ("", *table.per_method) for name in for_method(table, method).rules}
+    known = [
+        name for name in names if lookup(table, name) or name in rules or any(rule.startswith(f"{name}.") for rule in rules)
+    ]
     return len(known) * 2 > len(names)
 
 
@@ -219,12 +246,13 @@ def convert(
     """Convert a file's contents, with one decision for each option. If two options give an option of ours different values, the
     second is not taken over. Raises SpecError for an unsupported method.
     """
-    source = Source(flatten(table, body))
-    source.tool, source.gpus, source.micro_batch = table.tool, gpus, table.micro_batch
-    absent = {name: value for name, value in table.absent.items() if name not in source}
-    source |= absent
-    source.method, known_by = _method(source, table, method)
-    taken: dict[str, Any] = {"method.type": "dpo"} if source.method == "dpo" else {}
+    method, known_by = _method(_source(table, flatten(table, body), gpus), table, method)
+    table = for_method(table, method)
+    given = flatten(table, body)
+    source = _source(table, given, gpus)
+    source.method = method
+    absent = [name for name in table.absent if name not in given]
+    taken = _given_by_method(source.method, table)
     decisions: list[Decision] = []
     for name in (*(name for name in (*absent, table.says_method) if name in source), *source):
         if any(decision.option == name for decision in decisions):
@@ -234,8 +262,9 @@ def convert(
         if isinstance(verdict, Taken):
             taken |= verdict.options
         decisions.append(Decision(name, source[name], verdict, table.sources[rule] if rule else "", name not in absent))
+    no_adapter = _trains_all(table, decisions)
     for name, text in table.differs.items():
-        if name not in source:
+        if name not in source and not (no_adapter and name.startswith("lora_")):
             decisions.append(Decision(name, None, ToCheck(text), given=False))
     if refused := [decision for decision in decisions if isinstance(decision.verdict, Refused)]:
         said = "; ".join(f"{each.option}: {json.dumps(each.value, default=str)}: {each.text()}" for each in refused)
@@ -246,14 +275,41 @@ def convert(
     return Conversion(file, table.tool, f"{title} (options of {table.version})", nested(taken), decisions, defaults)
 
 
+def _source(table: Table, given: Mapping[str, Any], gpus: int | None) -> Source:
+    """The options of a file, with those that have an effect if they are not given."""
+    source = Source({**table.absent, **given})
+    source.tool, source.gpus, source.micro_batch = table.tool, gpus, table.micro_batch
+    return source
+
+
+def _given_by_method(method: Method, table: Table) -> dict[str, Any]:
+    """Options that a SPEC of this method has whatever the file says. A grader is one that the user has to replace."""
+    if method == "supervised":
+        return {}
+    grader = {
+        "type": "string_check",
+        "name": "contains-answer",
+        "input": "{{ sample.output_text }}",
+        "reference": f"{{{{ item.{table.answer_key} }}}}",
+        "operation": "like",
+    }
+    return {"method.type": method} | ({_GRADER: grader} if method == "reinforcement" else {})
+
+
+def _trains_all(table: Table, decisions: list[Decision]) -> bool:
+    """Whether the file trains all weights, so that the tool's defaults of adapters do not apply."""
+    return any(isinstance(d.verdict, Lost) and d.option in table.trains_all for d in decisions)
+
+
 def _check_gpus(gpus: int | None, decisions: list[Decision], defaults: list[WrittenDefault]) -> None:
-    said = [d.verdict.remark for d in decisions if isinstance(d.verdict, Taken)] + [default.note for default in defaults]
-    if gpus is not None and not any(text.endswith(" GPUs") for text in said):
+    said = [d.text().removesuffix(")") for d in decisions if isinstance(d.verdict, Taken | ToDo)]
+    said += [default.note for default in defaults]
+    if gpus is not None and not any(text.endswith(f" {gpus} GPUs") for text in said):
         raise SpecError(f"--gpus {gpus}: the file does not say the batch size of one GPU. Leave --gpus out.")
 
 
 def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:
-    """The method, and how it was recognised. Raises SpecError for a method other than supervised and dpo."""
+    """The method, and how it was recognised. Raises SpecError for a method that is not converted."""
     if name := table.says_method:
         if name not in source:
             return _agreed("supervised", asked, f"supervised, since {name} is not given")
@@ -263,23 +319,30 @@ def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method,
         method = verdict.options["method.type"] if isinstance(verdict, Taken) else "supervised"
         return _agreed(method, asked, f"{name}: {source[name]}")
     if not table.methods:
+        if asked == "reinforcement":
+            raise SpecError(f"--method reinforcement: {table.title} does not say how answers are sampled. Leave --method out.")
         return asked or "supervised", f"for {asked} as asked for" if asked else ""
-    for method, marks in table.methods.items():
-        marked = next((mark for mark in marks if _is_marked(source, mark)), None)
-        if marked is not None and method not in get_args(Method):
-            raise SpecError(f"{table.title} that says {marked} is for {method}, which is not converted: {_METHODS}.")
+    marks = {
+        method: next((mark for mark in names if _is_marked(source, mark)), None) for method, names in table.methods.items()
+    }
+    for method, mark in marks.items():
+        if mark is not None and method not in get_args(Method):
+            raise SpecError(f"{table.title} that says {mark} is for {method}, which is not converted: {_METHODS}.")
+    groups = marks["reinforcement"]
     if asked is not None:
-        return asked, f"for {asked} as asked for"
-    for name in ("output_dir", "hub_model_id", "run_name"):  # ORPO's options are among DPO's
+        return _agreed("reinforcement", asked, f"it says {groups}") if groups else (asked, f"for {asked} as asked for")
+    for name in _TITLES:  # ORPO's options are among DPO's, RLOO's among GRPO's
         if other := _OTHER_METHOD.search(str(source.get(name, ""))):
             raise SpecError(
                 f"{table.title} with {name}: {source[name]} seems to be for {other[0].upper()}, which is not converted: "
                 f"{_METHODS}. If it is for one of these, say so by --method."
             )
-    marked = next((mark for mark in table.methods["dpo"] if _is_marked(source, mark)), None)
-    if marked is not None:
-        return "dpo", f"taken as DPO's, since it says {marked} (else: --method supervised)"
-    return "supervised", "taken as supervised, since it says nothing of DPO (else: --method dpo)"
+    groups = groups or next((name for name in _TITLES if _GRPO.search(str(source.get(name, "")))), None)
+    if groups is not None:
+        return "reinforcement", f"taken as GRPO's, since it says {groups}"
+    if marks["dpo"] is not None:
+        return "dpo", f"taken as DPO's, since it says {marks['dpo']} (else: --method supervised)"
+    return "supervised", "taken as supervised, since it says nothing of DPO or GRPO (else: --method dpo, or reinforcement)"
 
 
 def _agreed(found: Any, asked: Method | None, by: str) -> tuple[Method, str]:
@@ -332,14 +395,14 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 def _defaults(table: Table, source: Source, decisions: list[Decision], taken: dict[str, Any]) -> list[WrittenDefault]:
     """The tool's defaults that differ from ours, for options that the file does not give. Adds them to `taken`."""
     said = {decision.option for decision in decisions if decision.verdict != NOT_SET}
-    no_adapter = any(isinstance(d.verdict, Lost) and d.option in table.trains_all for d in decisions)
+    no_adapter = _trains_all(table, decisions)
     written: list[WrittenDefault] = []
     for option, default in table.defaults.items():
         if option in taken or said & set(default.unless) or (no_adapter and option.startswith("lora.")):
             continue
         value, note = default.value, default.note
         if default.rule:
-            verdict = getattr(conversions, default.rule)(None, source)
+            verdict = function_of(default.rule)(None, source)
             if not isinstance(verdict, Taken):
                 continue
             value, note = verdict.options[option], note or verdict.remark

@@ -9,26 +9,28 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.convert.rules import Table, load_table, verdict_on
+from ft_service.convert.rules import Table, for_method, load_table, verdict_on
 from ft_service.convert.verdicts import ONLY_DPO, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict
 
 PAGES = ("trl", "axolotl", "llama_factory", "unsloth")
+GROUPS = ("trl", "verl")
+"""Tables of tools whose reinforcement learning (GRPO) is converted."""
 
 _HEAD = """\
-# From TRL, Axolotl, LLaMA-Factory and Unsloth
+# From TRL, verl, Axolotl, LLaMA-Factory and Unsloth
 
-`ft convert FILE` turns a configuration of TRL, Axolotl, LLaMA-Factory, Accelerate, DeepSpeed or Transformers into a SPEC. For
-every option it says what became of it, what is lost, and what you have to do first. Where the tool's default differs from
-ours, the SPEC states the value, with a comment. The exit code is
+`ft convert FILE` turns a configuration of TRL, verl, Axolotl, LLaMA-Factory, Accelerate, DeepSpeed or Transformers into a
+SPEC. For every option it says what became of it, what is lost, and what you have to do first. Where the tool's default
+differs from ours, the SPEC states the value, with a comment. The exit code is
 
 - 0 if nothing that changes the result is lost,
 - 1 if something is not supported or is left to you, so that the result may differ until then,
 - 64 if nothing is written: the file is of an unknown kind, or asks for a method that this service does not have (KTO, ORPO,
-  SimPO, PPO, GRPO, reward models, pre-training).
+  SimPO, PPO, RLOO, reward models, pre-training).
 
 `--gpus N` gives the number of GPUs that trained together: the batch size depends on it, and most files do not state it.
-`--method dpo` says that a TRL file is for DPO if the file does not show it. `--out SPEC` writes a file; `--force` overwrites
-one.
+`--method dpo` or `--method reinforcement` says what a TRL file is for if the file does not show it. `--out SPEC` writes a
+file; `--force` overwrites one.
 
 The tables below are generated from the rules in `ft_service/convert/tables/` (one line of YAML per option; you can add
 lines), each with an example value. They list the usual options; the command knows more. Unsloth is configured in Python: its
@@ -54,52 +56,87 @@ _WORDS: Mapping[type, str] = {
 }
 
 
+_GROUPS_HEAD = """\
+## Reinforcement learning (GRPO) of TRL and verl
+
+Such a file becomes a SPEC of [`method: reinforcement`](reinforcement.md). Rewards are Python code there and a
+[grader](graders.md) here, so that there is always one thing to do: the SPEC has a grader that parses, to be replaced by
+yours. A line of data is a prompt of messages; its other columns are the `item` that the grader reads.
+
+- **A step** is `training.batch_size` prompts, each with `num_generations` answers. TRL's batch counts answers.
+- **A step is one update**, of answers that were sampled from the weights before it. There is no ratio to clip; several
+  updates by the same answers (`num_iterations`, `ppo_epochs`, mini-batches) are listed as not supported.
+- **The KL divergence** is a penalty in each token's advantage, not a term of the loss. Its mean gradient is the same.
+- **The sampler** is the service's own, or the server at its `FT_INFERENCE_URL`. It draws from all tokens.
+- verl's file may be the whole config that Hydra writes (`.hydra/config.yaml`), or one with some of the options.
+"""
+
+
 def page() -> str:
     """The page, as Markdown."""
     parts = [_HEAD]
     for table in map(load_table, PAGES):
         usual = dict(table.examples) if table.name == "axolotl" else {**table.examples, **load_table("transformers").examples}
-        rows = "\n".join(
-            f"| `{name}: {_shown(value)}` | {_text(_verdict(table, name, usual))} |" for name, value in usual.items()
-        )
-        there = "\n".join(f"| `{option}` | {text} |" for option, text in _defaults(table))
-        parts.append(
-            f"## {table.tool}\n\n| {table.tool} | here |\n| --- | --- |\n{rows}\n\n"
-            f"If a file leaves an option out, {table.tool} uses the default below; the SPEC states it where ours differs:\n\n"
-            f"| option | {table.tool}'s default |\n| --- | --- |\n{there}\n"
-        )
+        parts.append(f"## {table.tool}\n\n{_tables(table, usual)}")
+    parts.append(_GROUPS_HEAD)
+    for name in GROUPS:
+        table = for_method(load_table(name), "reinforcement")
+        parts.append(f"### {table.tool}, GRPO\n\n{_tables(table, table.examples)}")
     return "\n".join(parts)
+
+
+def _tables(table: Table, usual: Mapping[str, Any]) -> str:
+    """Usual options and what becomes of them, and the tool's defaults."""
+    rows = "\n".join(f"| `{name}: {_shown(value)}` | {_text(_verdict(table, name, usual))} |" for name, value in usual.items())
+    there = "\n".join(f"| `{option}` | {text} |" for option, text in _defaults(table))
+    return (
+        f"| {table.tool} | here |\n| --- | --- |\n{rows}\n\n"
+        f"If a file leaves an option out, {table.tool} uses the default below; the SPEC states it where ours differs:\n\n"
+        f"| option | {table.tool}'s default |\n| --- | --- |\n{there}\n"
+    )
 
 
 def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
     """The verdict on an option, with only those other options on which its meaning depends."""
     related = {
-        "gradient_accumulation_steps": _MICRO,
+        "gradient_accumulation_steps": (*_MICRO, "num_generations"),
         "val_set_size": (),
         "evals_per_epoch": ("val_set_size",),
         "loss_type": ("loss_weights",),
+        "per_device_train_batch_size": ("num_generations",),
+        "steps_per_generation": ("gradient_accumulation_steps",),
+        "max_prompt_length": ("max_completion_length",),
+        **{name: tuple(other for other in usual if other.startswith(("data.", "actor_"))) for name in usual if "." in name},
     }
     source = Source({option: usual[option] for option in (name, *related.get(name, ())) if option in usual})
     source.tool, source.micro_batch = table.tool, table.micro_batch
     verdict = verdict_on(table, source, name)
-    if verdict == ONLY_DPO or name == "loss_type":
+    if verdict == ONLY_DPO or (name == "loss_type" and not isinstance(verdict, Taken)):
         source.method = "dpo"
         verdict = verdict_on(table, source, name)
     return verdict
 
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
+_COMPUTED = {
+    "batch_size": "{} x 1 x your number of GPUs",
+    "prompts_of_step": "{} x 1 x your number of GPUs, divided by `num_generations`",
+    "prompt_length": "the longest prompt and the longest answer: 1024",
+}
+"""Rule → the default that it computes; {}: the tool's samples of a micro-batch."""
 
 
 def _defaults(table: Table) -> list[tuple[str, str]]:
     rows = []
     for option, default in table.defaults.items():
+        if default.value is None and not default.rule:
+            continue
         value = (
             default.value
             if not isinstance(default.value, Mapping)
             else ", ".join(f"{_shown(v)} ({k})" for k, v in default.value.items())
         )
-        text = f"{table.micro_batch} x 1 x your number of GPUs" if option == "training.batch_size" else _shown(value)
+        text = _COMPUTED.get(default.rule, "").format(table.micro_batch) or _shown(value)
         rows.append(
             (option, default.note if default.rule and default.note else text + (f" ({default.note})" if default.note else ""))
         )

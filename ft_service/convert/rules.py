@@ -9,7 +9,7 @@ A table has one of these rules for each option:
     todo: TEXT                  the user must replace it by hand, or the result may differ
     lost: TEXT                  not supported, and the result may differ
     refuse: TEXT                a file with it is not converted
-    rule: NAME or [NAME, …]     a function of `conversions.py` decides, with these arguments
+    rule: NAME or [NAME, …]     a function of `conversions.py` or `reinforcement_conversions.py` decides, with these arguments
     values: {"VALUE, …": RULE}  by value, as text without case; else: RULE
     if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no effect)
     usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
@@ -21,15 +21,16 @@ A section names its source, the file of the tool that defines the options, and m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
-from ft_service.convert import conversions
+from ft_service.convert import conversions, reinforcement_conversions
 from ft_service.convert.verdicts import (
     OFF,
     ONLY_DPO,
@@ -57,7 +58,7 @@ class Default:
     value: Any = None
     """One value, or a mapping from method to value."""
     rule: str = ""
-    """The function of `conversions.py` that returns the value instead."""
+    """The function that returns the value instead."""
     unless: tuple[str, ...] = ()
     """The tool's options that replace the default."""
     note: str = ""
@@ -91,6 +92,12 @@ class Table:
     """Options that train all weights: the tool's defaults of adapters do not apply then."""
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Method → options, or `option=value`, by which a file's method is recognised if no option names it."""
+    per_method: Mapping[str, str] = field(default_factory=dict)
+    """Method → the table with the rules and defaults that hold for this method only (`for_method`)."""
+    hydra: bool = False
+    """Whether Hydra reads it: values may refer to other options (`${data.seed}`), and `_target_` names Python classes."""
+    answer_key: str = "reference_answer"
+    """The key of a line of data that usually holds the expected answer to a prompt."""
     differs: Mapping[str, str] = field(default_factory=dict)
     """Option → the tool's behaviour if it is not given, for which there is no option of ours."""
     examples: Mapping[str, Any] = field(default_factory=dict)
@@ -105,13 +112,14 @@ def load_table(name: str) -> Table:
     rules: dict[str, Rule] = {}
     sources: dict[str, str] = {}
     defaults: dict[str, Default] = {}
-    micro_batch, methods = given.get("micro_batch"), given.get("method", {})
+    micro_batch, methods, per_method = given.get("micro_batch"), given.get("method", {}), given.get("per_method", {})
     for parent in map(load_table, given.get("extends", [])):
         rules |= parent.rules
         sources |= parent.sources
         defaults |= parent.defaults
         micro_batch = micro_batch or parent.micro_batch
         methods = methods or parent.methods
+        per_method = per_method or parent.per_method
     for included in given.get("include", []):
         for option, rule, source in _included(**included):
             rules[option], sources[option] = rule, source
@@ -130,6 +138,28 @@ def load_table(name: str) -> Table:
         defaults=defaults,
         micro_batch=micro_batch,
         methods={method: tuple(names) for method, names in methods.items()},
+        per_method=per_method,
+        hydra=given.get("hydra", False),
+        answer_key=given.get("answer_key", Table.answer_key),
+    )
+
+
+def for_method(table: Table, method: str) -> Table:
+    """The table with what it has for this method only: `table` itself if there is nothing."""
+    if method not in table.per_method:
+        return table
+    own = load_table(table.per_method[method])
+    return replace(
+        table,
+        title=own.title,
+        version=own.version,
+        answer_key=own.answer_key,
+        rules={**table.rules, **own.rules},
+        sources={**table.sources, **own.sources},
+        defaults={**table.defaults, **own.defaults},
+        absent={**table.absent, **own.absent},
+        differs={**table.differs, **own.differs},
+        examples=own.examples,
     )
 
 
@@ -210,9 +240,15 @@ def _choice(values: Mapping[str, Mapping[str, Any]], otherwise: Rule) -> Rule:
     return pick
 
 
+def function_of(name: str) -> Callable[..., Verdict]:
+    """The function that a table names by `rule:`. Raises AttributeError."""
+    module = reinforcement_conversions if hasattr(reinforcement_conversions, name) else conversions
+    return getattr(module, name)
+
+
 def _function(named: str | list[str]) -> Rule:
     name, *arguments = [named] if isinstance(named, str) else named
-    function = getattr(conversions, name)
+    function = function_of(name)
     return function if not arguments else lambda value, source: function(value, source, *arguments)
 
 
@@ -246,7 +282,38 @@ def flatten(table: Table, body: Mapping[Any, Any], prefix: str = "") -> dict[str
             options.update(flatten(table, value, f"{name}."))
         elif value is not None and value != "" and value != [] and value != {}:
             options[name] = value
-    return options
+    return _resolved(options) if table.hydra and not prefix else options
+
+
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}")
+"""A value that is that of another option, named from the top or, with a dot, from the same section; and its default."""
+
+
+def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the values of those to which others refer. Those whose value the file does not have are left out."""
+    values = {name: _value(options, name, 0) for name in options}
+    unset = (None, "???", {}, [])
+    return {name: value for name, value in values.items() if value not in unset and not name.endswith("_target_")}
+
+
+def _value(options: Mapping[str, Any], name: str, depth: int) -> Any:
+    value = options.get(name)
+    found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    target, default = found[1], found[2]
+    if target.startswith("."):
+        target = name.rpartition(".")[0] + target
+    if target in options and depth < 8:  # deeper ones are circles
+        return _value(options, target, depth + 1)
+    return None if default is None or "${" in default else _plain_yaml(default)
+
+
+def _plain_yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def verdict_on(table: Table, source: Source, name: str) -> Verdict:

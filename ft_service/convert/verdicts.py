@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Method = Literal["supervised", "dpo", "reinforcement"]
+"""Methods of files that can be converted."""
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -52,7 +55,7 @@ Verdict = Taken | RejectionReason
 class Source(dict[str, Any]):
     """All options of a file by dotted name, for rules that depend on several."""
 
-    method: Literal["supervised", "dpo"] = "supervised"
+    method: Method = "supervised"
     tool = ""
     gpus: int | None = None
     """Number of GPUs that train together, as given by the user. None: not given."""

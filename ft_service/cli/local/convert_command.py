@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ft_service.cli.output import Json, print_error, print_json, print_note
 from ft_service.convert import Conversion, convert_file
 from ft_service.convert.convert import OUTCOMES
+from ft_service.convert.verdicts import Method
 from ft_service.errors import SpecError
 
 
@@ -26,16 +27,16 @@ def convert(
         ),
     ] = None,
     method: Annotated[
-        Literal["supervised", "dpo"] | None,
+        Method | None,
         typer.Option("--method", help="Method of a file that does not say it itself (TRL, Transformers)."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="SPEC", help="Write the SPEC to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file that --out names.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, Axolotl or LLaMA-Factory as a SPEC, and what becomes
-    of each of its options. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be done or
-    is not supported (it says what), and with 64 where the file is not converted at all."""
+    """Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl or LLaMA-Factory as a SPEC, and what
+    becomes of each of its options. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be
+    done or is not supported (it says what), and with 64 where the file is not converted at all."""
     if force and out is None:
         raise SpecError("--force overwrites the file that --out names: give --out SPEC too, or leave it out.")
     outcome = convert_file(file, gpus=gpus, method=method)

@@ -10,7 +10,7 @@ import yaml
 
 from ft_service.convert import Conversion, convert_file
 from ft_service.convert.convert import FORMATS, convert, yaml_text
-from ft_service.convert.rules import load_table
+from ft_service.convert.rules import for_method, load_table
 from ft_service.convert.verdicts import Lost, NoEffect, Taken, ToDo, Verdict
 from ft_service.errors import SpecError
 from ft_service.spec import parse_request
@@ -272,12 +272,16 @@ def test_whatever_an_option_of_a_method_says_the_file_is_refused_or_valid(kind: 
     assert [text for text in refusals if "not converted" not in text] == []
 
 
-@pytest.mark.parametrize("kind", [name for name in FORMATS if name != "transformers"])  # which others extend
-def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(name, None) for name in FORMATS if name not in ("transformers", "trl")]  # which others extend
+    + [("trl", "dpo"), ("trl", "reinforcement")],
+)
+def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str, method: Any) -> None:
     table = load_table(kind)
     for value in VALUES:
         body: dict[str, Any] = {}
-        for name in table.rules:
+        for name in for_method(table, method).rules:
             target = body
             *sections, last = name.removesuffix(".*").split(".")
             for section in sections:
@@ -288,7 +292,11 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str) -> Non
             target.setdefault(last, deepcopy(value))
         for name in REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}:
             body.pop(name, None)
-        conversion = convert(body, table, "file", method="dpo" if kind == "trl" else None)
+        if kind == "verl":
+            body["algorithm"]["adv_estimator"] = "grpo"
+        if method == "reinforcement":
+            body["num_generations"] = deepcopy(value)
+        conversion = convert(body, table, "file", method=method)
         parse_request(yaml.safe_load(conversion.spec_yaml()))
         for decision in conversion.decisions:
             assert "→" in decision.line()

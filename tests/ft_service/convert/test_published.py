@@ -169,7 +169,7 @@ def converted(folder: Path, body: dict[str, Any], **asked: Any) -> Conversion:
         (AXOLOTL, "a config of Axolotl, supervised, since rl is not given", ["datasets"]),
         (GPT_OSS, "a config of Axolotl, supervised, since rl is not given", ["datasets", "eot_tokens"]),
         (LLAMA_DPO, "a config of Axolotl, rl: dpo", ["special_tokens.eos_token", "load_in_8bit", "datasets"]),
-        (TRL, "a config of TRL, taken as supervised, since it says nothing of DPO", ["use_peft"]),
+        (TRL, "a config of TRL, taken as supervised, since it says nothing of DPO or GRPO", ["use_peft"]),
         (ZEPHYR, "a config of TRL, taken as DPO's, since it says beta", ["dataset_splits", "max_prompt_length"]),
         (ACCELERATE, "Accelerate's config file", []),
         (ZERO_3, "DeepSpeed's config file", []),
@@ -269,11 +269,10 @@ def test_direct_preference_optimisation_stays_that(
         (GPT_OSS | {"reward_model": True}, "reward_model: true"),
         *((FACTORY_DPO | {"pref_loss": loss}, f'pref_loss: "{loss}"') for loss in ("orpo", "simpo")),
         (TRL | {"desirable_weight": 1.5}, "says desirable_weight is for KTO"),
-        (TRL | {"num_generations": 8, "beta": 0.04}, "says num_generations is for GRPO"),
         (TRL | {"loss_type": "simpo"}, "loss_type=simpo is for ORPO, CPO or SimPO"),
         (TRL | {"center_rewards_coefficient": 0.01}, "is for reward modelling"),
         (ORPO, "hub_model_id: zephyr-orpo-141b-A35b seems to be for ORPO"),
-        (TRL | {"output_dir": "out/qwen-grpo"}, "seems to be for GRPO"),
+        (TRL | {"output_dir": "out/qwen-rloo", "num_generations": 8}, "seems to be for RLOO"),
     ],
 )
 def test_other_methods_are_refused_and_never_become_supervised(tmp_path: Path, body: dict[str, Any], says: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +17,8 @@ import pytest
 import yaml
 
 from ft_service.convert import conversions
-from ft_service.convert.convert import FORMATS
-from ft_service.convert.rules import Table, compile_rule, load_table, lookup
+from ft_service.convert.convert import FORMATS, convert
+from ft_service.convert.rules import Table, compile_rule, for_method, function_of, load_table, lookup
 from ft_service.convert.verdicts import Source
 from ft_service.spec import JobRequest
 from ft_service.spec.name_suggestions import options_of
@@ -41,22 +43,22 @@ def without_rule(table: Table, names: set[str]) -> list[str]:
     return sorted(name for name in names if lookup(table, name) is None)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_rule_has_its_source_and_means_options_that_there_are(name: str) -> None:
-    table = load_table(name)
+@pytest.mark.parametrize(("name", "method"), [*((name, "") for name in FORMATS), ("trl", "reinforcement")])
+def test_every_rule_has_its_source_and_means_options_that_there_are(name: str, method: str) -> None:
+    table = for_method(load_table(name), method)
     assert table.tool
     assert table.title
     assert table.version
     assert [option for option in table.rules if not table.sources.get(option)] == []
     assert set(table.defaults) <= set(options_of(JobRequest))
-    assert [default for default in table.defaults.values() if default.rule and not hasattr(conversions, default.rule)] == []
+    assert all(callable(function_of(default.rule)) for default in table.defaults.values() if default.rule)
     named = {*table.marks, *table.needs, *table.trains_all, *table.absent, *table.examples}
     sections = {name for name in named if any(known.startswith(f"{name}.") for known in table.rules)}
     assert without_rule(table, named - sections) == []
 
 
 def test_every_option_that_says_a_default_is_one_of_a_tool() -> None:
-    tables = [load_table(name) for name in FORMATS]
+    tables = [*map(load_table, FORMATS), for_method(load_table("trl"), "reinforcement")]
     saying = {option for table in tables for default in table.defaults.values() for option in default.unless}
     assert [option for option in saying if not any(lookup(table, option) for table in tables)] == []
 
@@ -135,6 +137,45 @@ def _origin(package: str, file: str) -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent / file
+
+
+@pytest.mark.slow
+def test_every_option_of_trls_grpo(tmp_path: Path) -> None:
+    table = for_method(load_table("trl"), "reinforcement")
+    package = wheel_contents(tmp_path, table.version.replace("trl ", "trl=="))
+    for file, name in (("trainer/grpo_config.py", "GRPOConfig"), ("scripts/grpo.py", "GRPOScriptArguments")):
+        module = ast.parse((package / "trl" / file).read_text(encoding="utf-8"))
+        defined = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name)
+        fields = {
+            line.target.id for line in defined.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        }
+        assert fields & {"num_generations", "reward_funcs"}
+        assert without_rule(table, fields) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["", "megatron_", "veomni_", "torchtitan_"])
+def test_every_option_of_verl_has_a_verdict(tmp_path: Path, engine: str) -> None:
+    table = load_table("verl")
+    package = wheel_contents(tmp_path, table.version.replace("verl ", "verl=="))
+    file = package / f"verl/trainer/config/_generated_ppo_{engine}trainer.yaml"
+    body = yaml.safe_load(file.read_text(encoding="utf-8"))
+    body["algorithm"]["adv_estimator"] = "grpo"
+    conversion = convert(body, table, file.name)
+    assert len(conversion.decisions) > 200
+    assert without_rule(table, {decision.option for decision in conversion.decisions}) == []
+
+
+def wheel_contents(folder: Path, wanted: str) -> Path:
+    """The files of a package's wheel, which is not installed."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", wanted, "-d", str(folder)]
+    ended = subprocess.run(pip, capture_output=True, text=True, timeout=200, check=False)
+    wheel = next(folder.glob("*.whl"), None)
+    if wheel is None:
+        pytest.skip(f"{wanted} cannot be had: {ended.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "wheel")
+    return folder / "wheel"
 
 
 @pytest.mark.slow

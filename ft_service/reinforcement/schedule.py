@@ -10,7 +10,6 @@ import numpy as np
 
 from ft_service.spec import JobSpec
 
-
 MOST_EVAL_INTERVAL = 20
 """Steps between two evaluations at most with eval_interval "auto"."""
 
@@ -26,6 +25,7 @@ class RolloutSchedule:
     total_steps: int
     eval_interval: int
     save_interval: int
+    keep_every: int | None
     validates: bool
     steps_ahead: int
     seed: int
@@ -43,6 +43,7 @@ class RolloutSchedule:
             total_steps=training.max_steps or training.epochs * of_epoch,
             eval_interval=min(MOST_EVAL_INTERVAL, of_epoch) if options.eval_interval is None else options.eval_interval,
             save_interval=spec.checkpoint.save_steps or of_epoch,
+            keep_every=spec.checkpoint.keep_every,
             validates=validation > 0,
             steps_ahead=options.steps_ahead,
             seed=spec.seed,
@@ -68,7 +69,8 @@ class RolloutSchedule:
 
     def is_saved(self, after: int) -> bool:
         """Whether a checkpoint is due after so many steps. There is always one at the end."""
-        return 0 < after < self.total_steps and after % self.save_interval == 0
+        intervals = (self.save_interval, *([self.keep_every] if self.keep_every else []))
+        return 0 < after < self.total_steps and any(after % interval == 0 for interval in intervals)
 
 
 def seed_of(seed: int, step: int, prompt: int) -> int:

@@ -50,8 +50,9 @@ _NOT_OF_REINFORCEMENT = (
     ("training", "neftune_noise_alpha", "noise would make the trainer another model than the sampler. Leave it out"),
     ("training", "eval_steps", "it has method.reinforcement.hyperparameters.eval_interval. Use that"),
     ("training", "early_stopping_patience", "it goes by validation loss. Use load_best_model_at_end, which goes by reward"),
-    ("training", "loraplus_lr_ratio", "it is for supervised training and dpo. Leave it out"),
     ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
+    ("lora", "use_dora", "the sampler takes A and B of LoRA only. Leave it out"),
+    ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
 )
 """Section, option, and what to do instead."""
 
@@ -136,7 +137,7 @@ class JobRequest(JobOptions):
             return self
         for section, name, why in _NOT_OF_REINFORCEMENT:
             options = getattr(self, section) if section else self
-            if name in options.model_fields_set and getattr(options, name) not in (None, False, 0):
+            if name in options.model_fields_set and getattr(options, name) not in (None, False, 0, []):
                 place = f"{section}.{name}" if section else name
                 raise ValueError(f"{place} with method.type = 'reinforcement': {why}")
         options, length = self.method.reinforcement_options(), self.training.max_length

@@ -19,7 +19,7 @@ from tests.support.rollouts import answer, group, record, rollout_spec
 
 FILE = DataFileRef(name="prompts.jsonl", path="/nowhere", sha256="")
 SCHEDULE = RolloutSchedule(
-    prompts=8, batch=2, total_steps=4, eval_interval=2, save_interval=2, validates=True, steps_ahead=0, seed=1
+    prompts=8, batch=2, total_steps=4, eval_interval=2, save_interval=2, keep_every=None, validates=True, steps_ahead=0, seed=1
 )
 GROUPS = [
     group(0, [answer([11, 12], 1.0), answer([13], 0.0)]),

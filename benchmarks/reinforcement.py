@@ -20,13 +20,13 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parent.parent
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import machine, save
 from tests.support.service import Server, upload, wait_until
 
+ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "deploy/examples"
 PICTURE = ROOT / "docs/pictures/reinforcement.png"
 

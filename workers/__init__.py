@@ -5,4 +5,7 @@ import logging
 # At import bitsandbytes reports an optional CPU inference kernel that it did not find; training never uses it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-from workers.patches import bitsandbytes_import as bitsandbytes_import  # noqa: E402 - first of all: PEFT would import it otherwise
+from ft_service.host.quick_imports import quick_imports  # noqa: E402
+
+with quick_imports():
+    from workers.patches import bitsandbytes_import as bitsandbytes_import  # first of all: PEFT would import it otherwise

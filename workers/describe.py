@@ -14,6 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ft_service.host.quick_imports import begin_imports, end_imports
+from workers.patches.absent_torchao import keep_torchao_out
+
+if __name__ == "__main__":  # before transformers is imported
+    keep_torchao_out()
+    begin_imports()
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -307,5 +313,6 @@ def _key_or_none(folder: Path, versions: Versions) -> str:
 
 
 if __name__ == "__main__":
+    end_imports()
     main(sys.argv[1])
     os._exit(0)  # the document is written; to take torch down takes seconds on a busy host

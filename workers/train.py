@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from ft_service.host.lifetime import die_with_parent, hold_rank_lock
+from ft_service.host.quick_imports import begin_imports, end_imports
 from workers.patches.absent_torchao import keep_torchao_out
 
 if __name__ == "__main__":  # before torch is imported: a rank must not outlive torchrun, not even while it starts
     die_with_parent()
     hold_rank_lock(sys.argv[1])
     keep_torchao_out()
+    begin_imports()
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -408,4 +410,5 @@ def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: in
 
 
 if __name__ == "__main__":
+    end_imports()
     leave(main(RunDir(sys.argv[1]), int(sys.argv[2])))

@@ -17,6 +17,7 @@ from ft_service.cli.local_store import with_sample_base
 from ft_service.cli.output import Json, connect, load_settings, print_json_line, print_note
 from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
+from ft_service.host.quick_imports import quick_imports
 
 WEB_PACKAGES = frozenset({"api", "fastapi", "fastapi_offline", "starlette", "uvicorn", "python_multipart"})
 
@@ -85,7 +86,8 @@ def open_page(
 
 def _server() -> Any:
     try:
-        return importlib.import_module("api.server")
+        with quick_imports():
+            return importlib.import_module("api.server")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in WEB_PACKAGES:
             raise

@@ -9,15 +9,18 @@ from __future__ import annotations
 import sys
 
 from ft_service.host.lifetime import die_with_parent, hold_rank_lock
+from ft_service.host.quick_imports import begin_imports, end_imports
 from workers.patches.absent_torchao import keep_torchao_out
 
 if __name__ == "__main__":  # before torch is imported: a rank must not outlive torchrun, not even while it starts
     die_with_parent()
     hold_rank_lock(sys.argv[1])
     keep_torchao_out()
+    begin_imports()
 from ft_service.rundir.directory import RunDir
 from workers.engine.engine import main
 from workers.ranks.runtime import leave
 
 if __name__ == "__main__":
+    end_imports()
     leave(main(RunDir(sys.argv[1]), int(sys.argv[2])))

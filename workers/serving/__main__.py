@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ft_service.host.quick_imports import quick_imports
 from workers.patches.absent_torchao import keep_torchao_out
 
 if __name__ == "__main__":  # before torch is imported
@@ -100,13 +101,14 @@ class PreviewWorker:
         self._wire.say({"kind": "ready", "load": wanted["load"]})
 
     def _built(self, wanted: dict[str, Any]) -> Any:
-        import torch
+        with quick_imports():
+            import torch
 
-        from ft_service.bases.cache_folder import Cache
-        from ft_service.spec import PrecisionOptions
-        from workers.serving.chat_tokens import Chats
-        from workers.serving.engine import Engine
-        from workers.serving.model import ServedModel
+            from ft_service.bases.cache_folder import Cache
+            from ft_service.spec import PrecisionOptions
+            from workers.serving.chat_tokens import Chats
+            from workers.serving.engine import Engine
+            from workers.serving.model import ServedModel
 
         path, most = wanted["path"], wanted["threads"]
         torch.set_num_threads(most)

@@ -12,6 +12,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ft_service.host.quick_imports import begin_imports, end_imports
+from workers.patches.absent_torchao import keep_torchao_out
+
+if __name__ == "__main__":  # before transformers is imported
+    keep_torchao_out()
+    begin_imports()
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -83,4 +89,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_imports()
     sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ft_service.host.quick_imports import begin_imports, end_imports
+from workers.patches.absent_torchao import keep_torchao_out
+
+if __name__ == "__main__":  # before transformers is imported
+    keep_torchao_out()
+    begin_imports()
 from ft_service.bases.origin import licence_of, portable_name
 from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
@@ -117,4 +123,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_imports()
     sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ft_service.host.quick_imports import begin_imports, end_imports
+from workers.patches.absent_torchao import keep_torchao_out
+
+if __name__ == "__main__":  # before transformers is imported
+    keep_torchao_out()
+    begin_imports()
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -314,4 +320,5 @@ def check_base(manifest: Manifest, base: Path) -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,10 @@ import os
 import sys
 import time
 
+from ft_service.host.quick_imports import begin_imports, end_imports
+
 if __name__ == "__main__":  # before the slow imports
+    begin_imports()
     # transformers imports torch if it is installed. Tokenizers do not need it, and it takes seconds and 250 MB.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
@@ -305,4 +308,5 @@ def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, *, pairs: bool) 
 
 
 if __name__ == "__main__":
+    end_imports()
     main()

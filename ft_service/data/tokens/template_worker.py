@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import sys
 
+from ft_service.host.quick_imports import begin_imports, end_imports
+
 if __name__ == "__main__":  # transformers imports torch wherever it finds it, which takes seconds
+    begin_imports()
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
 import contextlib
@@ -77,4 +80,5 @@ def _time_up(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     main()

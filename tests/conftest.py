@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.host.quick_imports import begin_imports, end_imports
 from tests.support.environment import forget_settings
 from tests.support.ports import listening_sockets
 
@@ -34,6 +35,7 @@ _LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    begin_imports()
     forget_settings()
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[_LEFT] = []
@@ -45,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((n for n, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    end_imports()
 
 
 @pytest.hookimpl(optionalhook=True)

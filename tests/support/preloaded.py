@@ -14,7 +14,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import tests.support.training.attempts
 import tests.support.training.loading
 import tests.support.training.parity  # noqa: F401
+from ft_service.host.quick_imports import end_imports
 
 # A rank's garbage collector would go through all of the above and so copy the pages on which it lies: half of a rank's start.
 gc.collect()
-gc.freeze()
+end_imports()

@@ -15,6 +15,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
+from tests.support.training.kept_tokens import give_tokens
 from workers.output.report import Reporter
 from workers.ranks.runtime import surroundings
 from workers.train import prepare_alone, train
@@ -39,8 +40,9 @@ def attempt_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
 
 def run_attempt(run: RunDir, attempt: int, world: int, checkpoint: str | None = None) -> Outcome:
     """Outcome of an attempt on `world` ranks, the same on all of them."""
-    job_id = run_spec(run).job_id
-    start = Start(job_id=job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+    spec = run_spec(run)
+    give_tokens(run, spec)
+    start = Start(job_id=spec.job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
     run.write(f"attempts/{attempt}/start.json", start)
     outcomes = run_on_ranks(attempt_on_rank, world, str(run.root), attempt)
     assert all(outcome == outcomes[0] for outcome in outcomes)

@@ -23,6 +23,7 @@ from ft_service.rundir.events import read_segments
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.kept_tokens import give_tokens
 from workers.engine.engine import TrainingEngine
 from workers.engine.resident_base import load_resident_base
 from workers.ranks.runtime import surroundings
@@ -41,6 +42,7 @@ def ran_alone(spec: JobSpec, folder: Path, world: int) -> RunDir:
 def prepare(spec: JobSpec, run: RunDir, engine: RunDir, attempt: int = 1, checkpoint: str | None = None) -> None:
     """Write what the service writes for a job that takes a seat."""
     run.write("spec.json", spec)
+    give_tokens(run, spec)
     start = Start(
         job_id=spec.job_id, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, engine=str(engine.root)
     )

@@ -1,0 +1,49 @@
+"""Tokens of data files, made once for all attempts of a test process: the process that makes them takes a second to start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ft_service.data import token_folder
+from ft_service.data.examiner import Examiner
+from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.token_cache import tokens_key
+from ft_service.errors import FtError
+from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.spec import DataFileRef, JobSpec
+from workers.data.token_sets import tokenise
+
+
+def give_tokens(run: RunDir, spec: JobSpec) -> None:
+    """Put the tokens of a job's files into its run directory, as an earlier attempt leaves them.
+
+    Files that are not as the spec says, or cannot be trained on, are left to the ranks, which report that.
+    """
+    for file in spec.data_files:
+        path = Path(file.path)
+        if path.is_file() and sha256_of(path) == file.sha256:
+            with contextlib.suppress(FtError):
+                entry = _entry(spec, file)
+                folder = run.path(token_folder.IN_RUN) / entry.name
+                if not folder.exists():
+                    shutil.copytree(entry, folder, copy_function=os.link)
+
+
+def _entry(spec: JobSpec, file: DataFileRef) -> Path:
+    folder = Path(_folder().name)
+    key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=spec.dpo is not None)
+    if not (folder / key).is_dir():
+        with closing(Examiner(tokens=folder)) as examiner:
+            tokenise(spec, file, examiner)
+    return folder / key
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="ft-tokens-")

@@ -17,9 +17,10 @@ from tests.support.attempts import new_run, process_of, supervisor_of, wait_for
 from tests.support.ports import listening_sockets
 
 WORKERS = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 from ft_service.host.lifetime import die_with_parent, hold_rank_lock
 die_with_parent()
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ignores it, and would wait half a minute for ranks that do so too
 hold_rank_lock(sys.argv[1])
 pids = pathlib.Path(sys.argv[1], "pids")
 pids.mkdir(exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from contextlib import closing
 from functools import cache
@@ -32,7 +31,7 @@ def give_tokens(run: RunDir, spec: JobSpec) -> None:
                 entry = _entry(spec, file)
                 folder = run.path(token_folder.IN_RUN) / entry.name
                 if not folder.exists():
-                    shutil.copytree(entry, folder, copy_function=os.link)
+                    shutil.copytree(entry, folder)
 
 
 def _entry(spec: JobSpec, file: DataFileRef) -> Path:

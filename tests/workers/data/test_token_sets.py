@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,15 @@ from unittest.mock import patch
 import pytest
 
 from ft_service.data import examiner, token_folder, token_options
+from ft_service.data.examiner import Examiner
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from ft_service.errors import DataError, FtError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import DataFile
-from ft_service.spec import JobSpec
+from ft_service.spec import DataFileRef, JobSpec
 from tests.support.ranks import run_on_ranks
+from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chats, save_tokenizer, spec_for
 from workers.data import token_sets
 from workers.data.token_sets import job_samples, remove_own
@@ -95,7 +96,7 @@ def test_one_rank_makes_them_while_the_others_wait_and_next_time_none_does(run: 
 
 
 def test_a_damaged_set_is_made_anew(run: RunDir) -> None:
-    run_on_ranks(samples_on_rank, 1, str(run.root), [], 1.0)
+    give_tokens(run, spec_of(run))
     damaged = sorted(run.root.glob("tokens/*/offsets.bin"))
     for path in damaged:
         path.write_bytes(b"")
@@ -119,22 +120,27 @@ def flip(path: Path, place: int) -> None:
 @pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "target_counts.bin", "offsets.bin"])
 def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str) -> None:
     """In the service's set: the damage is reported, the set is removed, and the ranks make their own."""
-    job_samples(run, spec_of(run))
-    stored = shutil.copytree(run.path(token_folder.IN_RUN), tmp_path / "of-service")  # the first ones are in use
-    shutil.rmtree(run.path(token_folder.IN_RUN))
+    give_tokens(run, spec_of(run))
+    stored = run.path(token_folder.IN_RUN).rename(tmp_path / "of-service")
     for path in stored.glob(f"*/{name}"):
         flip(path, 16)
     said: list[str] = []
-    with patch.dict(os.environ, {token_folder.FOLDER: str(stored)}):
+    made: list[str] = []
+
+    def make(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
+        made.append(file.name)
+        give_tokens(run, spec.model_copy(update={"training_data": file, "validation_data": None}))
+
+    with patch.dict(os.environ, {token_folder.FOLDER: str(stored)}), patch.object(token_sets, "tokenise", make):
         train, valid = job_samples(run, spec_of(run), said.append)
     assert (content(train), content(valid)) == expected(run)
-    assert sorted(text.split(":")[0] for text in said) == ["train.jsonl", "valid.jsonl"]
+    assert sorted(text.split(":")[0] for text in said) == sorted(made) == ["train.jsonl", "valid.jsonl"]
     assert all("than when they were written. They are not used, and made again." in text for text in said)
     assert list(stored.glob("*/index.json")) == []
 
 
 def test_a_flipped_bit_is_found_by_the_first_rank_for_all(run: RunDir) -> None:
-    run_on_ranks(samples_on_rank, 1, str(run.root), [], 1.0)
+    give_tokens(run, spec_of(run))
     for path in run.root.glob("tokens/*/ids.bin"):
         flip(path, 4)
     of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [], 1.0)
@@ -160,6 +166,7 @@ def test_a_template_that_hangs_on_one_line_ends_with_an_error(run: RunDir, monke
 
 
 def test_the_services_set_is_read_where_there_is_one(run: RunDir, tmp_path: Path) -> None:
+    give_tokens(run, spec_of(run))
     made = job_samples(run, spec_of(run))
     run.path(token_folder.IN_RUN).rename(tmp_path / "of-service")
     data = Path(spec_of(run).data_files[0].path)

@@ -31,6 +31,7 @@ from tests.support.training.engine_runs import (
     ran_alone,
     run_together,
 )
+from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chat_base, save_chats, save_pairs, spec_for
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
@@ -106,6 +107,7 @@ def test_jobs_of_one_engine_forget_what_they_forget_alone(specs: list[JobSpec], 
     engine = new_engine(tmp_path / "engine", specs[0])
     alone = RunDir(tmp_path / "alone")
     alone.write("spec.json", specs[0])
+    give_tokens(alone, specs[0])
     alone.write("attempts/1/start.json", Start(job_id="ftjob-0", attempt=1, world_size=2, generation=1, checkpoint=None))
     runs = [RunDir(tmp_path / spec.job_id) for spec in specs[:2]]
     for spec, run in zip(specs, runs, strict=False):

@@ -19,6 +19,7 @@ from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import (
     CPU,
     MIXED,
+    Step,
     assert_parity,
     constructed,
     counted_collectives,
@@ -69,17 +70,31 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {  # precisi
 }
 
 
+def train_each(rank: int, world: int, specs: dict[str, JobSpec]) -> dict[str, list[Step]]:
+    """The steps of several jobs, one after the other: to start ranks takes as long as to train one."""
+    return {case: train_steps(rank, world, spec) for case, spec in specs.items()}
+
+
+Trained = tuple[str, Path, list[dict[str, list[Step]]]]
+"""A base, its folder, and what each of two ranks saw of every case."""
+
+
+@pytest.fixture(scope="module", params=["deep", "tied"])
+def trained(request: pytest.FixtureRequest) -> Trained:
+    model = request.getfixturevalue(request.param)
+    specs = {case: job(model, 2, precision, **options) for case, (precision, options, *_) in CASES.items()}
+    return request.param, model, run_on_ranks(train_each, 2, specs)
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("base", ["deep", "tied"])
-def test_gathers_and_reductions_of_a_step_of_two_micro_batches(case: str, base: str, request: pytest.FixtureRequest) -> None:
+def test_gathers_and_reductions_of_a_step_of_two_micro_batches(case: str, trained: Trained) -> None:
     """Two steps, so that adapters which outlive the optimizer step would give the first loss again."""
     precision, options, untied_gathers, tied_gathers = CASES[case]
-    model = request.getfixturevalue(base)
-    spec = job(model, 2, precision, **options)
-    truth = reference_steps(model, spec)
-    for steps in run_on_ranks(train_steps, 2, spec):
-        assert_parity(steps, truth)
-        for step in steps:
+    base, model, of_ranks = trained
+    truth = reference_steps(model, job(model, 2, precision, **options))
+    for cases in of_ranks:
+        assert_parity(cases[case], truth)
+        for step in cases[case]:
             kinds = Counter(kind for kind, *_ in step.collectives)
             assert kinds["gather"] == (tied_gathers if base == "tied" else untied_gathers)
             assert kinds["reduce"] == (1 if options.get("wrap") == "none" else LAYERS), "once a step and group with adapters"

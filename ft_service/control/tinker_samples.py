@@ -1,4 +1,5 @@
-"""The loop that answers requests for samples of Tinker clients, which wait in the database, with the preview's process.
+"""The loop that has requests for samples of Tinker clients answered, which wait in the database: by the preview's process, or
+by the operator's inference servers.
 
 A server that is killed loses none: what is not answered then is asked again by the next one. An answer that is stored stays.
 Where weights are sampled from for the first time, the process also computes the log-probabilities of the sequences that the
@@ -14,52 +15,71 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.describing import Descriptions
 from ft_service.control.tinker_models import find_weights
-from ft_service.errors import FtError, NotFoundError, UnavailableError
+from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.serving.preview import Preview, PreviewModel, Ticket
+from ft_service.rundir.evaluations import Probe
+from ft_service.serving.preview import PreviewModel
+from ft_service.serving.preview_process import Deliver
+from ft_service.serving.served_verdict import OTHER_PRECISION, judge
+from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent, Principal
 from ft_service.store.sql import Store
 from ft_service.store.tinker import TinkerSample, TinkerSampler
 from ft_service.tinker.names import WeightsPath
 from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk, parse_sample_request
-from ft_service.tinker.saved_weights import PROBES, SamplerProbe, SamplerProbes, sampler_key
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 BUSY_SECONDS = 1.0
-"""Pause before a request is sent again that the preview had no place for."""
+"""Pause before a request is sent again that the sampler had no place for."""
 AT_ONCE = 128
 AT_ONCE_OF_PROJECT = 48
-FAR_NATS = 0.1
-"""Mean distance to the trainer's log-probabilities from which its user is warned: another precision explains less."""
+
+
+class Sampler(Protocol):
+    """What answers: `Preview` or `ServerSampler`."""
+
+    def submit(
+        self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
+    ) -> object:
+        """Have an order answered, whose parts are delivered. Raises UnavailableError."""
+        ...
+
+
+def run(
+    settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, sampler: Sampler, descriptions: Descriptions
+) -> None:
+    """Have requests answered until `stop` is set."""
+    SampleLoop(store, sampler, Places.of(settings), Catalogue.from_settings(settings, descriptions), meters).run(stop)
 
 
 @dataclass
 class _Asked:
-    """A request that the preview answers."""
+    """A request that is under way."""
 
     sample: TinkerSample | None
     """None: it measures how far the sampler is from the trainer."""
     sampled: Sampled
     sampler: TinkerSampler
     job: Job | None
-    probe: SamplerProbe | None = None
-    ticket: Ticket | None = None
+    probe: Probe | None = None
 
 
 @dataclass
 class SampleLoop:
-    """Requests for samples, answered one after the other as the preview has places. For one thread."""
+    """Requests for samples, answered one after the other as the sampler has places. For one thread."""
 
     store: Store
-    preview: Preview
+    sampler: Sampler
     places: Places
     catalogue: Catalogue
     meters: Meters
@@ -68,24 +88,24 @@ class SampleLoop:
 
     def __post_init__(self) -> None:
         self._parts: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        self._measured: dict[str, list[float]] = {}
-        """Sampler → distances of its probes so far."""
+        self._measured: dict[str, list[tuple[Probe, list[float]]]] = {}
+        """Sampler's id → its probes so far, with its log-probabilities of them."""
         self._known: set[str] = set()
         """Samplers that were measured, or have nothing to measure."""
 
     def run(self, stop: threading.Event) -> None:
         """Answer requests until `stop` is set. An error of one request is its answer."""
+        pause = 0.0
         while not stop.is_set():
-            pause = LOOK_SECONDS
+            wait, pause = pause, BUSY_SECONDS
             try:
+                self._take(wait)
                 self._ask_waiting()
+                pause = LOOK_SECONDS
             except UnavailableError as error:
                 log.info("requests for samples wait: %s", error.message)
-                pause = BUSY_SECONDS
             except Exception:
                 log.exception("requests for samples wait")
-                pause = BUSY_SECONDS
-            self._take(pause)
 
     def _ask_waiting(self) -> None:
         room = AT_ONCE - len(self.asked)
@@ -117,7 +137,7 @@ class SampleLoop:
         order = asked.sampled.request.order(adapter)
         project = asked.sampler.project_id
         deliver = partial(self._deliver, key)
-        asked.ticket = self.preview.submit(model, order, deliver, project_id=project, on_processor=True)
+        self.sampler.submit(model, order, deliver, project_id=project, on_processor=True)
         self.asked[key] = asked
 
     def _deliver(self, key: str, part: dict[str, Any]) -> None:
@@ -126,7 +146,7 @@ class SampleLoop:
     def _model(self, sampler: TinkerSampler) -> tuple[PreviewModel, str | None, Job | None]:
         """The base with its formats, the folder of the adapter, and the job that trained it. Raises NotFoundError."""
         if sampler.model_path is None:
-            return PreviewModel(str(self.catalogue.find(sampler.base).path)), None, None
+            return PreviewModel(str(self.catalogue.find(sampler.base).path), name=sampler.base), None, None
         path = WeightsPath.parse(sampler.model_path)
         owner = self.store.projects.get_project(sampler.project_id)
         caller = Principal(key_id="", project_id=owner.id, organization=owner.organization, scope="read")
@@ -168,7 +188,7 @@ class SampleLoop:
             del self.asked[key]
             error: FtError = part["error"]
             if asked.sample is not None and not isinstance(error, UnavailableError):  # that is asked again
-                answers[key] = {"error": error.message, "category": "user" if error.param else "server"}
+                answers[key] = {"error": error.message, "category": "user" if isinstance(error, SpecError) else "server"}
             return
         asked.sampled.take(part)
         if not asked.sampled.done:
@@ -184,16 +204,16 @@ class SampleLoop:
         assert asked.probe is not None
         assert asked.job is not None
         sampler_id, own = asked.sampler.id, [asked.sampled.prompt[place][0] for place in sorted(asked.sampled.prompt)]
-        distances = self._measured.setdefault(sampler_id, [])
-        distances += [abs(mine - theirs) for mine, theirs in zip(own, asked.probe.logprobs, strict=True)]
+        measured = self._measured.setdefault(sampler_id, [])
+        measured.append((asked.probe, own))
         if any(other.sampler.id == sampler_id and other.sample is None for other in self.asked.values()):
             return
-        gap = fmean(self._measured.pop(sampler_id))
+        probes, served = zip(*self._measured.pop(sampler_id), strict=True)
+        pairs = [pair for probe, own in zip(probes, served, strict=True) for pair in zip(probe.tuned, own, strict=True)]
+        gap = fmean(abs(trainer - sampler) for trainer, sampler in pairs)
         self.store.tinker.note_gap(sampler_id, gap)
         self.meters.sampler_gap.observe(gap)
-        if gap > FAR_NATS:
-            text = (
-                f"The sampler's log-probabilities of {asked.sampler.model_path} lie {gap:.3f} nats a token from the trainer's, "
-                f"more than another precision explains ({FAR_NATS:g}): losses that go by their ratio mean something else."
-            )
+        verdict = judge(probes, served)
+        if verdict.verified is False or gap > OTHER_PRECISION:
+            text = f"Samples of {asked.sampler.model_path}: {verdict.text}. Losses that go by a ratio mean something else then."
             self.store.jobs.add_events(asked.job, [NewEvent(level="warn", message=text)])

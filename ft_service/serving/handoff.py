@@ -51,8 +51,7 @@ class Handoff:
     def __init__(self, settings: Settings, store: Store, adapters: Path) -> None:
         self._store, self._adapters = store, adapters
         self._places = Places.of(settings)
-        key = settings.inference_api_key
-        self._servers = [InferenceServer(url, key.get_secret_value() if key else None) for url in settings.inference_urls]
+        self._servers = inference_servers(settings)
         self._jobs: dict[str, Job] = {}
         """Name of the tuned model → job."""
         self._known: set[str] = set()
@@ -103,15 +102,10 @@ class Handoff:
         source = self._places.run(job.id).plain("adapter")
         if not isinstance(source, Path) or not source.is_dir():
             return False
-        temporary = self._adapters / f".{job.id}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         try:
             refuse_damaged(source, name)
-            _fill(source, temporary)
-            os.replace(temporary, target)
+            put_adapter(source, target)
         except (FtError, OSError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             self._report(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
             return False
         return True
@@ -142,6 +136,26 @@ class Handoff:
 
     def _report(self, job: Job, verdict: Verdict) -> None:
         report(self._places.run(job.id), SERVING, self._store, job, verdict)
+
+
+def inference_servers(settings: Settings) -> list[InferenceServer]:
+    """Clients of all replicas of FT_INFERENCE_URL."""
+    key = settings.inference_api_key
+    return [InferenceServer(url, key.get_secret_value() if key else None) for url in settings.inference_urls]
+
+
+def put_adapter(source: Path, target: Path) -> None:
+    """Copy an adapter, whole, to where inference servers see it, unless it is there. Raises OSError and FtError."""
+    if target.is_dir():
+        return
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        _fill(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _fill(source: Path, target: Path) -> None:

@@ -6,20 +6,23 @@ from typing import Any
 
 import httpx2
 
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, SpecError, UnavailableError
 
 _TIMEOUT = httpx2.Timeout(60.0, connect=3.0)
+_ANSWER_TIMEOUT = httpx2.Timeout(3600.0, connect=3.0)
+"""Of a request for long answers, which waits in the server's queue too."""
 
 
 class InferenceServer:
     """A replica by its base URL, which ends in `/v1`. Every method makes one request and raises UnavailableError without an
-    answer, FtError with the server's message if it refuses.
+    answer, or while the server cannot work, and FtError with its message if it refuses; SpecError if the request is wrong.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.Client(headers=headers, timeout=_TIMEOUT, trust_env=False)
+        limits = httpx2.Limits(max_connections=None)
+        self._http = httpx2.Client(headers=headers, timeout=_TIMEOUT, trust_env=False, limits=limits)
 
     def close(self) -> None:
         self._http.close()
@@ -27,6 +30,14 @@ class InferenceServer:
     def models(self) -> set[str]:
         """Names of the models that it serves."""
         return {str(model["id"]) for model in self._call("GET", "/models").json()["data"]}
+
+    def longest(self) -> int:
+        """Tokens of its context. Raises SpecError if it does not tell."""
+        told = [model.get("max_model_len") for model in self._call("GET", "/models").json()["data"]]
+        lengths = [length for length in told if length is not None]
+        if not lengths:
+            raise SpecError(f"max_tokens: {self.url}/models does not tell its context. Give it.", param="max_tokens")
+        return max(lengths)
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter from a folder that the server sees under the same path."""
@@ -44,13 +55,22 @@ class InferenceServer:
             raise FtError(f"{self.url} gives no log-probabilities of a prompt (echo and logprobs of /completions).")
         return [float(value) for value in given]
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
+    def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of a completion."""
+        return self._call("POST", "/completions", body, timeout=_ANSWER_TIMEOUT).json()["choices"]
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx2.Timeout = _TIMEOUT
+    ) -> httpx2.Response:
         try:
-            answer = self._http.request(method, f"{self.url}{path}", json=body)
+            answer = self._http.request(method, f"{self.url}{path}", json=body, timeout=timeout)
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self.url} does not answer: {error}.") from error
         if not answer.is_success:
-            raise FtError(f"{self.url}{path} answers {answer.status_code}: {_words(answer)}")
+            kind = {400: SpecError, 422: SpecError, 429: UnavailableError, 503: UnavailableError}.get(
+                answer.status_code, FtError
+            )
+            raise kind(f"{self.url}{path} answers {answer.status_code}: {_words(answer)}")
         return answer
 
 

@@ -79,6 +79,8 @@ class PreviewModel:
     """Formats that the adapter was trained on; None: any."""
     job: Job | None = None
     """The job whose outcome the adapter is, if any."""
+    name: str = ""
+    """Name of the base, by which an inference server knows it."""
 
 
 class Preview:

@@ -13,6 +13,7 @@ import shutil
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import Probe
 
 SAVED, FOR_SAMPLER = "saved_weights", "sampler_weights"
 PROBES = "probes.json"
@@ -51,16 +52,6 @@ class WeightsOptions(BaseModel):
     user_metadata: dict[str, str] | None = None
 
 
-class SamplerProbe(BaseModel):
-    """A sequence as the trainer sees it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    tokens: list[int]
-    logprobs: list[float]
-    """Log-probabilities in nats of all tokens but the first."""
-
-
 class SamplerProbes(BaseModel):
     """`sampler_weights/<name>/probes.json`."""
 
@@ -68,7 +59,7 @@ class SamplerProbes(BaseModel):
 
     command: int
     """Number of the command that saved the weights."""
-    probes: list[SamplerProbe]
+    probes: list[Probe]
 
 
 def saved_key(name: str) -> str:
@@ -108,6 +99,21 @@ def samplers_of(run: RunDir) -> list[str]:
     """Names of the weights that were saved to sample from, in the order of their names."""
     folder = run.path(FOR_SAMPLER)
     return sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def count_saved(run: RunDir) -> int:
+    """Number of all saved weights of a model, with those that have no name."""
+    return len(run.list(SAVED)) + len(samplers_of(run))
+
+
+def sampler_bytes(run: RunDir, name: str) -> int:
+    """Bytes of weights that were saved to sample from."""
+    return sum(file.stat().st_size for file in run.path(sampler_key(name)).iterdir())
+
+
+def saved_bytes(run: RunDir) -> int:
+    """Bytes of all saved weights of a model."""
+    return sum(saved.bytes for saved in saved_weights(run)) + sum(sampler_bytes(run, name) for name in samplers_of(run))
 
 
 def delete_saved(run: RunDir, name: str) -> bool:

@@ -28,7 +28,7 @@ from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
-from ft_service.tinker.saved_weights import PROBES, SamplerProbe, SamplerProbes, SavedWeights, sampler_key, saved_key
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, SavedWeights, sampler_key, saved_key
 from workers.base.rank_objects import from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState, learning_rate_at
@@ -459,8 +459,7 @@ class CommandLoop:
             raise SpecError(f"path = {name!r}: there are weights to sample from of this name. Take another one.")
         probes = measure(context.model, self.newest_sequences, context.runtime.device)
         context.model.train()
-        own = [SamplerProbe(tokens=probe.tokens, logprobs=probe.tuned) for probe in probes]
-        stored = SamplerProbes(command=command.seq, probes=own)
+        stored = SamplerProbes(command=command.seq, probes=probes)
         target = context.runtime.run.path(key)
         config = context.model.peft_config["default"]
         try:

@@ -35,12 +35,7 @@ def create_sampler(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[
 
 def _source(given: CreateSampler, caller: Principal, services: Services) -> tuple[str, str | None]:
     """The base, and the path of the weights. Raises SpecError and NotFoundError."""
-    if services.preview is None:
-        raise SpecError(
-            "This service answers no requests for samples: its preview is off, or runs in another process (FT_PREVIEW, "
-            "FT_LAUNCHER = local, no FT_INFERENCE_URL).",
-            code="no_sampler",
-        )
+    services.refuse_samples(of_weights=given.model_path is not None)
     if given.model_path is None:
         if given.base_model is None:
             raise SpecError("model_path or base_model is needed.", param="base_model")

@@ -1,0 +1,217 @@
+"""Answers to requests for samples by the operator's inference servers (FT_INFERENCE_URL), in the parts that a preview delivers.
+
+Each version of weights is an adapter with a name of its own, so that no server answers with an earlier one. It is copied to
+FT_ADAPTERS and loaded by the server that is asked for it first. The folder's time is that of its last use: a version that was
+not used for a while is unloaded and removed, also after a restart, and comes back when it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
+from ft_service.host.loops import every
+from ft_service.serving.handoff import inference_servers, put_adapter
+from ft_service.serving.inference_server import InferenceServer
+from ft_service.serving.preview import PreviewModel
+from ft_service.serving.preview_process import Deliver, as_part
+from ft_service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PREFIX = "ft-sampler-"
+"""Beginning of a version's name, which no tuned model's has."""
+UNUSED_SECONDS = 120.0
+"""Time after which a version that is not sampled from is unloaded."""
+AWAY_SECONDS = 2.0
+"""Time for which a server that did not answer is not asked."""
+AT_ONCE = 128
+"""Limit of requests under way at all servers together."""
+TOKEN = "token_id:"
+"""How vLLM writes a token if it is asked for numbers (return_tokens_as_token_ids)."""
+
+
+class ServerSampler:
+    """Requests for samples at all servers. Any thread may submit; `run` belongs to a thread of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._servers = inference_servers(settings)
+        self._adapters = settings.adapters
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="samples")
+        self._guard = threading.Lock()
+        self._busy, self._used = Counter[InferenceServer](), Counter[str]()
+        """Requests under way at each server, and of each model."""
+        self._away: dict[InferenceServer, float] = {}
+        self._loading = threading.Lock()
+        self._loaded: set[tuple[InferenceServer, str]] = set()
+
+    def submit(
+        self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
+    ) -> None:
+        """As `Preview.submit`. Raises UnavailableError while no server answers, NotFoundError for weights that are gone."""
+        name = model.name if order["adapter"] is None else version_of(Path(order["adapter"]))
+        with self._guard:
+            now = time.monotonic()
+            there = [server for server in self._servers if self._away.get(server, 0.0) <= now]
+            if not there:
+                raise UnavailableError("No inference server answers (FT_INFERENCE_URL).")
+            server = min(there, key=lambda each: self._busy[each])
+            self._busy[server] += 1
+            self._used[name] += 1
+        self._pool.submit(self._answer, server, name, order, deliver)
+
+    def run(self, stop: threading.Event) -> None:
+        """Unload what is not used until `stop` is set."""
+        every(UNUSED_SECONDS / 10, self.unload_unused, stop, "unloading weights that are not sampled from")
+        self._pool.shutdown(cancel_futures=True)
+        for server in self._servers:
+            server.close()
+
+    def unload_unused(self) -> None:
+        """Unload and remove the versions that no request uses, and none has used for UNUSED_SECONDS."""
+        for folder in self._adapters.glob(f"{PREFIX}*") if self._adapters is not None else ():
+            with self._loading:
+                if not self._used[folder.name] and folder.stat().st_mtime <= time.time() - UNUSED_SECONDS:
+                    for server in self._servers:
+                        self._unload(server, folder.name)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _unload(self, server: InferenceServer, name: str) -> None:
+        self._loaded.discard((server, name))
+        try:
+            if name in server.models():
+                server.unload(name)
+        except FtError as error:
+            log.warning("%s was not unloaded: %s", name, error.message)
+
+    def _answer(self, server: InferenceServer, name: str, order: dict[str, Any], deliver: Deliver) -> None:
+        try:
+            for part in parts_of(order, self._completed(server, name, order)):
+                deliver(part)
+        except UnavailableError as error:
+            with self._guard:
+                self._away[server] = time.monotonic() + AWAY_SECONDS
+            deliver(as_part(error))
+        except FtError as error:
+            deliver(as_part(error))
+        except Exception:
+            log.exception("a request for samples has failed")
+            deliver(as_part(FtError("The request has failed; the service's log says how.")))
+        finally:
+            with self._guard:
+                self._used[name] -= 1
+                self._busy[server] -= 1
+
+    def _completed(self, server: InferenceServer, name: str, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The server's choices."""
+        wanted = order["max_tokens"] or server.longest() - len(order["prompt"])
+        if wanted < 1:
+            raise SpecError("prompt: it fills the inference server's context. Shorten it.", param="prompt")
+        body = body_of(order, name, wanted)
+        if order["adapter"] is None:
+            return server.complete(body)
+        self._load(server, name, Path(order["adapter"]))
+        try:
+            return server.complete(body)
+        except FtError:
+            if name in server.models():
+                raise
+        with self._loading:  # it has restarted without the adapter
+            self._loaded.discard((server, name))
+        self._load(server, name, Path(order["adapter"]))
+        return server.complete(body)
+
+    def _load(self, server: InferenceServer, name: str, source: Path) -> None:
+        assert self._adapters is not None  # without it a sampler of weights is refused
+        folder = self._adapters / name
+        with self._loading:
+            if (server, name) not in self._loaded:
+                put_adapter(source, folder)
+                if name not in server.models():
+                    server.load(name, str(folder))
+                self._loaded.add((server, name))
+            os.utime(folder)
+
+
+def version_of(folder: Path) -> str:
+    """The name of the weights that are in a folder now: others in their place have another one. Raises NotFoundError."""
+    try:
+        state = folder.stat()
+    except FileNotFoundError:
+        raise NotFoundError("The weights were deleted.", param="model_path", code="weights_not_found") from None
+    return PREFIX + hashlib.sha256(f"{folder} {state.st_ino} {state.st_mtime_ns}".encode()).hexdigest()[:24]
+
+
+def body_of(order: Mapping[str, Any], name: str, max_tokens: int) -> dict[str, Any]:
+    """The body of /completions for an order (SampleRequest.order). Pure. Every option is given: a server takes those that are
+    left out from the base's generation_config.json."""
+    greedy = order["temperature"] == 0
+    return {
+        "model": name,
+        "prompt": order["prompt"],
+        "n": 1 if greedy else order["n"],  # vLLM refuses more
+        "max_tokens": max_tokens,
+        "temperature": order["temperature"],
+        "top_p": order["top_p"],
+        "top_k": order["top_k"] or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": order["seed"],
+        "stop": order["stop_texts"],
+        "stop_token_ids": order["stop_tokens"],
+        "ignore_eos": not order["ends"],
+        "skip_special_tokens": False,
+        "logprobs": order["top_logprobs"],
+        "prompt_logprobs": order["top_prompt_logprobs"] if order["scored"] else None,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def parts_of(order: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The parts of an answer, as the preview delivers them. Pure. Raises FtError for choices without tokens."""
+    if order["temperature"] == 0:
+        choices = [choices[0]] * order["n"]
+    if order["scored"]:
+        first = len(order["prompt"]) - order["scored"]
+        yield {"kind": "scores", "place": first, **_scores(order, choices[0].get("prompt_logprobs") or (), first)}
+    for index, choice in enumerate(choices):
+        told = choice["logprobs"]
+        top = [_likeliest(own, order["top_logprobs"]) for own in told["top_logprobs"]]
+        tokens = [_number(token) for token in told["tokens"]]
+        yield {"kind": "tokens", "index": index, "tokens": tokens, "logprobs": told["token_logprobs"], "top": top}
+        yield {"kind": "end", "index": index, "reason": choice["finish_reason"]}
+    yield {"kind": "done"}
+
+
+def _scores(order: Mapping[str, Any], told: Sequence[Mapping[str, Mapping[str, float]] | None], first: int) -> dict[str, Any]:
+    places = list(zip(order["prompt"], told, strict=False))[first:]
+    if len(places) != order["scored"] or any(own is None for _, own in places):
+        raise FtError("The inference server gives no log-probabilities of a prompt (prompt_logprobs of /completions).")
+    known = [(token, {int(other): each["logprob"] for other, each in (own or {}).items()}) for token, own in places]
+    top = [_sorted(own)[: order["top_prompt_logprobs"]] for _, own in known]
+    return {"logprobs": [own[token] for token, own in known], "top": top}
+
+
+def _likeliest(told: Mapping[str, float], most: int) -> list[tuple[int, float]]:
+    """vLLM adds the token that was drawn, where it is none of the likeliest."""
+    return _sorted({_number(token): logprob for token, logprob in told.items()})[:most]
+
+
+def _sorted(logprobs: Mapping[int, float]) -> list[tuple[int, float]]:
+    return sorted(logprobs.items(), key=lambda pair: -pair[1])
+
+
+def _number(token: str) -> int:
+    if not token.startswith(TOKEN):
+        raise FtError("The inference server gives no tokens (return_tokens_as_token_ids of /completions), as vLLM does.")
+    return int(token.removeprefix(TOKEN))

@@ -1,0 +1,186 @@
+"""Requests for samples of Tinker's clients, answered by inference servers, which get each version of weights by a new name."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ft_service.bases.catalogue import Catalogue
+from ft_service.control.tinker_samples import SampleLoop
+from ft_service.jobs.states import Job
+from ft_service.meters import Meters
+from ft_service.rundir.evaluations import Probe
+from ft_service.serving.server_samples import PREFIX, ServerSampler
+from ft_service.settings import Settings
+from ft_service.storage.locations import Places
+from ft_service.store.sql import Store
+from ft_service.store.tinker import TinkerSample, TinkerSampler
+from ft_service.tinker import tinker_messages_pb2 as pb
+from ft_service.tinker.names import WeightsPath, job_id_of
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, delete_sampler, sampler_key
+from tests.support.attempts import wait_for
+from tests.support.bases import SAMPLE
+from tests.support.reconciling import PROJECT, add_job, new_store
+from tests.support.rest.fake_vllm import FakeVllm, fake_vllm
+
+MODEL, TOKENS = "session-1:train:0", [1, 2, 3, 4]
+TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]
+numbers = count()
+
+
+@dataclass
+class Place:
+    """A service with inference servers."""
+
+    store: Store
+    servers: list[FakeVllm]
+    sampler: ServerSampler
+    loop: SampleLoop
+    adapters: Path
+    job: Job
+
+    def save(self, name: str, r: int = 8) -> str:
+        """Save weights to sample from; the sampler of them."""
+        run = self.loop.places.run(self.job.id)
+        run.put(f"{sampler_key(name)}/adapter_config.json", json.dumps({"r": r}).encode())
+        run.put(f"{sampler_key(name)}/adapter_model.safetensors", name.encode())
+        probes = SamplerProbes(command=1, probes=[Probe(tokens=TOKENS, tuned=TUNED, base=BASE)] * 2)
+        run.put(f"{sampler_key(name)}/{PROBES}", probes.model_dump_json().encode())
+        return self.sampler_of(str(WeightsPath(MODEL, "sampler_weights", name)))
+
+    def sampler_of(self, path: str | None) -> str:
+        own = f"session-1:sample:{next(numbers)}"
+        sampler = TinkerSampler(id=own, project_id=PROJECT, session_id="session-1", base=SAMPLE.name, model_path=path)
+        return self.store.tinker.put_sampler(sampler).id
+
+    def ask(self, sampler: str, params: dict[str, Any], **request: Any) -> Any:
+        """The answer to a request: a message, or what it says is wrong."""
+        own = f"{sampler}#{next(numbers)}"
+        body = {"prompt": {"chunks": [{"tokens": [2, 3]}]}, "sampling_params": params, **request}
+        self.store.tinker.put_sample(TinkerSample(id=own, project_id=PROJECT, sampler_id=sampler, request=body))
+        wait_for(lambda: own in self.store.tinker.answered([own]), 20)
+        sample = self.store.tinker.get_sample(PROJECT, own)
+        return pb.SampleResponse.FromString(sample.answer) if sample.answer else sample.error
+
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.store.jobs.list_events(PROJECT, self.job.id).data if event.level == "warn"]
+
+    def gap(self, sampler: str) -> float | None:
+        return self.store.tinker.get_sampler(PROJECT, sampler).logprob_gap
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    store = new_store(tmp_path)
+    store.tinker.create_session("session-1", PROJECT, None, None)
+    with fake_vllm() as one, fake_vllm() as other:
+        for vllm in (one, other):
+            vllm.base, vllm.logprobs = SAMPLE.name, lambda name, tokens: TUNED if name.startswith(PREFIX) else BASE
+        urls = f"{one.url},{other.url}"
+        settings = Settings.model_validate({"home": tmp_path, "inference_url": urls, "adapters": tmp_path / "served"})
+        sampler, stop = ServerSampler(settings), threading.Event()
+        loop = SampleLoop(store, sampler, Places(tmp_path), Catalogue([SAMPLE.parent]), Meters())
+        place = Place(store, [one, other], sampler, loop, tmp_path / "served", add_job(store, job_id_of(MODEL)))
+        threads = [threading.Thread(target=work, args=(stop,)) for work in (loop.run, sampler.run)]
+        for thread in threads:
+            thread.start()
+        yield place
+        stop.set()
+        for thread in threads:
+            thread.join()
+    store.close()
+
+
+def told(message: Any) -> list[tuple[list[int], bool]]:
+    """Tokens of each answer, and whether it has ended by itself."""
+    stopped = pb.STOP_REASON_STOP
+    return [(np.frombuffer(s.tokens, "<i4").tolist(), s.stop_reason == stopped) for s in message.sequences]
+
+
+def test_what_is_drawn_and_where_it_ends(place: Place) -> None:
+    base = place.sampler_of(None)
+    drawn = place.ask(base, {"max_tokens": 3, "seed": 5, "top_k": 4, "top_p": 0.5, "temperature": 0.5}, num_samples=2)
+    assert told(drawn) == [([4, 5, 6], False), ([5, 7, 9], True)], "token 9 ends the base's answers"
+    sent = next(body for vllm in place.servers for body in vllm.bodies)
+    asked = {"model": SAMPLE.name, "prompt": [2, 3], "seed": 5, "top_k": 4, "top_p": 0.5, "temperature": 0.5, "n": 2}
+    assert {name: sent[name] for name in asked} == asked
+    assert told(place.ask(base, {"max_tokens": 9, "stop": [6]})) == [([4, 5, 6], True)]
+    assert told(place.ask(base, {"max_tokens": 9, "stop": " 7"})) == [([4, 5, 6, 7], True)]
+    assert told(place.ask(base, {"max_tokens": 9, "stop": []})) == [(list(range(4, 13)), False)], "not even the base's end"
+    assert told(place.ask(base, {"temperature": 0.0}, num_samples=3)) == [([4, 5, 6, 7, 8, 9], True)] * 3
+    assert place.ask(base, {"max_tokens": 99})["category"] == "user"
+
+
+def test_log_probabilities(place: Place) -> None:
+    message = place.ask(
+        place.save("one"), {"max_tokens": 2}, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3
+    )
+    nothing, known = np.frombuffer(message.prompt_logprobs, "<f4")
+    assert (np.isnan(nothing), float(known)) == (True, pytest.approx(TUNED[0]))
+    assert np.frombuffer(message.sequences[0].logprobs, "<f4").tolist() == [-0.5, -0.5]
+    top = message.sequences[0].topk_sampled_logprobs
+    assert np.frombuffer(top.token_ids, "<i4").reshape(2, 3).tolist() == [[0, 4, 1], [0, 5, 1]]
+    assert np.frombuffer(message.topk_prompt_logprobs.token_ids, "<i4").tolist() == [0, 0, 0, 3]
+
+
+def test_each_version_has_a_name_and_goes_when_it_is_not_used(place: Place) -> None:
+    first, second = place.save("one"), place.save("two")
+    for sampler in (first, second):
+        assert told(place.ask(sampler, {"max_tokens": 1})) == [([4], False)]
+    loaded = {name: folder for vllm in place.servers for name, folder in vllm.loaded.items()}
+    assert sorted((folder / "adapter_model.safetensors").read_bytes() for folder in loaded.values()) == [b"one", b"two"]
+    assert wait_for(lambda: [place.gap(own) for own in (first, second)] == [pytest.approx(0.0)] * 2, 20)
+    assert place.warnings() == []
+
+    [old] = [name for name, folder in loaded.items() if (folder / "adapter_model.safetensors").read_bytes() == b"one"]
+    os.utime(place.adapters / old, (0, 0))
+    place.sampler.unload_unused()
+    left = {name for vllm in place.servers for name in vllm.loaded}
+    assert left == loaded.keys() - {old}
+    assert not (place.adapters / old).exists()
+    assert told(place.ask(first, {"max_tokens": 1})) == [([4], False)], "it comes back"
+    for vllm in place.servers:
+        vllm.loaded.clear()  # they have restarted
+    assert told(place.ask(first, {"max_tokens": 1})) == [([4], False)]
+
+    delete_sampler(place.loop.places.run(place.job.id), "one")
+    assert "no saved weights" in place.ask(first, {"max_tokens": 1})["error"]
+    again = place.save("one")  # other weights of the same name
+    assert told(place.ask(again, {"max_tokens": 1})) == [([4], False)]
+
+
+def test_a_server_that_ignores_the_weights_is_found_out(place: Place) -> None:
+    for vllm in place.servers:
+        vllm.logprobs = lambda name, tokens: BASE
+    sampler = place.save("one")
+    place.ask(sampler, {"max_tokens": 1})
+    wait_for(lambda: place.gap(sampler) is not None, 20)
+    assert place.gap(sampler) == pytest.approx(np.mean(np.subtract(TUNED, BASE)))
+    [text] = place.warnings()
+    assert "the server answers with the base, not with the adapter" in text
+
+
+def test_a_refusal_is_the_answer_in_the_servers_words(place: Place) -> None:
+    assert "LoRA rank 64 is greater than max_lora_rank 16" in place.ask(place.save("large", r=64), {"max_tokens": 1})["error"]
+
+
+def test_requests_wait_for_a_server(place: Place) -> None:
+    for vllm in place.servers:
+        vllm.status = 503
+    base, answers = place.sampler_of(None), list[Any]()
+    thread = threading.Thread(target=lambda: answers.append(place.ask(base, {"max_tokens": 1})))
+    thread.start()
+    wait_for(lambda: any(vllm.bodies for vllm in place.servers), 20)
+    for vllm in place.servers:
+        vllm.status = None
+    thread.join()
+    assert told(answers[0]) == [([4], False)]

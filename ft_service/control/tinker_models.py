@@ -30,12 +30,21 @@ from ft_service.settings import Settings
 from ft_service.spec import LoraOptions
 from ft_service.spec.request import parse_client_loop
 from ft_service.storage.locations import Places
-from ft_service.store.records import NewEvent, Principal
+from ft_service.store.records import NewEvent, Principal, TenantLimits
 from ft_service.store.sql import Store
 from ft_service.tinker.bodies import LoraConfig
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.names import WeightsPath, check_model_id, job_id_of, session_of
-from ft_service.tinker.saved_weights import SavedWeights, delete_sampler, delete_saved, options_of, sampler_key, saved_key
+from ft_service.tinker.saved_weights import (
+    SavedWeights,
+    count_saved,
+    delete_sampler,
+    delete_saved,
+    options_of,
+    sampler_key,
+    saved_bytes,
+    saved_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +54,8 @@ LORA_ALPHA = 32
 """Tinker's lora_alpha, whatever the rank (its documentation's `LoRA primer`)."""
 DEFAULT_LENGTH = 8192
 """Longest sequence of a model, unless the base's context is shorter."""
+MOST_SAVED = 4096
+"""Limit of a model's saved weights, with those without a name of the last hour."""
 IDLE_LOOK_SECONDS = 2.0
 UNUSED_SECONDS = 3600.0
 """Time after which weights that were saved without a name, and are not sampled from, are removed; and answered samples."""
@@ -163,11 +174,12 @@ def accept(job: Job, command: Command, store: Store, places: Places) -> None:
         store.jobs.request(job.project_id, job.id, Verb.RESUME)
 
 
-def models_of(project_id: str, session_id: str, store: Store) -> Iterator[Job]:
-    """The models of a session, the newest first."""
+def project_models(project_id: str, store: Store, session_id: str | None = None) -> Iterator[Job]:
+    """The models of a project, or of a session, the newest first."""
     after = None
+    metadata = None if session_id is None else {SESSION_KEY: session_id}
     while True:
-        page = store.jobs.list_jobs(project_id, after=after, limit=100, metadata={SESSION_KEY: session_id})
+        page = store.jobs.list_jobs(project_id, after=after, limit=100, metadata_key=MODEL_KEY, metadata=metadata)
         yield from (job for job in page.data if is_model(job))
         if not page.has_more:
             return
@@ -176,7 +188,7 @@ def models_of(project_id: str, session_id: str, store: Store) -> Iterator[Job]:
 
 def finish_models(project_id: str, session_id: str, store: Store, places: Places) -> None:
     """Have the models of a session write their adapters and end, behind the commands that they have."""
-    for job in models_of(project_id, session_id, store):
+    for job in project_models(project_id, store, session_id):
         if job.state in TERMINAL:
             continue
         commands = CommandLog(places.run(job.id))
@@ -241,6 +253,25 @@ def find_weights(path: WeightsPath, principal: Principal, store: Store, places: 
     if saved is None:
         raise missing
     return job, saved
+
+
+def refuse_weights_beyond(job: Job, limits: TenantLimits, store: Store, places: Places) -> None:
+    """Raise SpecError if no more weights of a model may be saved: it has as many as it may have, or its project keeps as many
+    bytes."""
+    count = count_saved(places.run(job.id))
+    if count >= MOST_SAVED:
+        text = f"The model has {count} saved weights, as many as it may have. Delete some (delete_checkpoint)."
+        raise SpecError(text, param="path", code="too_many_weights")
+    if limits.max_bytes is None:
+        return
+    held = store.projects.bytes_of_files(job.project_id)
+    held += sum(saved_bytes(places.run(other.id)) for other in project_models(job.project_id, store))
+    if held >= limits.max_bytes:
+        text = (
+            f"This project keeps {held} bytes of files and saved weights, and may keep {limits.max_bytes} (limit max_bytes): "
+            "delete weights (delete_checkpoint) or files, or ask an administrator for more."
+        )
+        raise SpecError(text, param="path", code="storage_limit")
 
 
 def delete_weights(run: RunDir, path: WeightsPath) -> bool:

@@ -43,7 +43,7 @@ class TenantLimits:
     max_queued: int | None = None
     """Number of waiting jobs."""
     max_bytes: int | None = None
-    """Bytes of all files."""
+    """Bytes of all files. Weights are saved by name (Tinker's clients) while these with the files are fewer."""
     max_requests_per_minute: int | None = None
     """Requests with any of its keys, to all API processes that share a PostgreSQL."""
     max_priority: int | None = None

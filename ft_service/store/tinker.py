@@ -12,6 +12,7 @@ from ft_service.errors import LimitError, SpecError
 from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.rows import columns_of, not_found
 from ft_service.store.tables import UNANSWERED, tinker_samplers, tinker_samples, tinker_sessions
+from ft_service.store.tenants.audit import record
 
 MOST_UNANSWERED = 4096
 """Limit of a project's samples that wait."""
@@ -148,6 +149,11 @@ class TinkerStore(StorePart):
         if number is None:
             raise not_found("sampler", sampler_id)
         return number - 1
+
+    def record_weights(self, project_id: str, change: str, path: str) -> None:
+        """Write into the audit log what is done to saved weights, which are files. `change`: such as published."""
+        with self._database.writing() as connection:
+            record(connection, project_id, f"weights.{change}", path)
 
     def note_gap(self, sampler_id: str, gap: float) -> None:
         """Store how far a sampler is from the trainer."""

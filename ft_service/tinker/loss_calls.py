@@ -6,6 +6,7 @@ arrays here, so that a server without torch can check them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ MOST_DATUMS = 1024
 """Limit of data in one call; the client cuts longer lists into several calls."""
 MOST_TARGETS_OF_TOKEN = 32
 """Limit of target tokens at one position."""
+_MOST_HEAD_BYTES = 256
+"""A model's id and a number take less."""
 
 _WEIGHTED = ("weights",)
 _RATIO = ("logprobs", "advantages")
@@ -89,6 +92,16 @@ class LossRequest:
             message_name = "ForwardBackwardRequest of the tinker package (application/x-protobuf)"
             raise SpecError(f"The body is no {message_name}.") from None
         return cls(message.model_id, message.seq_id, message)
+
+    @classmethod
+    def beginning_of(cls, body: bytes) -> LossRequest:
+        """Model and number of a call of which only the beginning was read: messages begin with them. Raises SpecError."""
+        for end in range(_MOST_HEAD_BYTES):
+            with contextlib.suppress(DecodeError):
+                message = pb.ForwardBackwardRequest.FromString(body[:end])
+                if message.model_id and message.seq_id:
+                    return cls(message.model_id, message.seq_id, message)
+        raise SpecError("The body does not begin with model_id and seq_id, and is too large.", code="request_too_large")
 
     def call(self, *, vocabulary: int, longest: int) -> LossCall:
         """The call, checked. `vocabulary`: rows of the base's embedding; `longest`: most tokens of a sequence.

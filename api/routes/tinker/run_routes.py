@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Literal
 
 from fastapi import Query, Response
 
 from api.http.dependencies import JsonBody, Services, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import MODEL_KEY, delete_weights, find_model, find_weights, is_model
+from ft_service.control.tinker_models import MODEL_KEY, delete_weights, find_model, find_weights, project_models
 from ft_service.errors import NotFoundError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.directory import RunDir
@@ -20,11 +20,11 @@ from ft_service.store.records import Principal
 from ft_service.tinker.bodies import WeightsTtl
 from ft_service.tinker.commands import CommandLog
 from ft_service.tinker.names import Kind, WeightsPath
-from ft_service.tinker.saved_weights import options_of, sampler_key, samplers_of, saved_weights, set_options
+from ft_service.tinker.saved_weights import options_of, sampler_bytes, sampler_key, samplers_of, saved_weights, set_options
 
 router = tinker_router()
 
-_MOST_RUNS = 100
+_MOST_RUNS = 1000
 Limit = Query(20, ge=1, le=100)
 Offset = Query(0, ge=0, le=10_000)
 
@@ -59,9 +59,8 @@ def _weights_of(model: str, run: RunDir) -> list[_Weights]:
     """All saved weights of a model, the newest first; what has expired is removed."""
     found = [_Weights(WeightsPath(model, "weights", own.name), own.created_at, own.bytes) for own in saved_weights(run)]
     for name in samplers_of(run):
-        files = [path.stat() for path in run.path(sampler_key(name)).iterdir()]
-        newest, size = max((file.st_mtime for file in files), default=0.0), sum(file.st_size for file in files)
-        found.append(_Weights(WeightsPath(model, "sampler_weights", name), newest, size))
+        saved_at = run.path(sampler_key(name)).stat().st_mtime
+        found.append(_Weights(WeightsPath(model, "sampler_weights", name), saved_at, sampler_bytes(run, name)))
     kept = []
     for weights in found:
         expires_at = options_of(run, weights.path.checkpoint_id).expires_at
@@ -92,27 +91,13 @@ def _run_view(job: Job, services: Services) -> dict[str, Any]:
     }
 
 
-def _models(caller: Principal, services: Services, most: int) -> Iterator[Job]:
-    """The project's models, the newest first."""
-    after = None
-    while most > 0:
-        page = services.store.jobs.list_jobs(
-            caller.project_id, after=after, limit=min(most, _MOST_RUNS), metadata_key=MODEL_KEY
-        )
-        yield from (job for job in page.data if is_model(job))
-        most -= len(page.data)
-        if not page.has_more:
-            return
-        after = page.data[-1].id
-
-
 def _page(found: list[Any], limit: int, offset: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
 @router.get("/training_runs")
 def list_runs(caller: TinkerCaller, services: Svc, limit: int = Limit, offset: int = Offset) -> dict[str, Any]:
-    found = list(_models(caller, services, offset + limit + 1))
+    found = list(islice(project_models(caller.project_id, services.store), offset + limit + 1))
     views = [_run_view(job, services) for job in found[offset : offset + limit]]
     return {"training_runs": views, "cursor": _page(found, limit, offset)}
 
@@ -134,7 +119,7 @@ def list_all_checkpoints(
 ) -> dict[str, Any]:
     """Saved weights of the project's newest models, model by model."""
     views: list[dict[str, Any]] = []
-    for job in _models(caller, services, 10 * _MOST_RUNS):
+    for job in islice(project_models(caller.project_id, services.store), _MOST_RUNS):
         run = services.places.run(job.id)
         views += [weights.view(run) for weights in _weights_of(job.request["metadata"][MODEL_KEY], run)]
         if len(views) > offset + limit:
@@ -155,6 +140,7 @@ def delete_checkpoint(
     model: str, kind: Literal["weights", "sampler_weights"], name: str, caller: TinkerCaller, services: Svc
 ) -> Response:
     run, path = _own(model, kind, name, caller, services)
+    services.store.tinker.record_weights(caller.project_id, "deleted", str(path))
     delete_weights(run, path)
     return Response(status_code=204)
 
@@ -164,14 +150,19 @@ def publish(
     model: str, kind: Literal["weights", "sampler_weights"], name: str, caller: TinkerCaller, services: Svc
 ) -> Response:
     """Let every project of the organization load the weights, whoever knows their path."""
-    return _change(*_own(model, kind, name, caller, services), public=True)
+    return _publish(*_own(model, kind, name, caller, services), caller, services, public=True)
 
 
 @router.delete("/training_runs/{model}/checkpoints/{kind}/{name}/publish")
 def unpublish(
     model: str, kind: Literal["weights", "sampler_weights"], name: str, caller: TinkerCaller, services: Svc
 ) -> Response:
-    return _change(*_own(model, kind, name, caller, services), public=False)
+    return _publish(*_own(model, kind, name, caller, services), caller, services, public=False)
+
+
+def _publish(run: RunDir, path: WeightsPath, caller: Principal, services: Services, *, public: bool) -> Response:
+    services.store.tinker.record_weights(caller.project_id, "published" if public else "unpublished", str(path))
+    return _change(run, path, public=public)
 
 
 @router.put("/training_runs/{model}/checkpoints/{kind}/{name}/ttl")

@@ -8,7 +8,7 @@ from fastapi import Query
 
 from api.http.dependencies import JsonBody, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import MODEL_KEY, finish_models, models_of
+from ft_service.control.tinker_models import MODEL_KEY, finish_models, project_models
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.tinker.bodies import CreateSession, FinishSession, OfSession
@@ -49,7 +49,7 @@ def capabilities(caller: TinkerCaller, services: Svc) -> dict[str, Any]:
         described = None if document is None else document.base
         usable = document is None or document.refused is None
         longest = None if described is None else described.dimensions.max_positions
-        sampled = services.preview is not None
+        sampled = services.preview is not None or bool(services.settings.inference_urls)
         models.append({"model_name": name, "max_context_length": longest, "trainable": usable, "sampleable": sampled})
     return {"supported_models": models}
 
@@ -101,7 +101,7 @@ def list_sessions(
 @router.get("/sessions/{session_id}")
 def get_session(session_id: str, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     session = services.store.tinker.get_session(caller.project_id, session_id)
-    models = list(models_of(caller.project_id, session_id, services.store))
+    models = list(project_models(caller.project_id, services.store, session_id))
     return {
         "training_run_ids": [job.request["metadata"][MODEL_KEY] for job in reversed(models)],
         "sampler_ids": services.store.tinker.samplers_of(session_id),

@@ -94,24 +94,28 @@ def get_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, A
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, caller: TinkerCaller, services: Svc) -> Response:
-    """Store a call of forward or forward_backward; the ranks check its data."""
-    body = b""
+    """Store a call of forward or forward_backward; the ranks check its data. One that is too large is stored as refused."""
+    body = bytearray()
     stream = request.stream()
     async for chunk in stream:
         body += chunk
         if len(body) > MOST_CALL_BYTES:
             await drain(stream, _DRAINED_BYTES)
-            raise SpecError(
-                f"The call is larger than {MOST_CALL_BYTES:,} bytes: send fewer data at once.", code="request_too_large"
-            )
-    return JSONResponse(await in_thread(_accept_loss, body, caller, services))
+            break
+    return JSONResponse(await in_thread(_accept_loss, bytes(body), caller, services))
 
 
 def _accept_loss(body: bytes, caller: Principal, services: Services) -> dict[str, Any]:
-    call = LossRequest.parse(body)
+    whole = len(body) <= MOST_CALL_BYTES
+    call = LossRequest.parse(body) if whole else LossRequest.beginning_of(body)
     _check_seq(call.seq_id)
     job = find_model(services.store, caller.project_id, call.model_id)
-    tinker_models.accept(job, Command(call.seq_id, "forward_backward", body=body), services.store, services.places)
+    if whole:
+        command = Command(call.seq_id, "forward_backward", body=body)
+    else:
+        text = f"The call is larger than {MOST_CALL_BYTES:,} bytes: send fewer data at once."
+        command = Command(call.seq_id, "refused", {"error": text})
+    tinker_models.accept(job, command, services.store, services.places)
     return _future(call.model_id, call.seq_id)
 
 
@@ -143,7 +147,7 @@ def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, ser
             return given.adam_params.model_dump(include=set(type(given.adam_params).model_fields))
         case SaveWeights():
             path = WeightsPath(model, "weights", check_name(given.path or f"command-{seq}"))
-            _keep_options(given, path, job, services)
+            _save_as(given, path, job, caller, services)
             return {"name": path.name, "path": str(path), "overwrite": given.overwrite}
         case SaveForSampler():
             return _for_sampler(given, job, model, seq, caller, services)
@@ -163,11 +167,12 @@ def _for_sampler(
         text = f"kind = {given.kind[:40]!r}: weights that change while they are sampled from are not here. Use 'snapshot'."
         raise SpecError(text, param="kind")
     path = WeightsPath(model, "sampler_weights", check_name(given.path or f"command-{seq}"))
-    _keep_options(given, path, job, services)
+    _save_as(given, path, job, caller, services)
     options: dict[str, Any] = {"name": path.name, "path": str(path)}
     if given.path is None:
         if given.sampling_session_seq_id is None:
             raise SpecError("path or sampling_session_seq_id is needed.", param="path")
+        services.refuse_samples(of_weights=True)
         own = sampler_id(session_of(model), given.sampling_session_seq_id)
         _put_sampler(own, job.spec.model.name, str(path), caller, services, owns_weights=True)
         options["sampling_session_id"] = own
@@ -188,7 +193,9 @@ def _put_sampler(
     services.store.tinker.put_sampler(new)
 
 
-def _keep_options(given: SaveWeights | SaveForSampler, path: WeightsPath, job: Job, services: Services) -> None:
+def _save_as(given: SaveWeights | SaveForSampler, path: WeightsPath, job: Job, caller: Principal, services: Services) -> None:
+    """Keep what a client says of weights that are to be saved. Raises SpecError if there are too many."""
+    tinker_models.refuse_weights_beyond(job, caller.limits, services.store, services.places)
     if given.ttl_seconds is None and not given.user_metadata:
         return
     expires_at = None if given.ttl_seconds is None else time.time() + given.ttl_seconds

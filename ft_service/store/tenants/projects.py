@@ -74,6 +74,11 @@ class ProjectStore(StorePart):
             record(connection, project_id, "project.updated", project_id, **changed)
             return _get(connection, project_id)
 
+    def bytes_of_files(self, project_id: str) -> int:
+        """Bytes of the files that a project keeps."""
+        with self._database.reading() as connection:
+            return _bytes_of_files(connection, project_id)
+
     def archive_project(self, project_id: str) -> Project:
         """Make a project's keys invalid; its data stay. Repeating it changes nothing."""
         if project_id == MANAGING_PROJECT:
@@ -101,14 +106,18 @@ def refuse_bytes_beyond(connection: Connection, project_id: str, more: int) -> N
     limit = (connection.scalars(query).one_or_none() or {}).get("max_bytes")
     if limit is None:
         return
-    kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.project_id == project_id, VISIBLE)
-    held = int(connection.scalars(kept).one())
+    held = _bytes_of_files(connection, project_id)
     if held + more > limit:
         raise LimitError(
             f"The file has {more} bytes; this project keeps {held} and may keep {limit} (its limit max_bytes). Delete files "
             "that are not needed any more, or ask an administrator for more.",
             code="storage_limit",
         )
+
+
+def _bytes_of_files(connection: Connection, project_id: str) -> int:
+    kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.project_id == project_id, VISIBLE)
+    return int(connection.scalars(kept).one())
 
 
 def _get(connection: Connection, project_id: str, *, lock: bool = False) -> Project:

@@ -10,6 +10,8 @@ import httpx2
 import numpy as np
 import pytest
 
+from api.routes.tinker import training_routes
+from ft_service.control import tinker_models
 from ft_service.control.tinker_models import MODEL_KEY, pause_idle
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
@@ -188,6 +190,33 @@ def test_wrong_options_are_the_requests_result(service: Service, ranks: Ranks) -
     assert result(service, step(service, model, 5, 0.25))["metrics"] == {"lr": 0.25}
 
 
+def test_a_call_that_is_too_large_is_its_own_result(service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_routes, "MOST_CALL_BYTES", 100)
+    model = new_model(service)
+    too_large = result(service, loss(service, model, 1))
+    assert (too_large["category"], "larger than 100 bytes" in too_large["error"]) == ("user", True)
+    assert result(service, step(service, model, 2, 0.25))["metrics"] == {"lr": 0.25}
+    nothing = send(service, "POST", "forward_backward", content=b"\xff" * 101)
+    assert (nothing.status_code, nothing.json()["error"]["code"]) == (400, "request_too_large")
+
+
+def test_saved_weights_have_limits(service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model(service)
+    saved = SavedWeights(name="one", checkpoint="step-1-a1", step=1, command=1, created_at=1.0, bytes=600)
+    for name in ("one", "two"):
+        run_dir(service, job_id_of(model)).write(f"saved_weights/{name}.json", saved)
+
+    def save(seq: int, op: str = "save_weights") -> Any:
+        return result(service, post(service, op, {"model_id": model, "seq_id": seq, "path": f"at-{seq}"}))
+
+    assert "error" not in save(1)
+    service.store.projects.update_project("default", limits={"max_bytes": 1200})
+    wait_until(lambda: "keeps 1200 bytes of files and saved weights, and may keep 1200" in str(save(ranks.done[-1][1] + 1)))
+    service.store.projects.update_project("default", limits={"max_bytes": None})
+    monkeypatch.setattr(tinker_models, "MOST_SAVED", 2)
+    assert "has 2 saved weights" in save(ranks.done[-1][1] + 1, "save_weights_for_sampler")["error"]
+
+
 REFUSED = {
     "a base that is not there": ("create_model", {"base_model": "nothing"}, "there is no such base model"),
     "a rank": ("create_model", {"base_model": "tiny", "lora_config": {"rank": 0}}, "lora_config.rank = 0"),
@@ -280,6 +309,15 @@ def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
     assert send(service, "PUT", f"{place}/ttl", json={"ttl_seconds": 60}).status_code == 400
     assert send(service, "DELETE", place).status_code == 204
     assert send(service, "GET", f"training_runs/{model}/checkpoints").json() == {"checkpoints": []}
+    changes = [
+        entry for entry in service.store.audit.list_audit(project_id="default").data if entry.type.startswith("weights.")
+    ]
+    assert [(entry.type, entry.target) for entry in reversed(changes)] == [
+        ("weights.published", path),
+        ("weights.unpublished", path),
+        ("weights.deleted", path),
+    ]
+    assert all(entry.key_id is not None for entry in changes)
 
 
 def test_a_model_that_waits_is_paused_and_returns(service: Service, ranks: Ranks) -> None:

@@ -82,7 +82,8 @@ class Settings(BaseSettings):
     forwarded to it. Several replicas are separated by commas. Empty: this service answers them (preview), or refuses them."""
     adapters: Path | None = None
     """Folder that the inference server sees under the same path. The adapter of every job that succeeds is copied there
-    under the tuned model's name, loaded by every replica of inference_url, and verified. None: the operator does that."""
+    under the tuned model's name, loaded by every replica of inference_url, and verified; so are weights that Tinker's clients
+    sample from, while they do. None: the operator does that."""
     preview: Literal["auto", "on", "off"] = "auto"
     """Answer chat completions for bases and tuned models in a process of this host if inference_url is empty: a preview to
     try models, not a serving engine. auto: if jobs run as processes of this host too, and the server moves them."""

@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from docs.site.tinker_page import CLIENTS, NOT_HERE, methods
-from ft_service.rundir.directory import RunDir
 from ft_service.tinker.commands import CommandLog
-from ft_service.tinker.names import KEY_PREFIX, WeightsPath, job_id_of
-from ft_service.tinker.saved_weights import sampler_key
-from tests.support.ports import free_port
-from tests.support.service import Server, processes_of, send
+from ft_service.tinker.names import job_id_of
+from tests.support.service import Server, eventually, send, wait_until
+from tests.support.tinker_server import PROGRAMS, environment_of, samplers_of, serving, trainers_of
 from tests.support.training.models import save_chat_base
-
-PROGRAMS = Path(__file__).parents[1] / "support/programs"
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     save_chat_base(tmp_path / "models" / "tiny")
-    (tmp_path / "home").mkdir()
-    options = tmp_path / "options.yaml"
-    options.write_text("precision: {default: nf4, compute: fp32}\ntraining: {max_length: 64}\n")
-    server = Server(
-        tmp_path / "home",
-        tmp_path / "models",
-        slots=3,
-        FT_TINKER_OPTIONS=str(options),
-        FT_TINKER_IDLE_SECONDS="5",
-        FT_PORT=str(free_port()),  # the same after a kill
-    )
-    server.start()
-    yield server
-    server.stop()
-
-
-def environment_of(server: Server) -> dict[str, str]:
-    """What the package needs to know."""
-    client = server.client()
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("FT_", "TINKER_"))},
-        "TINKER_BASE_URL": str(client.base_url).removesuffix("/v1/"),
-        "TINKER_API_KEY": KEY_PREFIX + client.api_key,
-        "TINKER_TELEMETRY": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
+    with serving(tmp_path, tmp_path / "models", slots=3) as server:
+        yield server
 
 
 def test_every_method(server: Server, tmp_path: Path) -> None:
@@ -73,51 +49,83 @@ def test_every_method(server: Server, tmp_path: Path) -> None:
         assert str(job.status) in ("running", "queued", "paused", "succeeded"), job
 
 
-Loop = subprocess.Popen[str]
+STEPS, LOOPS, VARIANTS = 9, 20, 5
+"""What a client trains on follows from its number modulo VARIANTS."""
+BLOWS = ("server", "trainer", "sampler") * 4
+Lines = dict[int, list[dict[str, Any]]]
 
 
-def begin_loop(server: Server, steps: int, seed: int) -> Loop:
-    command = [sys.executable, str(PROGRAMS / "tinker_loop.py"), "tiny", str(steps), str(seed)]
-    return subprocess.Popen(command, env=environment_of(server), stdout=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def loops(server: Server, seeds: Sequence[int]) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
+    """Loops of clients, and the lines of each. They must succeed."""
+    command = [sys.executable, str(PROGRAMS / "tinker_loop.py"), "tiny", str(STEPS), str(VARIANTS), *map(str, seeds)]
+    process = subprocess.Popen(command, env=environment_of(server), stdout=subprocess.PIPE, text=True)
+    lines: Lines = {seed: [] for seed in seeds}
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as told:
+            for line in told:
+                lines[json.loads(line)["seed"]].append(json.loads(line))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield process, lines
+        assert process.wait(2400) == 0
+    finally:
+        process.kill()
+        process.wait()
+        thread.join()
 
 
-def read_loop(loop: Loop, until: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a loop, up to that of a step; None: to its end."""
-    assert loop.stdout is not None
-    lines = []
-    for line in loop.stdout:
-        lines.append(json.loads(line))
-        if until is not None and lines[-1].get("step") == until:
-            return lines
-    loop.stdout.close()
-    assert loop.wait(60) == 0
-    return lines
+def strike(server: Server, kind: str, random: Random) -> bool:
+    """Kill one process of a kind. False: there is none."""
+    if kind == "server":
+        server.kill()
+        time.sleep(random.uniform(0, 1))
+        server.start()
+        return True
+    victims = trainers_of(server) if kind == "trainer" else samplers_of(server)
+    if victims:
+        send({random.choice(victims)}, signal.SIGKILL)
+    return bool(victims)
 
 
-def weights(server: Server, lines: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    path = WeightsPath.parse(lines[-1]["path"])
-    return load_file(server.run(job_id_of(path.model_id)).path(f"{sampler_key(path.name)}/adapter_model.safetensors"))
+def outcome(server: Server, lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """What a client was told of its steps, and the adapter that its model leaves, to the last bit."""
+    job_id = job_id_of(lines[0]["model"])
+    wait_until(server.client(), job_id, "succeeded")
+    run = server.run(job_id)
+    assert CommandLog(run).newest() == 2 * STEPS + 2 * (STEPS // 3) + 1, "no command twice, none missing"
+    assert [line["step"] for line in lines[1:]] == list(range(STEPS))
+    tensors = load_file(run.path("adapter/adapter_model.safetensors"))
+    told = [{name: value for name, value in line.items() if name != "seed"} for line in lines[1:]]
+    return told, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.mark.slow
-def test_kills_lose_nothing_and_repeat_nothing(server: Server) -> None:
-    """Two clients on one engine: the server is killed and started again between their calls, then a rank."""
-    steps = 12
-    whole = {seed: read_loop(begin_loop(server, steps, seed)) for seed in (1, 2)}
-    loops = {seed: begin_loop(server, steps, seed) for seed in (1, 2)}
-    lines = {seed: read_loop(loop, until=0) for seed, loop in loops.items()}
-    for step in (3, 5):
-        lines[1] += read_loop(loops[1], until=step)
-        server.kill()
-        server.start()
-    lines[1] += read_loop(loops[1], until=7)
-    for engine in (server.home / "engines").iterdir():
-        send(set(processes_of(RunDir(engine))["rank"]), signal.SIGKILL)
-    for seed, loop in loops.items():
-        lines[seed] += read_loop(loop)
-        assert lines[seed][1:-1] == whole[seed][1:-1], "the same numbers, to the last bit"
-        own, other = weights(server, lines[seed]), weights(server, whole[seed])
-        assert own.keys() == other.keys()
-        assert all(torch.equal(own[name], other[name]) for name in own)
-        log = CommandLog(server.run(job_id_of(lines[seed][0]["model"])))
-        assert log.newest() == 2 * steps + 1, "no command twice, none missing"
+@pytest.mark.timeout(5400)
+def test_twenty_clients_and_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
+    """On one engine, while processes of server, ranks and sampler are killed at random moments. Each client is told, and
+    leaves, what it is told by ranks of its own that nobody kills."""
+    save_chat_base(tmp_path / "models" / "tiny")
+    with serving(tmp_path / "alone", tmp_path / "models", slots=4, FT_ENGINE_JOBS="0") as server:
+        with loops(server, range(VARIANTS)) as (_, lines):
+            pass
+        alone = {seed: outcome(server, own) for seed, own in lines.items()}
+    random, struck = Random(5), Counter[str]()
+    with serving(tmp_path / "shared", tmp_path / "models", slots=3, FT_ENGINE_JOBS=str(LOOPS)) as server:
+        with loops(server, range(LOOPS)) as (process, lines):
+            eventually(lambda: any(lines.values()))
+            strike(server, "server", random)
+            eventually(lambda: all(lines.values()) or process.poll() is not None)
+            engines = {job.engine_id for job in server.client().fine_tuning.jobs.list(limit=100)}  # pyright: ignore
+            for kind in BLOWS:
+                time.sleep(random.uniform(1, 4))
+                eventually(partial(strike, server, kind, random))
+                assert process.poll() is None, f"the clients were done before all blows: {struck}"
+                struck[kind] += 1
+        assert len(engines) == 1, engines
+        for seed, own in lines.items():
+            assert outcome(server, own) == alone[seed % VARIANTS], f"client {seed}, after {struck}"

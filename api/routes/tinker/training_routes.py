@@ -52,8 +52,8 @@ _JOB_SECONDS = 1.0
 """Interval at which a request looks whether its model has ended."""
 
 
-def _future(owner: str, seq: int, **more: Any) -> dict[str, Any]:
-    return {"request_id": request_id(owner, seq), "model_id": owner, **more}
+def _future(owner: str, seq: int) -> dict[str, Any]:
+    return {"request_id": request_id(owner, seq), "model_id": owner}
 
 
 def _context(caller: Principal, services: Services) -> AdmissionContext:
@@ -174,23 +174,17 @@ def _for_sampler(
             raise SpecError("path or sampling_session_seq_id is needed.", param="path")
         services.refuse_samples(of_weights=True)
         own = sampler_id(session_of(model), given.sampling_session_seq_id)
-        _put_sampler(own, job.spec.model.name, str(path), caller, services, owns_weights=True)
+        sampler = TinkerSampler(
+            id=own,
+            project_id=caller.project_id,
+            session_id=session_of(own),
+            base=job.spec.model.name,
+            model_path=str(path),
+            owns_weights=True,
+        )
+        services.store.tinker.put_sampler(sampler)
         options["sampling_session_id"] = own
     return options
-
-
-def _put_sampler(
-    own: str, base: str, path: str | None, caller: Principal, services: Services, *, owns_weights: bool = False
-) -> None:
-    new = TinkerSampler(
-        id=own,
-        project_id=caller.project_id,
-        session_id=session_of(own),
-        base=base,
-        model_path=path,
-        owns_weights=owns_weights,
-    )
-    services.store.tinker.put_sampler(new)
 
 
 def _save_as(given: SaveWeights | SaveForSampler, path: WeightsPath, job: Job, caller: Principal, services: Services) -> None:

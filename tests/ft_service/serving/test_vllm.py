@@ -7,8 +7,10 @@ FT_TEST_VLLM=http://127.0.0.1:8000/v1     one that serves the sample base in fp3
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +27,13 @@ from ft_service.jobs.states import Job, State
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving.handoff import Handoff
 from ft_service.serving.inference_server import InferenceServer
+from ft_service.serving.preview import PreviewModel
+from ft_service.serving.server_samples import PREFIX, ServerSampler
 from ft_service.settings import Settings
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
+from ft_service.tinker.sample_calls import Sampled, parse_sample_request
 from tests.support.bases import SAMPLE
 from tests.support.creating import create_job
 from tests.support.reconciling import PROJECT, new_store, spec_of
@@ -161,3 +166,45 @@ def test_vllm_answers_as_the_trainer_and_it_is_said_with_both_distances(
     handoff.look()
     assert not ours & server.models()
     server.close()
+
+
+def test_tinkers_samples_are_the_weights_own(tmp_path: Path, url: str) -> None:
+    """Log-probabilities of the prompt, and of what was drawn, are those that plain PEFT computes of the same tokens."""
+    settings = Settings.model_validate({"home": tmp_path, "inference_url": url, "adapters": tmp_path / "served"})
+    sampler, stop = ServerSampler(settings), threading.Event()
+    adapter = save_adapter(SAMPLE, tmp_path / "weights", r=4, lora_alpha=32)
+    base: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
+    model: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+
+    def ask(params: dict[str, Any], **request: Any) -> Sampled:
+        body = {"prompt": {"chunks": [{"tokens": PROBED[0]}]}, "sampling_params": {"max_tokens": 6, **params}, **request}
+        sampled, parts = Sampled(parse_sample_request(body)), queue.SimpleQueue[dict[str, Any]]()
+        sampler.submit(PreviewModel(str(SAMPLE), name=SAMPLE.name), sampled.request.order(str(adapter)), parts.put)
+        while not sampled.done:
+            part = parts.get(timeout=120)
+            assert part["kind"] != "error", part["error"].message
+            sampled.take(part)
+        return sampled
+
+    given = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "num_samples": 2}
+    drawn = ask({"seed": 5, "temperature": 0.8, "top_p": 0.9, "stop": []}, **given)
+    prompt = [drawn.prompt[place][0] for place in range(1, len(PROBED[0]))]
+    assert prompt == pytest.approx(logprobs(model, PROBED[0]), abs=1e-3)
+    for tokens, own, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True):
+        assert len(tokens) == 6
+        assert own == pytest.approx(logprobs(model, [*PROBED[0], *tokens])[-6:], abs=1e-3), "at temperature 1, nothing left out"
+        assert all(len(pairs) == 2 and pairs[0][1] >= pairs[1][1] for pairs in top)
+    assert drawn.tokens[0] != drawn.tokens[1]
+    assert ask({"seed": 5, "temperature": 0.8, "top_p": 0.9, "stop": []}, **given).tokens == drawn.tokens
+    likeliest = ask({"temperature": 0.0, "stop": []}, num_samples=2).tokens
+    assert likeliest[0] == likeliest[1]
+    ended = ask({"temperature": 0.0, "stop": [likeliest[0][2]]})
+    assert (ended.tokens[0], ended.reasons) == (likeliest[0][: likeliest[0].index(likeliest[0][2]) + 1], ["stop"])
+    stop.set()
+    for folder in (tmp_path / "served").glob(f"{PREFIX}*"):
+        os.utime(folder, (0, 0))
+    sampler.unload_unused()
+    server = InferenceServer(url, None)
+    assert not [name for name in server.models() if name.startswith(PREFIX)]
+    server.close()
+    sampler.run(stop)

@@ -40,6 +40,9 @@ AT_ONCE = 128
 TOKEN = "token_id:"
 """How vLLM writes a token if it is asked for numbers (return_tokens_as_token_ids)."""
 
+Choices = Sequence[Mapping[str, Any]]
+"""What /completions answers."""
+
 
 class ServerSampler:
     """Requests for samples at all servers. Any thread may submit; `run` belongs to a thread of its own."""
@@ -112,24 +115,24 @@ class ServerSampler:
                 self._used[name] -= 1
                 self._busy[server] -= 1
 
-    def _completed(self, server: InferenceServer, name: str, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The server's choices."""
+    def _completed(self, server: InferenceServer, name: str, order: Mapping[str, Any]) -> list[Choices]:
+        """The server's answers to the requests of an order."""
         wanted = order["max_tokens"] or server.longest() - len(order["prompt"])
         if wanted < 1:
             raise SpecError("prompt: it fills the inference server's context. Shorten it.", param="prompt")
-        body = body_of(order, name, wanted)
+        bodies = bodies_of(order, name, wanted)
         if order["adapter"] is None:
-            return server.complete(body)
+            return [server.complete(body) for body in bodies]
         self._load(server, name, Path(order["adapter"]))
         try:
-            return server.complete(body)
+            return [server.complete(body) for body in bodies]
         except FtError:
             if name in server.models():
                 raise
         with self._loading:  # it has restarted without the adapter
             self._loaded.discard((server, name))
         self._load(server, name, Path(order["adapter"]))
-        return server.complete(body)
+        return [server.complete(body) for body in bodies]
 
     def _load(self, server: InferenceServer, name: str, source: Path) -> None:
         assert self._adapters is not None  # without it a sampler of weights is refused
@@ -152,11 +155,12 @@ def version_of(folder: Path) -> str:
     return PREFIX + hashlib.sha256(f"{folder} {state.st_ino} {state.st_mtime_ns}".encode()).hexdigest()[:24]
 
 
-def body_of(order: Mapping[str, Any], name: str, max_tokens: int) -> dict[str, Any]:
-    """The body of /completions for an order (SampleRequest.order). Pure. Every option is given: a server takes those that are
-    left out from the base's generation_config.json."""
+def bodies_of(order: Mapping[str, Any], name: str, max_tokens: int) -> list[dict[str, Any]]:
+    """The bodies of /completions for an order (SampleRequest.order): of its answers, then of the prompt's log-probabilities,
+    which vLLM would compute for each of several answers. Pure. Every option is given: a server takes those that are left out
+    from the base's generation_config.json."""
     greedy = order["temperature"] == 0
-    return {
+    body = {
         "model": name,
         "prompt": order["prompt"],
         "n": 1 if greedy else order["n"],  # vLLM refuses more
@@ -172,18 +176,23 @@ def body_of(order: Mapping[str, Any], name: str, max_tokens: int) -> dict[str, A
         "ignore_eos": not order["ends"],
         "skip_special_tokens": False,
         "logprobs": order["top_logprobs"],
-        "prompt_logprobs": order["top_prompt_logprobs"] if order["scored"] else None,
         "return_tokens_as_token_ids": True,
     }
+    if not order["scored"]:
+        return [body]
+    scored = {"prompt_logprobs": order["top_prompt_logprobs"]}
+    return [{**body, **scored}] if body["n"] == 1 else [body, {**body, **scored, "n": 1, "max_tokens": 1}]
 
 
-def parts_of(order: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The parts of an answer, as the preview delivers them. Pure. Raises FtError for choices without tokens."""
+def parts_of(order: Mapping[str, Any], answers: Sequence[Choices]) -> Iterator[dict[str, Any]]:
+    """The parts of an answer, as the preview delivers them. `answers`: to `bodies_of`. Pure. Raises FtError for choices without
+    tokens."""
+    choices = answers[0]
     if order["temperature"] == 0:
         choices = [choices[0]] * order["n"]
     if order["scored"]:
         first = len(order["prompt"]) - order["scored"]
-        yield {"kind": "scores", "place": first, **_scores(order, choices[0].get("prompt_logprobs") or (), first)}
+        yield {"kind": "scores", "place": first, **_scores(order, answers[-1][0].get("prompt_logprobs") or (), first)}
     for index, choice in enumerate(choices):
         told = choice["logprobs"]
         top = [_likeliest(own, order["top_logprobs"]) for own in told["top_logprobs"]]

@@ -120,10 +120,11 @@ def test_what_is_drawn_and_where_it_ends(place: Place) -> None:
     assert place.ask(base, {"max_tokens": 99})["category"] == "user"
 
 
-def test_log_probabilities(place: Place) -> None:
-    message = place.ask(
-        place.save("one"), {"max_tokens": 2}, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3
-    )
+@pytest.mark.parametrize("answers", [1, 2])
+def test_log_probabilities(place: Place, answers: int) -> None:
+    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3, "num_samples": answers}
+    message = place.ask(place.save("one"), {"max_tokens": 2}, **wanted)
+    assert len(message.sequences) == answers
     nothing, known = np.frombuffer(message.prompt_logprobs, "<f4")
     assert (np.isnan(nothing), float(known)) == (True, pytest.approx(TUNED[0]))
     assert np.frombuffer(message.sequences[0].logprobs, "<f4").tolist() == [-0.5, -0.5]

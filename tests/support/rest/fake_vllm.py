@@ -89,7 +89,7 @@ def _choice(body: dict[str, Any], index: int, known: list[float | None]) -> dict
     # The token that was drawn, then the likeliest ones, of which it may be one.
     top = [{f"token_id:{token}": -0.5, **{f"token_id:{n}": -0.1 - n for n in range(body["logprobs"])}} for token in tokens]
     of_prompt = None
-    if body["prompt_logprobs"] is not None:
+    if body.get("prompt_logprobs") is not None:
         likeliest = {str(n): {"logprob": -0.1 - n, "rank": n + 1} for n in range(body["prompt_logprobs"])}
         given = zip(body["prompt"], known, strict=True)
         of_prompt = [None if own is None else {**likeliest, str(token): {"logprob": own, "rank": 40}} for token, own in given]

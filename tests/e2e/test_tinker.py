@@ -110,7 +110,7 @@ def test_twenty_clients_and_kills_lose_nothing_and_repeat_nothing(tmp_path: Path
     """On one engine, while processes of server, ranks and sampler are killed at random moments. Each client is told, and
     leaves, what it is told by ranks of its own that nobody kills."""
     save_chat_base(tmp_path / "models" / "tiny")
-    with serving(tmp_path / "alone", tmp_path / "models", slots=4, FT_ENGINE_JOBS="0") as server:
+    with serving(tmp_path / "alone", tmp_path / "models", slots=2 * VARIANTS, FT_ENGINE_JOBS="0") as server:
         with loops(server, range(VARIANTS)) as (_, lines):
             pass
         alone = {seed: outcome(server, own) for seed, own in lines.items()}

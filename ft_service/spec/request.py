@@ -31,7 +31,7 @@ _OWN_BASE = (
 )
 
 NOT_YET: Mapping[str, str] = {
-    "lora.modules_to_save": "leave it out; only LoRA matrices train",
+    "lora.trainable_token_indices": "use lora.modules_to_save: [embed_tokens], which trains all rows",
 }
 """Options that this version refuses: dotted name → what to do instead."""
 

@@ -71,11 +71,11 @@ class LoraOptions(Strict):
     longer, since the norms of the rows change with the adapter. Not with lora_dropout or target_parameters, and not in an
     engine. Inference servers and GGUF do not take such an adapter, but `ft merge` does."""
     modules_to_save: list[str] = []
-    """Modules that are trained whole beside the adapters, for tokens that the base has not learned: the base's embedding and its
-    output head, by their names or the ends of these, as in PEFT: `[embed_tokens, lm_head]`. Tokens need rows that the embedding
-    has already. Masters are fp32, start as the base's values, and are saved in the adapter as PEFT saves them. If the base ties
-    the two, they are one weight, named by either. A parameter takes 16 bytes, shared by the ranks, and such a job runs in no
-    engine. Inference servers, the preview and GGUF adapters do not take such modules; `ft merge` does."""
+    """Modules that are trained whole beside the adapters, for tokens that the base has not learned: the base's embedding and
+    its output head, by their names or the ends of these, as in PEFT: `[embed_tokens, lm_head]`. Tokens need rows that the
+    embedding has already. Masters are fp32, start as the base's values, and are saved in the adapter as PEFT saves them. If the
+    base ties the two, they are one weight, named by either. A parameter takes 16 bytes, shared by the ranks, and such a job
+    runs in no engine. Inference servers, the preview and GGUF adapters do not take such modules; `ft merge` does."""
     init_lora_weights: Literal[True] = True
     """A from Kaiming uniform, B zero: the tuned model starts as the base. Not PiSSA, LoftQ or OLoRA: they put what is left of
     each weight into the base, which here stays as it was published, and an adapter would belong to that changed base alone."""

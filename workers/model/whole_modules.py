@@ -79,26 +79,23 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def original_modules(model: nn.Module) -> Iterator[None]:
     """While it is entered, modules that are trained whole have the base's values."""
-    swapped = [(_local(module._parameters[name]), original_of(module, name)) for module, name in _trained(model)]
-    once = list({id(original): (local, original) for local, original in swapped}.values())
-    if not once:
+    if not _trained(model):
         yield
         return
+    reshard(model)  # the shards are changed, and what is gathered has other values
+    swapped = [(_local(module._parameters[name]), original_of(module, name)) for module, name in _trained(model)]
+    once = list({id(original): (local, original) for local, original in swapped}.values())
     with torch.no_grad():
         kept = [local.clone() for local, _ in once]
+        for local, original in once:
+            local.copy_(original)
     try:
-        _put(model, once)
         yield
     finally:
-        _put(model, [(local, before) for (local, _), before in zip(once, kept, strict=True)])
-
-
-@torch.no_grad()
-def _put(model: nn.Module, values: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy a second tensor into each first one, which are rows of this rank."""
-    reshard(model)  # what is gathered has the former values
-    for local, value in values:
-        local.copy_(value)
+        reshard(model)
+        with torch.no_grad():
+            for (local, _), before in zip(once, kept, strict=True):
+                local.copy_(before)
 
 
 def _trained(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ft_service.data.tokens.sample import Tokens
 from ft_service.spec import JobSpec
 from tests.support.training.models import VOCABULARY, adapter_value, reference, reference_name
-from workers.base.load import adapters, plain_name
+from workers.base.load import adapters
 from workers.data.batches import Batch, collate, make_batch
 from workers.data.micro_batches import MicroBatchLimits, share_out
 from workers.model.build import BuiltModel

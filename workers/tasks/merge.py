@@ -181,8 +181,7 @@ def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[str, st
         known = found.setdefault(first[id(parameter)], theirs)
         if not torch.equal(adapter.read(known), adapter.read(theirs)):
             raise SpecError(
-                f"The adapter has values of its own for {name}, which the base ties to {first[id(parameter)]}: a merged model "
-                "has one weight for both.",
+                f"The adapter's {known} and {theirs} differ, and the base ties them: a merged model has one weight for both.",
                 param="base",
             )
     return found

@@ -57,8 +57,8 @@ class LoraOptions(Strict):
     target_parameters: list[str] = []
     """Stacks of experts that get an adapter in addition to target_modules, by their names or the ends of these, as in PEFT:
     `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with
-    lora_dropout. Routers are not trained, and their balance loss (router_aux_loss_coef) is not part of the loss. For servers
-    without support for adapters on experts, merge the tuned model."""
+    lora_dropout. Routers are not trained, and their balance loss (router_aux_loss_coef) is not part of the loss. `ft export
+    --format vllm` writes them as vLLM reads them; for other servers merge the tuned model."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
     """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first matching pattern wins.
     vLLM does not read patterns: `ft export --format vllm` pads such an adapter to its largest rank."""

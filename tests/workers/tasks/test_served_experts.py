@@ -1,7 +1,7 @@
 """Adapters on experts as vLLM's loader reads them: names, shapes, and what its arithmetic makes of them.
 
-The loader's steps are those of vLLM's sources (vllm/lora: lora_model.py, lora_weights.py, model_manager.py); vLLM itself does not
-run here.
+The loader's steps are those of vLLM's sources (vllm/lora: lora_model.py, lora_weights.py, model_manager.py). vLLM itself has no
+kernels for adapters on experts outside of GPUs, and is not run here.
 """
 
 from __future__ import annotations

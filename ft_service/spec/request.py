@@ -53,6 +53,7 @@ _NOT_OF_REINFORCEMENT = (
     ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
     ("lora", "use_dora", "the sampler takes A and B of LoRA only. Leave it out"),
     ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
+    ("lora", "modules_to_save", "the sampler takes adapters of linear layers only. Leave it out"),
 )
 """Section, option, and what to do instead."""
 

@@ -24,7 +24,6 @@ EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_
 
 Value = TypeVar("Value", int, float)
 NOTHING: Mapping[str, str] = MappingProxyType({})
-NOTHING_HELD: Mapping[str, WeightFormat] = MappingProxyType({})
 
 
 def kept_plain(name: str) -> bool:
@@ -229,7 +228,7 @@ class OuterModules:
     tied: bool
     """Whether they have one weight."""
 
-    def chosen(self, wanted: Sequence[str], held: Mapping[str, WeightFormat] = NOTHING_HELD) -> list[str]:
+    def chosen(self, wanted: Sequence[str], held: Mapping[str, str] = NOTHING) -> list[str]:
         """The modules that are trained whole, in the model's order: of tied ones both. `wanted`: lora.modules_to_save; `held`:
         formats of a base that is published quantised. Raises SpecError for a name of neither, or of one that is quantised.
         """

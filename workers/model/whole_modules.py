@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from ft_service.bases.adapter_names import is_lora
 from ft_service.bases.module_rules import OuterModules
-from ft_service.spec import WeightFormat
 from workers.base.frozen_weights import original_of
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.sharding import reshard
@@ -34,7 +33,7 @@ def outer_modules(model: PreTrainedModel) -> OuterModules:
 def modules_trained_whole(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     """Full names. `wanted`: lora.modules_to_save. Raises SpecError as `OuterModules.chosen` does."""
     outer = outer_modules(model)
-    held: dict[str, WeightFormat] = {}
+    held: dict[str, str] = {}
     for name in (outer.embedding, outer.head):
         weight: Any = model.get_submodule(name).weight
         if isinstance(weight.data, RowQuantized):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from api.wire.views import Seconds, View, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
@@ -158,10 +158,8 @@ class ForgettingView(View):
     """A sentence for each figure beyond its threshold."""
 
 
-class SuitesBody(Suites):
+class SuitesBody(Suites, Strict):
     """Results of tasks, by name; newer ones replace those of the same name."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class JobView(View):

@@ -1,6 +1,6 @@
 """Adapters on stacks of experts under the names and in the shapes that vLLM's loader reads.
 
-There are two layouts in vLLM 0.32.0 (vllm/lora: lora_model.py, model_manager.py, lora_weights.py). Where the base's files
+There are two layouts in vLLM 0.32.0 (its package vllm.lora). Where the base's files
 hold every expert's matrices on their own (Mixtral, Qwen3-MoE), so does the adapter, under the files' names:
 `….experts.0.w1.lora_A.weight` [r, in], `….lora_B.weight` [out, r]; gate and up have one A, as the stack's adapter has. Where
 the files hold stacks (gpt-oss), the layout is PEFT's: `….experts.base_layer` for the first projection, `….experts` for the

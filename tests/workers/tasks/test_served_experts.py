@@ -1,6 +1,6 @@
 """Adapters on experts as vLLM's loader reads them: names, shapes, and what its arithmetic makes of them.
 
-The loader's steps are those of vLLM's sources (vllm/lora: lora_model.py, lora_weights.py, model_manager.py). vLLM itself has no
+The loader's steps are those of vLLM's sources (its package vllm.lora). vLLM itself has no
 kernels for adapters on experts outside of GPUs, and is not run here.
 """
 

@@ -42,6 +42,7 @@ _PROPERTIES = {
         "engine_id",
         "sweep",
         "forgetting",
+        "suites",
         "validation_split",
         *JobOptions.model_fields,
     ),

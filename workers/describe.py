@@ -51,6 +51,7 @@ from workers.model.lora import adapted_modules
 from workers.model.multimodal import decoder_layers, text_decoder
 from workers.model.precision import formats_of_base, precision_map, swap, weighted_modules
 from workers.model.probes import Probed, probe
+from workers.model.whole_modules import outer_modules
 from workers.ranks.runtime import quiet_libraries
 
 _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -107,15 +108,13 @@ def describe_model(
     if downloaded:
         weights, layout = _with_files(model, weights, folder)
     decoder = text_decoder(model)
-    head: Any = model.get_output_embeddings()
-    embedding: Any = model.get_input_embeddings()
     return Description(
         model_type=str(decoder.config.model_type),
         architecture=type(model).__name__,
         dimensions=_dimensions(decoder.config, model, layers, weights),
         weights=tuple(sorted(weights, key=lambda weight: -1 if weight.layer is None else weight.layer)),
         layout=layout,
-        tied=head.weight is embedding.weight,
+        outer=outer_modules(model),
         loss_in_chunks=probed.loss_in_chunks,
         padded_because=probed.padded_because,
         not_adapted=probed.not_adapted,

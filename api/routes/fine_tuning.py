@@ -35,6 +35,7 @@ from api.wire.job_views import (
     LiveProgress,
     ResumeBody,
     RolloutView,
+    SuitesBody,
     evaluation_id,
     evaluation_view,
     job_view,
@@ -53,7 +54,14 @@ from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.user_actions import Verb
 from ft_service.reinforcement.step_records import read_record, recorded_steps
-from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_forgetting, read_served
+from ft_service.rundir.evaluations import (
+    add_suites,
+    evaluated_steps,
+    read_evaluation,
+    read_forgetting,
+    read_served,
+    read_suites,
+)
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
@@ -135,6 +143,18 @@ def resume(job_id: str, caller: Caller, services: Svc, body: OptionalJsonBody) -
         job = services.store.jobs.get_job(caller.project_id, job_id)
         slots = slots_to_resume_with(job, changes.distributed.nproc_per_node, services.settings, caller.limits)
     return _view(services.store.jobs.request(caller.project_id, job_id, Verb.RESUME, slots), caller, services)
+
+
+@router.post("/{job_id}/suites", openapi_extra=body_schema(SuitesBody))
+def suites(job_id: str, body: JsonBody, caller: Caller, services: Svc) -> JobView:
+    """Not in OpenAI's API. Keep accuracies of the job's tuned model and of its base, as `ft eval --suite` measures them, with
+    the job (`suites`)."""
+    found = parse_body(body, SuitesBody)
+    job = services.store.jobs.get_job(caller.project_id, job_id)
+    if job.state is not State.SUCCEEDED:
+        raise NotFoundError(f"Job {job.id} has no tuned model ({job.state.value}).", param="job_id", code="no_adapter")
+    add_suites(services.places.run(job.id), found)
+    return _view(job, caller, services)
 
 
 class EventQuery(BaseModel):
@@ -311,6 +331,7 @@ def _view(job: Job, caller: Principal, services: Services) -> JobView:
         ends_at=_end_of(steps, store.now() if steps else 0.0),
         place=services.forecasts.find(job) if job.state is State.QUEUED else None,
         forgetting=read_forgetting(services.places.run(job.id)) if job.state is State.SUCCEEDED else None,
+        suites=read_suites(services.places.run(job.id)) if job.state is State.SUCCEEDED else None,
     )
     return job_view(job, caller.organization, progress)
 

@@ -11,7 +11,7 @@ from api.wire.views import Seconds, View, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.reinforcement.step_records import AnsweredPrompt, StepRecord, mean_reward
-from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality
+from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality, Suites, SuiteTask
 from ft_service.rundir.events import Metrics
 from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, REINFORCEMENT_LEARNING_RATE, Integration, JobSpec, Strict
 from ft_service.spec.methods import GROUP
@@ -158,6 +158,10 @@ class ForgettingView(View):
     """A sentence for each figure beyond its threshold."""
 
 
+class SuitesBody(Suites, Strict):
+    """Results of tasks, by name; newer ones replace those of the same name."""
+
+
 class JobView(View):
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -221,6 +225,8 @@ class JobView(View):
     """Its sweep; null: it belongs to none."""
     forgetting: ForgettingView | None
     """Whether the model forgets, once the job has succeeded; null: not measured."""
+    suites: dict[str, SuiteTask]
+    """Task of `ft eval --suite` → accuracies of the base and of the tuned model."""
 
 
 class AnsweredView(View):
@@ -357,6 +363,8 @@ class LiveProgress:
     """Its place in the queue."""
     forgetting: Forgetting | None = None
     """What was measured at its end."""
+    suites: Suites | None = None
+    """What lm-eval has measured since."""
 
 
 def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) -> JobView:
@@ -390,6 +398,7 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         engine=spec.engine,
         sweep=_membership(job),
         forgetting=_forgetting(known.forgetting) if known.forgetting else None,
+        suites=dict(known.suites.tasks) if known.suites else {},
     )
 
 

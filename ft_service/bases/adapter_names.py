@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_KEY = "renamed_modules"
+_KEY, _TIED = "renamed_modules", "tied_tensors"
 _LORA = ".lora_"
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of what DoRA trains beside A and B: one number for each output row."""
@@ -24,22 +24,18 @@ class AdapterNames:
 
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Name of a module in the model → its name in the file, where they differ."""
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Second name of a tensor that is in the file twice, since PEFT looks for both → its first name."""
 
     @classmethod
     def of_file(cls, metadata: Mapping[str, str] | None) -> AdapterNames:
         """Read the names from the metadata of an adapter's safetensors file. Raises ValueError for invalid metadata."""
-        try:
-            renamed = json.loads((metadata or {}).get(_KEY, "{}"))
-        except RecursionError:
-            renamed = None
-        if not isinstance(renamed, dict) or not all(isinstance(name, str) for name in renamed.values()):
-            raise ValueError(f"the metadata {_KEY} of the adapter's file is not an object of names")
-        return cls(renamed)
+        return cls(*(_names_in(metadata or {}, key) for key in (_KEY, _TIED)))
 
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata that `of_file` reads."""
-        return {_KEY: json.dumps(dict(self.renamed))} if self.renamed else {}
+        return {key: json.dumps(dict(names)) for key, names in ((_KEY, self.renamed), (_TIED, self.tied)) if names}
 
     def in_file(self, name: str) -> str:
         """The name in the file of a tensor, by its name in the model."""
@@ -52,6 +48,21 @@ class AdapterNames:
     @cached_property
     def _in_model(self) -> Mapping[str, str]:
         return {in_file: in_model for in_model, in_file in self.renamed.items()}
+
+
+def _names_in(metadata: Mapping[str, str], key: str) -> dict[str, str]:
+    try:
+        names = json.loads(metadata.get(key, "{}"))
+    except RecursionError:
+        names = None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"the metadata {key} of the adapter's file is not an object of names")
+    return names
+
+
+def is_lora(name: str) -> bool:
+    """Whether a trained parameter of this name is an adapter's, and not of a module that is trained whole."""
+    return _LORA in name
 
 
 def peft_name(name: str) -> str:

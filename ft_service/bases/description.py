@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ft_service import __version__, installation
 from ft_service.bases.base_files import MAX_ENTRIES, open_base_file, read_bytes
-from ft_service.bases.module_rules import WeightNames, kept_plain
+from ft_service.bases.module_rules import OuterModules, WeightNames, kept_plain
 from ft_service.bases.safetensors_header import HEADER
 from ft_service.errors import SpecError
 from ft_service.spec import WeightFormat
@@ -150,8 +150,8 @@ class Description:
     """Weights in the model's order, those outside the decoder layers first."""
     layout: str
     """Text that says how the files store the weights: `bf16`, `bitsandbytes NF4`, `FP8 in blocks of 128x128`, …"""
-    tied: bool
-    """Whether the output head is the embedding."""
+    outer: OuterModules
+    """Embedding and output head."""
     loss_in_chunks: bool
     """Whether the loss is computed inside the output head, a few tokens' logits at a time."""
     padded_because: str | None = None

@@ -219,6 +219,38 @@ def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: fl
     return [name for name in experts if any(f".{name}".endswith(f".{word}") for word in wanted)]
 
 
+@dataclass(frozen=True)
+class OuterModules:
+    """Full names of a base's embedding of tokens and of its output head."""
+
+    embedding: str
+    head: str
+    tied: bool
+    """Whether they have one weight."""
+
+    def chosen(self, wanted: Sequence[str], held: Mapping[str, str] = NOTHING) -> list[str]:
+        """The modules that are trained whole, in the model's order: of tied ones both. `wanted`: lora.modules_to_save; `held`:
+        formats of a base that is published quantised. Raises SpecError for a name of neither, or of one that is quantised.
+        """
+        both = [self.embedding, self.head]
+        for word in wanted:
+            if not any(f".{name}".endswith(f".{word}") for name in both):
+                raise SpecError(
+                    f"lora.modules_to_save: {word!r} is neither the base's embedding ({self.embedding}) nor its output head "
+                    f"({self.head}). No others are trained whole: linear layers get an adapter by lora.target_modules.",
+                    param="lora.modules_to_save",
+                )
+        chosen = [name for name in both if any(f".{name}".endswith(f".{word}") for word in wanted)]
+        for name in chosen:
+            if name in held:
+                raise SpecError(
+                    f"lora.modules_to_save: the base holds {name} in {held[name]}, and only plain weights are trained whole. "
+                    "Take the base's release in bf16.",
+                    param="lora.modules_to_save",
+                )
+        return both if chosen and self.tied else chosen
+
+
 def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field: str) -> dict[str, Value]:
     """Module → value of lora.rank_pattern or alpha_pattern; the first matching pattern wins, as in PEFT.
 

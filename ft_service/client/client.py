@@ -34,6 +34,7 @@ from ft_service.client.responses import (
     RemoteSweep,
 )
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
+from ft_service.rundir.evaluations import Suites
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.untrusted_tar import unpack
 
@@ -159,6 +160,10 @@ class Client:
         """Resume a paused job. `ranks`: new number of ranks; None: as before."""
         body = None if ranks is None else {"distributed": {"nproc_per_node": ranks}}
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume", json=body))
+
+    def keep_suites(self, job_id: str, found: Suites) -> RemoteJob:
+        """Keep accuracies in tasks with a job that has succeeded."""
+        return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/suites", json=found.model_dump()))
 
     def evaluations(self, job_id: str, limit: int = PAGE) -> list[RemoteEvaluation]:
         """Return the job's newest `limit` evaluations, the newest step first."""

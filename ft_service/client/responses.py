@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ft_service.jobs.states import TERMINAL, State
+from ft_service.rundir.evaluations import SuiteTask
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobOptions
 
@@ -79,6 +80,8 @@ class RemoteJob(RemoteObject):
     """Sweep that it belongs to: id, values of its own, reason for which it was stopped."""
     forgetting: dict[str, Any] | None = None
     """Comparison with the base alone, on general text and prompts; None: not measured."""
+    suites: dict[str, SuiteTask] = {}
+    """Task of `ft eval --suite` → accuracies."""
 
     @property
     def options(self) -> dict[str, Any]:

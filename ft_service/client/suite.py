@@ -21,12 +21,12 @@ from pydantic import Field, ValidationError
 
 from ft_service.client.connection import Connection
 from ft_service.errors import FtError, SpecError
+from ft_service.rundir.evaluations import MOST_QUESTIONS, SuiteAccuracy, Suites, SuiteTask
 from ft_service.spec import Strict, spec_error
 
 TASKS = Path(__file__).parents[1] / "data/suites"
 """Folder of the package's tasks."""
 MOST_BYTES = 32 * 1024**2
-MOST_QUESTIONS = 20_000
 INSTALL = "python3 -m venv lm-eval && lm-eval/bin/pip install 'lm-eval[api]>=0.4.10,<0.5' transformers"
 
 
@@ -177,3 +177,15 @@ def read_scores(folder: Path, tasks: Mapping[str, Path]) -> dict[str, TaskAccura
         count = sum(1 for line in data.read_text(encoding="utf-8").splitlines() if line.strip())
         scores[name] = TaskAccuracy(float(accuracy), float(error) if isinstance(error, int | float) else None, count)
     return scores
+
+
+def suites_of(base: Mapping[str, TaskAccuracy], tuned: Mapping[str, TaskAccuracy]) -> Suites:
+    """Return the results of the two models as they are kept with the job."""
+    tasks = {
+        name: SuiteTask(questions=score.questions, base=_kept(base[name]), tuned=_kept(score)) for name, score in tuned.items()
+    }
+    return Suites(tasks=tasks)
+
+
+def _kept(score: TaskAccuracy) -> SuiteAccuracy:
+    return SuiteAccuracy(accuracy=score.accuracy, error=score.error)

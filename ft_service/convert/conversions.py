@@ -129,6 +129,15 @@ def target_modules(value: Any, source: Source) -> Verdict:
     return Taken({"lora.target_modules": names[0] if pattern else names})
 
 
+def modules_to_save(value: Any, source: Source) -> Verdict:
+    if not value:
+        return NoEffect("there are none")
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return ToDo("expected names of modules: set lora.modules_to_save")
+    return Taken({"lora.modules_to_save": [name.strip() for name in names if name.strip()]})
+
+
 def target_parameters(value: Any, source: Source) -> Verdict:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return ToDo("expected names of stacks of experts: set lora.target_parameters")

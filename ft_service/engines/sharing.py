@@ -29,8 +29,9 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
     adapters that jobs continue from.
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
-    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, DoRA, compiled layers, other
-    groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded. So do jobs whose
+    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, DoRA, modules that are
+    trained whole, compiled layers, other groups than decoder layers, and weights that stay gathered, are gathered ahead or are
+    offloaded. So do jobs whose
     ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room beside the base. The gain does
     not matter to a job whose client runs the training loop: it would hold its ranks while it waits for its client.
     """
@@ -44,6 +45,7 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
         or spec.training.neftune_noise_alpha is not None
         or spec.lora.target_parameters
         or spec.lora.use_dora
+        or spec.lora.modules_to_save
     ):
         return None
     if options.nnodes > 1 or (options.max_nnodes or 1) > 1 or options.max_nproc_per_node not in (None, options.nproc_per_node):

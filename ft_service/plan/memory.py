@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ft_service.bases.description import Dimensions
 from ft_service.plan.machines import Machine
-from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout, WeightStorage
+from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout, WeightStorage, trained_head
 from ft_service.spec import JobSpec
 
 LOGIT_BYTES = 8
@@ -158,7 +158,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         base=by_format,
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
-        optimizer=2 * numel * FP32_BYTES + sum(2 + a.magnitude for a in job.adapters) * FP32_BYTES,
+        optimizer=2 * numel * FP32_BYTES + sum(a.tensors for a in job.adapters) * FP32_BYTES,
         gather=_gather(job) if layout.shard > 1 else 0,
         accumulation=_accumulation(job, batches),
         activations=kept[mode],
@@ -191,19 +191,25 @@ def _logits(job: ShardedJob, batches: MicroBatches) -> int:
         return WHOLE_LOGIT_BYTES * shape.vocabulary * batches.tokens
     targets = max(1, batches.tokens - batches.samples)
     rows = min(targets, chunk_rows(shape.vocabulary))
-    return LOGIT_BYTES * shape.vocabulary * rows + 2 * job.compute_bytes * shape.hidden * targets
+    inputs, chunk = 2 * job.compute_bytes * shape.hidden * targets, LOGIT_BYTES * shape.vocabulary * rows
+    head = trained_head(job.base, job.adapters)
+    if not head:
+        return chunk + inputs
+    # A chunk's logits, and their gradient if of another type, are there when it adds its product to the weight's fp32 sum.
+    product = (FP32_BYTES + job.compute_bytes % FP32_BYTES) * shape.vocabulary * rows + job.compute_bytes * head
+    return max(chunk, product) + inputs + FP32_BYTES * head + _cast(job, head)
 
 
 def _kept_by_mode(job: ShardedJob, tokens: int) -> dict[str, int]:
     """Bytes kept for the backward when the loss is taken, with the last norm's output.
 
-    The first layer's first norm keeps nothing, since the embedding has no gradient. Without checkpointing that saves as much as
+    The first layer's first norm keeps nothing where the embedding has no gradient. Without checkpointing that saves as much as
     the last norm keeps.
     """
     shape = job.base.dimensions
     inputs, last_norm = job.compute_bytes * shape.hidden, FP32_BYTES * shape.hidden
     per_token = {
-        "none": layer_activation_bytes(job) * shape.layers,
+        "none": layer_activation_bytes(job) * shape.layers + (last_norm if job.trains_embedding else 0),
         "full": inputs * shape.layers + last_norm,
         "selective": (inputs + _product_bytes(job)) * shape.layers + last_norm,
     }
@@ -220,7 +226,7 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int) -> dict[str, int
     of_norm = tokens * (NORM_BACKWARD_COPIES + 1) * norm
     of_layer = tokens * (layer + inputs) + max(tokens * (2 if shape.gated else 1) * inner, tokens * inner + extra)
     before = tokens * (shape.layers - 1)
-    first = tokens * norm  # which the first layer's norm does not keep
+    first = 0 if job.trains_embedding else tokens * norm  # which the first layer's norm does not keep
     same = tokens * norm if compute == FP32_BYTES else 0  # in fp32 a norm keeps its input itself, and no copy
     recomputed = tokens * inputs * shape.layers - same + _casts(job) // max(1, shape.layers)
     return {
@@ -232,8 +238,12 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int) -> dict[str, int
 
 def _casts(job: ShardedJob) -> int:
     """Bytes of the adapters' copies in the compute type; sharded ones are gathered in it."""
-    needed = job.layout.shard == 1 and job.compute_bytes != FP32_BYTES
-    return job.compute_bytes * sum(a.numel for a in job.adapters) if needed else 0
+    return _cast(job, sum(a.numel for a in job.adapters if not a.whole))
+
+
+def _cast(job: ShardedJob, numel: int) -> int:
+    """Bytes of masters' copies in the compute type."""
+    return job.compute_bytes * numel if job.layout.shard == 1 and job.compute_bytes != FP32_BYTES else 0
 
 
 def _dequantised(job: ShardedJob, machine: Machine) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ft_service.bases.description import Description
 from ft_service.plan.machines import EFFICIENCY, LINK_EFFICIENCY, Machine
 from ft_service.plan.memory import MicroBatches
-from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob
+from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 
 LAUNCH_SECONDS = 0.008
 """Time to launch a decoder layer's forward and backward, while the GPU computes: 197 to 319 ms were measured for 32 layers."""
@@ -103,16 +103,17 @@ def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length:
 
     With N parameters of the layers' matrices that a token meets, H of the head, A of the adapters, L layers, q = heads × head
     size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q. With full activation checkpointing, whose
-    backward runs the layers' forward again: 6 N + 4 H + 8 A + 8 L s q.
+    backward runs the layers' forward again: 6 N + 4 H + 8 A + 8 L s q. A head that is trained: 2 H more.
     """
     shape = base.dimensions
     n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
     h = shape.vocabulary * shape.hidden
-    a = sum(adapter.numel for adapter in adapters)
+    a = sum(adapter.numel for adapter in adapters if not adapter.whole)
+    of_head = 2 * trained_head(base, adapters)
     attention = shape.layers * length * shape.q
     if checkpointed:
-        return 6 * n + 4 * h + 8 * a + 8 * attention
-    return 4 * (n + h) + 6 * a + 6 * attention
+        return 6 * n + 4 * h + 8 * a + 8 * attention + of_head
+    return 4 * (n + h) + 6 * a + 6 * attention + of_head
 
 
 def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft_service.bases.description import Description, Weight
+from ft_service.bases.description import Description, Kind, Weight
 from ft_service.bases.module_rules import (
     assign_formats,
     choose_ignored,
@@ -73,7 +73,7 @@ class WeightStorage:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The two matrices of one adapted module, A [r, cols] and B [rows, r]."""
+    """The two matrices of one adapted module, A [r, cols] and B [rows, r]; or with r = 0 a parameter that is trained whole."""
 
     module: str
     layer: int | None
@@ -86,11 +86,24 @@ class AdapterShape:
     magnitude: bool = False
     """Whether there is a vector [rows] besides (DoRA)."""
 
+    kind: Kind = "linear"
+    """Of the parameter."""
+
+    @property
+    def whole(self) -> bool:
+        return self.r == 0
+
+    @property
+    def tensors(self) -> int:
+        return 1 if self.whole else 2 + self.magnitude
+
     @property
     def numel(self) -> int:
-        return self.r * (self.rows + self.cols) + self.magnitude * self.rows
+        return self.rows * self.cols if self.whole else self.r * (self.rows + self.cols) + self.magnitude * self.rows
 
     def numel_on_rank(self, layout: ShardLayout) -> int:
+        if self.whole:
+            return layout.rows(self.rows) * self.cols
         return layout.rows(self.r) * self.cols + layout.rows(self.rows) * (self.r + self.magnitude)
 
 
@@ -114,7 +127,7 @@ class GatherGroup:
         return frozen + sum(a.numel_on_rank(layout) for a in self.adapters) * compute_bytes
 
     def reduced_bytes_on_rank(self, layout: ShardLayout) -> int:
-        """Bytes that a rank gets from the reduction of the adapters' gradients."""
+        """Bytes that a rank gets from the reduction of gradients."""
         return sum(a.numel_on_rank(layout) for a in self.adapters) * FP32_BYTES
 
 
@@ -142,8 +155,17 @@ class ShardedJob:
         return COMPUTE_BYTES[self.spec.precision.compute]
 
     @property
+    def trains_embedding(self) -> bool:
+        return any(a.kind == "embedding" for a in self.adapters)
+
+    @property
     def quantised(self) -> list[WeightStorage]:
         return [storage for storage in self.frozen if storage.format != "bf16"]
+
+
+def trained_head(base: Description, adapters: Sequence[AdapterShape]) -> int:
+    """Numbers of the head's weight if it is trained, which may be the embedding; else 0."""
+    return sum(a.numel for a in adapters if a.kind == ("embedding" if base.outer.tied else "head"))
 
 
 def layout_of(spec: JobSpec) -> ShardLayout:
@@ -160,17 +182,27 @@ def stored_weights(base: Description, spec: JobSpec, layout: ShardLayout) -> lis
     _refuse_empty_rows(base)
     formats = assign_formats(base.names, spec.precision, base.held)
     refuse_resharding_of_held(spec.distributed.reshard_size, base.held, formats)
-    ignored = choose_ignored([weight.name for weight in base.weights], spec.distributed.ignored)
+    trained = trained_whole(base, spec)
+    frozen = [weight for weight in base.weights if weight not in trained]
+    ignored = choose_ignored([weight.name for weight in frozen], spec.distributed.ignored)
     weights = []
-    for weight in base.weights:
+    for weight in frozen:
         weight_format = formats.get(weight.module, "bf16") if weight.parameter == "weight" else "bf16"
         sharded = layout.shard > 1 and weight.name not in ignored
         weights.append(WeightStorage.of(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute]))
     return weights
 
 
+def trained_whole(base: Description, spec: JobSpec) -> list[Weight]:
+    """The parameters of embedding and head that are trained whole. Raises SpecError as `OuterModules.chosen` does."""
+    chosen = base.outer.chosen(spec.lora.modules_to_save, base.held)
+    return [weight for weight in base.weights if weight.module in chosen]
+
+
 def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
-    """The adapters that the spec asks for. Raises SpecError for names and patterns that match nothing."""
+    """The adapters that the spec asks for, and what is trained whole. Raises SpecError for names and patterns that match
+    nothing.
+    """
     linears = {weight.module: weight for weight in base.linears}
     experts = [weight.module for weight in base.experts]
     wanted = spec.lora.target_modules
@@ -187,7 +219,8 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
     for weight in (weight for weight in base.experts if weight.module in stacks):
         r = ranks.get(weight.module, spec.lora.r)
         shapes.append(AdapterShape(weight.module, weight.layer, weight.rows // count, weight.numel_of_row, r * count, count))
-    return shapes
+    whole = trained_whole(base, spec)
+    return shapes + [AdapterShape(w.module, None, w.rows, w.numel_of_row, r=0, kind=w.kind) for w in whole]
 
 
 def groups_of(stored: Sequence[WeightStorage], adapters: Sequence[AdapterShape], spec: JobSpec) -> list[GatherGroup]:
@@ -201,13 +234,15 @@ def groups_of(stored: Sequence[WeightStorage], adapters: Sequence[AdapterShape],
     embedding = tuple(s for s in stored if s.weight.kind == "embedding")
     rest = tuple(s for s in stored if s.weight.layer is None and s.weight.kind != "embedding")
     outer = tuple(a for a in adapters if a.layer is None)
+    embedded = tuple(a for a in outer if a.kind == "embedding")
     held = options.keep_unsharded or options.reshard_after_forward is False
     layers = sorted({s.weight.layer for s in stored if s.weight.layer is not None})
     middle = [_layer_group(stored, adapters, layer, held, None if held else options.reshard_size) for layer in layers]
-    if not any(s.weight.kind == "head" for s in rest):
+    if not any(s.weight.kind == "head" for s in rest) and not any(a.kind == "head" for a in outer):
         return _filled([GatherGroup("embedding and head", embedding + rest, outer, held=True), *middle])
-    first = GatherGroup("embedding", embedding, (), held=options.keep_unsharded, in_backward=False)
-    return _filled([first, *middle, GatherGroup("norm and head", rest, outer, held=True)])
+    first = GatherGroup("embedding", embedding, embedded, held=options.keep_unsharded, in_backward=False)
+    last = tuple(a for a in outer if a not in embedded)
+    return _filled([first, *middle, GatherGroup("norm and head", rest, last, held=True)])
 
 
 def _layer_group(

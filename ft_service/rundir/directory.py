@@ -28,6 +28,7 @@ checkpoints.py.)
                                           is exports/<format>.json (see documents.py)
     served.json                           ServedQuality, with the outcome: quality of the adapter by how it is served
     forgetting.json                       Forgetting, with the outcome: what the tuned model has lost of what its base knew
+    suites.json                           Suites, by the service: accuracies in tasks of `ft eval --suite`
     probes.json                           Probes, with the outcome: they verify a server of the adapter
     serving.json                          by the service: where the adapter is served (ft_service/serving/handoff.py)
     result.json                           Result, last of all; names the attempt

@@ -4,6 +4,7 @@
                                       prompts, with those before training
     served.json                       ServedQuality: quality of the adapter by how it is served
     forgetting.json                   Forgetting: what the tuned model has lost of what its base knew
+    suites.json                       Suites, by the service: accuracies that lm-eval has measured (`ft eval --suite`)
     probes.json                       Probes: the trainer's log-probabilities of a few token sequences, with the adapter and
                                       without, to verify a server of the adapter
 
@@ -15,13 +16,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 
 EVALUATIONS = "evaluations"
+SUITES = "suites.json"
+MOST_TASKS = 64
+MOST_QUESTIONS = 20_000
+"""Most tasks whose results a job keeps, and most questions of one."""
 _NAME = re.compile(EVALUATIONS + r"/step-(\d{1,9})-a(\d{1,6})\.json")
 
 
@@ -209,6 +215,50 @@ def read_evaluation(run: RunDir, key: str) -> Evaluation | None:
 def read_served(run: RunDir) -> ServedQuality | None:
     """Read served.json; None: it does not exist (yet), or is unreadable."""
     return run.readable(SERVED, ServedQuality)
+
+
+class SuiteAccuracy(_QualityDocument):
+    """Accuracy of a model in a task."""
+
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    """Share of questions whose right choice is the likeliest."""
+    error: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Standard error of the accuracy; None: a single question."""
+
+
+class SuiteTask(_QualityDocument):
+    """Accuracies in one task of a suite."""
+
+    questions: Annotated[int, Field(ge=1, le=MOST_QUESTIONS)]
+    base: SuiteAccuracy
+    tuned: SuiteAccuracy
+
+    @property
+    def text(self) -> str:
+        """The accuracies, for display."""
+        return f"{self.tuned.accuracy:.3f} (base: {self.base.accuracy:.3f}), {self.questions:,} questions"
+
+
+class Suites(_QualityDocument):
+    """Newest result of each task that was run on the job's tuned model and on its base."""
+
+    tasks: Annotated[dict[Annotated[str, Field(pattern=r"^\w{1,64}$")], SuiteTask], Field(max_length=MOST_TASKS)]
+    """By name."""
+
+
+def add_suites(run: RunDir, found: Suites) -> Suites:
+    """Write suites.json with newer results, and return it. Raises SpecError for more than MOST_TASKS tasks together."""
+    before = run.readable(SUITES, Suites)
+    tasks = {**(before.tasks if before else {}), **found.tasks}
+    if len(tasks) > MOST_TASKS:
+        raise SpecError(f"tasks: the job would have results of {len(tasks)} tasks, and {MOST_TASKS} are kept.", param="tasks")
+    run.write(SUITES, Suites(tasks=tasks))
+    return Suites(tasks=tasks)
+
+
+def read_suites(run: RunDir) -> Suites | None:
+    """Read suites.json; None: it does not exist, or is unreadable."""
+    return run.readable(SUITES, Suites)
 
 
 def read_forgetting(run: RunDir) -> Forgetting | None:

@@ -24,6 +24,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("dropout", "lora_dropout"), "lora.lora_dropout"),
     **dict.fromkeys(("lora_target_modules", "lora_target", "lora_target_linear", "targets"), "lora.target_modules"),
     **dict.fromkeys(("rslora", "use_rslora", "peft_use_rslora"), "lora.use_rslora"),
+    **dict.fromkeys(("lora_modules_to_save", "additional_target", "trained_modules"), "lora.modules_to_save"),
     **dict.fromkeys(("dora", "use_dora", "peft_use_dora"), "lora.use_dora"),
     **dict.fromkeys(
         ("load_in_4bit", "quantization", "quantization_bit", "bnb_4bit_quant_type", "format", "dtype_base"), "precision.default"

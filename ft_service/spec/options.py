@@ -57,8 +57,8 @@ class LoraOptions(Strict):
     target_parameters: list[str] = []
     """Stacks of experts that get an adapter in addition to target_modules, by their names or the ends of these, as in PEFT:
     `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with
-    lora_dropout. Routers are not trained, and their balance loss (router_aux_loss_coef) is not part of the loss. For servers
-    without support for adapters on experts, merge the tuned model."""
+    lora_dropout. Routers are not trained, and their balance loss (router_aux_loss_coef) is not part of the loss. `ft export
+    --format vllm` writes them as vLLM reads them; for other servers merge the tuned model."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
     """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first matching pattern wins.
     vLLM does not read patterns: `ft export --format vllm` pads such an adapter to its largest rank."""
@@ -70,6 +70,12 @@ class LoraOptions(Strict):
     """Weight-decomposed adapters (DoRA): each output row of an adapted weight also learns its magnitude, as in PEFT. Steps take
     longer, since the norms of the rows change with the adapter. Not with lora_dropout or target_parameters, and not in an
     engine. Inference servers and GGUF do not take such an adapter, but `ft merge` does."""
+    modules_to_save: list[str] = []
+    """Modules that are trained whole beside the adapters, for tokens that the base has not learned: the base's embedding and
+    its output head, by their names or the ends of these, as in PEFT: `[embed_tokens, lm_head]`. Tokens need rows that the
+    embedding has already. Masters are fp32, start as the base's values, and are saved in the adapter as PEFT saves them. If the
+    base ties the two, they are one weight, named by either. A parameter takes 16 bytes, shared by the ranks, and such a job
+    runs in no engine. Inference servers, the preview and GGUF adapters do not take such modules; `ft merge` does."""
     init_lora_weights: Literal[True] = True
     """A from Kaiming uniform, B zero: the tuned model starts as the base. Not PiSSA, LoftQ or OLoRA: they put what is left of
     each weight into the base, which here stays as it was published, and an adapter would belong to that changed base alone."""

@@ -31,7 +31,7 @@ _OWN_BASE = (
 )
 
 NOT_YET: Mapping[str, str] = {
-    "lora.modules_to_save": "leave it out; only LoRA matrices train",
+    "lora.trainable_token_indices": "use lora.modules_to_save: [embed_tokens], which trains all rows",
 }
 """Options that this version refuses: dotted name → what to do instead."""
 
@@ -53,6 +53,7 @@ _NOT_OF_REINFORCEMENT = (
     ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
     ("lora", "use_dora", "the sampler takes A and B of LoRA only. Leave it out"),
     ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
+    ("lora", "modules_to_save", "the sampler takes adapters of linear layers only. Leave it out"),
 )
 """Section, option, and what to do instead."""
 

@@ -324,7 +324,9 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
         return
     if lora.target_parameters:
         raise _refused(
-            "target_parameters", lora.target_parameters, "it loads no adapters on stacks of experts. Leave them out, or"
+            "target_parameters",
+            lora.target_parameters,
+            "adapters on stacks of experts were not tried on it (ft export --format vllm writes them). Leave them out, or",
         )
     for name in ("use_dora", "modules_to_save"):
         if given := getattr(lora, name, None):

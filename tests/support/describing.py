@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ft_service.bases.describing import DESCRIPTIONS, Descriptions, Make, describe_in_process, versions_name
 from ft_service.bases.description import Described, Description, Dimensions, Refusal, Versions, Weight, description_key
+from ft_service.bases.module_rules import OuterModules
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 
@@ -40,7 +41,8 @@ def small_description(model_type: str = "llama") -> Description:
         expert_intermediate=0,
         max_positions=128,
     )
-    return Description(model_type, "LlamaForCausalLM", dimensions, weights, "bf16", tied=False, loss_in_chunks=True)
+    outer = OuterModules("model.embed_tokens", "lm_head", tied=False)
+    return Description(model_type, "LlamaForCausalLM", dimensions, weights, "bf16", outer=outer, loss_in_chunks=True)
 
 
 def small_document(folder: Path, versions: Versions = VERSIONS) -> Described:

@@ -155,7 +155,7 @@ def test_a_head_of_its_own_that_no_file_holds_is_refused(tmp_path: Path) -> None
     folder = save_base(tmp_path / "base", TINY, shapes)
     with pytest.raises(SpecError, match=r"lack 1 tensors that its architecture needs, the first: lm_head\.weight"):
         describe(str(folder))
-    assert describe(str(save_base(folder, TINY, shapes, tie_word_embeddings=True))).tied
+    assert describe(str(save_base(folder, TINY, shapes, tie_word_embeddings=True))).outer.tied
 
 
 def test_a_base_that_is_not_downloaded_is_described_by_its_config(tmp_path: Path) -> None:

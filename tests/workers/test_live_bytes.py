@@ -45,6 +45,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fp8, selective": (1, SMALL, {"default": "fp8", "mode": "selective"}),
     "nf4, full, dropout": (1, SMALL, {"default": "nf4", "mode": "full", "dropout": 0.1}),
     "fp32, dora": (1, SMALL, {"compute": "fp32", "dora": True}),
+    "trained whole, large vocabulary": (1, LARGE, {"whole": ["embed_tokens", "lm_head"]}),
     "few tokens, so that weights count": (1, {"vocab_size": 64, "intermediate_size": 1024}, {"default": "nf4", "samples": 1}),
     "two ranks": (2, LARGE, {"default": "nf4"}),
 }
@@ -58,7 +59,12 @@ def spec_of(folder: Path, case: str) -> JobSpec:
         ranks=world,
         precision={"default": options.get("default", "bf16"), "compute": options.get("compute", "bf16")},
         training={"batch_size": 2 * samples * world, "max_length": LENGTH, "tokens_per_micro_batch": samples * LENGTH},
-        lora={"r": 4, "lora_dropout": options.get("dropout", 0.0), "use_dora": options.get("dora", False)},
+        lora={
+            "r": 4,
+            "lora_dropout": options.get("dropout", 0.0),
+            "use_dora": options.get("dora", False),
+            "modules_to_save": options.get("whole", []),
+        },
         distributed={"activation_checkpointing": options.get("mode", "none")},
     )
 

@@ -90,6 +90,7 @@ FOUR_BITS = {"default": "nvfp4", "overrides": {r".*mlp.*": "mxfp4"}}
 ODD = {"vocab_size": VOCABULARY + 1, "intermediate_size": 200, "hidden_size": 72, "num_attention_heads": 4}
 BLOCKS = {"hidden_size": 160, "intermediate_size": 289, "num_attention_heads": 4, "tie_word_embeddings": True}
 """Of a base in FP8 by blocks of 128, several of which lie in every matrix both ways."""
+BOTH = ["embed_tokens", "lm_head"]
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bf16 on one rank": (1, {"default": "bf16"}, {}, {}),
     "nf4 on one rank, fp32": (1, {"default": "nf4", "compute": "fp32"}, {}, {}),
@@ -107,6 +108,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "nvfp4 and mxfp4 on three, columns that do not divide": (3, FOUR_BITS, {"intermediate_size": 200}, {}),
     "some weights whole": (3, {**MIXED, "compute": "fp32"}, {}, {"ignored": [r".*norm\.weight", r".*up_proj.*"]}),
     "magnitudes on three": (3, MIXED, ODD, {}),
+    "trained whole on three": (3, MIXED, ODD, {}),
+    "trained whole and tied": (2, MIXED, {"tie_word_embeddings": True}, {}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
 
@@ -118,7 +121,7 @@ def job(base: Path, case: str) -> JobSpec:
         ranks=world,
         precision=precision,
         training={"batch_size": 2 * world + 1, "per_device_train_batch_size": 2, "max_length": LENGTH},
-        lora={"r": 5, "use_dora": "magnitudes" in case},
+        lora={"r": 5, "use_dora": "magnitudes" in case, "modules_to_save": BOTH if "whole" in case else []},
     )
     return spec.model_copy(update={"distributed": spec.distributed.model_copy(update=distributed)})
 

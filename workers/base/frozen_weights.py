@@ -25,7 +25,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass
 class FrozenWeight:
-    """A frozen parameter on meta, and what takes its place on this rank."""
+    """A parameter on meta with the base's values, and what takes its place on this rank."""
 
     parameter: nn.Parameter
     places: list[Place]
@@ -35,9 +35,15 @@ class FrozenWeight:
     """Where they go, once allocated."""
 
     @property
+    def trained(self) -> bool:
+        """Whether it is not frozen, but an fp32 master that starts as what a frozen one would hold."""
+        return self.parameter.requires_grad
+
+    @property
     def face(self) -> Tensor:
         """This rank's part on meta. The dtype of a plain one is that in which it is cached."""
-        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+        local = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+        return local.bfloat16() if self.trained else local
 
     def allocate(self, compute_dtype: torch.dtype, device: torch.device) -> None:
         """Make the storage. `compute_dtype`: the dtype of plain weights that are not sharded, and of the faces of quantised
@@ -180,6 +186,20 @@ def with_shard(tensor: DTensor, shard: Tensor) -> DTensor:
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": shard}
     return DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+
+
+_ORIGINAL = "_ft_original"
+
+
+def keep_original(places: Sequence[Place], values: Tensor) -> None:
+    """Keep on the host this rank's rows of what the base has in place of a parameter that is trained whole."""
+    for module, name in places:
+        vars(module).setdefault(_ORIGINAL, {})[name] = values.cpu()
+
+
+def original_of(module: nn.Module, name: str) -> Tensor:
+    """The rows that `keep_original` keeps."""
+    return vars(module)[_ORIGINAL][name]
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

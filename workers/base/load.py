@@ -15,11 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ft_service.bases.adapter_names import is_lora
 from ft_service.bases.cache_folder import Cache
 from ft_service.errors import SpecError
 from workers.base.base_tensors import Safetensors
 from workers.base.cached_base import BaseCache
-from workers.base.frozen_weights import Deviation, FrozenWeight, Loaded, Place, fill, initial_adapter, with_shard
+from workers.base.frozen_weights import (
+    Deviation,
+    FrozenWeight,
+    Loaded,
+    Place,
+    fill,
+    initial_adapter,
+    keep_original,
+    with_shard,
+)
 from workers.base.parameter_sources import NamedBase, load_buffers
 from workers.base.quantized_rows import StoredBase
 from workers.base.rank_objects import from_all
@@ -61,7 +71,7 @@ def load(
     """
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
-        if parameter.requires_grad:
+        if parameter.requires_grad and is_lora(name):
             start, end = rows_of(parameter)
             first = initial_adapter(plain_name(name), tuple(parameter.shape), seed)
             place = _place(parameter, device, offload)
@@ -79,6 +89,9 @@ def load(
     for name, weight in weights.items():
         if isinstance(weight.storage, RowQuantized):
             weight.storage.name = name
+        if weight.trained:
+            keep_original(weight.places, weight.storage)
+            weight.storage = weight.storage.float()
         _replace(weight.parameter, weight.storage, weight.places)
     for module in model.modules():
         if isinstance(module, LoraLinear):

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
+from ft_service.bases.adapter_names import is_lora
 from ft_service.errors import SpecError
 from ft_service.spec import WeightFormat
 from workers.base.expert_stacks import Stack
@@ -241,15 +242,16 @@ def _turns_matrices(converter: WeightConverter) -> bool:
 
 
 def _stock_names(model: nn.Module, plain: Callable[[str], str]) -> tuple[dict[str, str], dict[str, ExpertsLinear]]:
-    """transformers' name → ours, for every frozen tensor; and the layer of each one that is stacked here."""
+    """transformers' name → ours, for every tensor of the base; and the layer of each one that is stacked here."""
     wanted: dict[str, str] = {}
     stacked: dict[str, ExpertsLinear] = {}
     for module_name, module in model.named_modules():
         buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (module._parameters | buffers).items():
-            if tensor is None or tensor.requires_grad:
+            full = f"{module_name}.{name}" if module_name else name
+            if tensor is None or (tensor.requires_grad and is_lora(full)):
                 continue
-            ours = plain(f"{module_name}.{name}" if module_name else name)
+            ours = plain(full)
             stock = ours.removesuffix(".weight") if isinstance(module, ExpertsLinear) else ours
             wanted[stock] = ours
             if isinstance(module, ExpertsLinear):

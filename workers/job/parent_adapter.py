@@ -40,7 +40,7 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
     with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
         names = AdapterNames.of_file(file.metadata())
         wanted = {names.in_file(name): parameter for name, parameter in wanted.items()}
-        _check_shapes(parent, wanted, file)
+        _check_shapes(parent, wanted, file, names)
         for name, parameter in wanted.items():
             start, end = rows_of(parameter)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -49,9 +49,9 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
     return manifest
 
 
-def _check_shapes(parent: AdapterRef, wanted: dict[str, nn.Parameter], file: Any) -> None:
+def _check_shapes(parent: AdapterRef, wanted: dict[str, nn.Parameter], file: Any, names: AdapterNames) -> None:
     ours = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
-    theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  it is no mapping
+    theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if name not in names.tied}  # noqa: SIM118
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if differing:
         name = differing[0]

@@ -33,6 +33,7 @@ from workers.model.precision import choose_products, formats_of_base, precision_
 from workers.model.probes import Probed, probe
 from workers.model.special_types import INPUT_SCALED_EXPERTS
 from workers.model.tunable import READS_ENCODER, no_model, not_causal, refuse_numbers, refuse_untunable, wrong_value
+from workers.model.whole_modules import compute_in
 from workers.patches.fused_layers import fuse
 from workers.patches.plain_linears import make_linears_plain
 from workers.patches.unchecked_config import set_unchecked
@@ -90,6 +91,7 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     base = build_base(spec, device, probed)
     not_adapted = base.probed.not_adapted
     peft_model = add_adapters(base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted)
+    compute_in(base.model, COMPUTE_DTYPE[spec.precision.compute])
     if spec.training.neftune_noise_alpha is not None:
         add_noise(base.model, spec.training.neftune_noise_alpha)
     return BuiltModel(peft_model, base.layers, base.formats, base.arithmetic)

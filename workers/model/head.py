@@ -1,19 +1,21 @@
 """The loss, or the targets' log-probabilities, inside the output head: a few tokens' logits at a time, and only of tokens that
 have a target.
 
-The logits of all tokens and their gradient would be the largest tensors of a step, 12 bytes per token and word. But the head is
-frozen: its backward has to give only the gradient of its input, and that is known as soon as a token's logits are. So a chunk's
-logits are made, turned into that gradient and thrown away; only [targets, hidden] stays.
+The logits of all tokens and their gradient would be the largest tensors of a step, 12 bytes per token and word. But the
+gradients of the head's input, and of its weights if they are trained (`lora.modules_to_save`), are known as soon as a token's
+logits are. So a chunk's logits are made, turned into these and thrown away; only [targets, hidden] stays, and fp32 sums in the
+shape of what is trained.
 
 The same holds for log-probabilities of which the loss is taken outside: a token's changes nothing but its own, so that its
-gradient is kept as it is for a loss that grows as it does, and scaled once the true one is known.
+gradient is kept as it is for a loss that grows as it does, and scaled once the true one is known. Weights add up all tokens, so
+that with trained ones the backward makes the logits again.
 
 The model runs as usual, so that FSDP2's hooks see what they expect; the head returns the loss in place of logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +60,9 @@ def loss_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor, scale:
     """
     counted: list[Losses] = []
 
-    def forward(own: Tensor, head: _FrozenHead) -> Tensor:
-        scaled, loss, correct = _HeadLoss.apply(own, targets, head, scale)  # pyright: ignore[reportGeneralTypeIssues]
+    def forward(own: Tensor, head: _Head) -> Tensor:
+        made = _HeadLoss.apply(own, head.weight, head.bias, targets, head.cap, scale)
+        scaled, loss, correct = made  # pyright: ignore[reportGeneralTypeIssues]
         counted.append(Losses(loss, correct))
         return scaled
 
@@ -76,8 +79,9 @@ def log_probabilities_in_head(model: PreTrainedModel, places: Tensor, targets: T
     """
     likeliest: list[Tensor] = []
 
-    def forward(own: Tensor, head: _FrozenHead) -> Tensor:
-        logs, correct = _HeadLogProbabilities.apply(own, targets, head)  # pyright: ignore[reportGeneralTypeIssues]
+    def forward(own: Tensor, head: _Head) -> Tensor:
+        made = _HeadLogProbabilities.apply(own, head.weight, head.bias, targets, head.cap)
+        logs, correct = made  # pyright: ignore[reportGeneralTypeIssues]
         likeliest.append(correct)
         return logs
 
@@ -91,7 +95,7 @@ def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
     `Batch`.
     """
 
-    def forward(own: Tensor, head: _FrozenHead) -> Tensor:
+    def forward(own: Tensor, head: _Head) -> Tensor:
         logits = F.linear(own, head.weight, head.bias)
         return logits if head.cap is None else torch.tanh(logits / head.cap) * head.cap
 
@@ -100,14 +104,14 @@ def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, _FrozenHead], Tensor]) -> Iterator[None]:
+def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, _Head], Tensor]) -> Iterator[None]:
     """While it is entered, the head returns what `act` makes of the hidden states [places, hidden] and its own weights."""
     head: Any = model.get_output_embeddings()
     config = text_decoder(model).config
     cap = getattr(config, CAP, None)
 
     def forward(hidden: Tensor) -> Tensor:
-        frozen = _FrozenHead(head.weight, head.bias, cap)  # now: FSDP2 has gathered them
+        frozen = _Head(head.weight, head.bias, cap)  # now: FSDP2 has gathered them
         return act(hidden.flatten(0, 1).index_select(0, places), frozen)
 
     with head_replaced(head, config, forward):
@@ -115,16 +119,58 @@ def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, _Fro
 
 
 @dataclass(frozen=True)
-class _FrozenHead:
+class _Gradients:
+    """Sums that the chunks of a head add to. None: of what needs no gradient."""
+
+    hidden: Tensor | None
+    """[n, h], in its own dtype."""
+    weight: Tensor | None
+    """[words, h] fp32."""
+    bias: Tensor | None
+    """[words] fp32."""
+
+    @classmethod
+    def of(cls, needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
+        """Zero sums. `needed`: whether hidden, weight and bias need a gradient."""
+        of_hidden, of_weight, of_bias = needed[:3]
+        return cls(
+            torch.empty_like(hidden) if of_hidden else None,
+            torch.zeros_like(weight, dtype=torch.float32) if of_weight else None,
+            torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None,
+        )
+
+    @property
+    def any(self) -> bool:
+        return any(part is not None for part in (self.hidden, self.weight, self.bias))
+
+    @property
+    def trained(self) -> bool:
+        return self.weight is not None or self.bias is not None
+
+    def add(self, rows: slice, own: Tensor, of_logits: Tensor, weight: Tensor, scale: float) -> None:
+        """Add what a chunk gives. `own` [rows, h]: its input; `of_logits` [rows, words]: its gradient, to be scaled."""
+        if self.hidden is not None:
+            into = self.hidden[rows]
+            torch.addmm(into, of_logits, weight, beta=0, alpha=scale, out=into)
+        if self.weight is not None:
+            self.weight.add_(of_logits.t() @ own, alpha=scale)
+        if self.bias is not None:
+            self.bias.add_(of_logits.sum(dim=0, dtype=torch.float32), alpha=scale)
+
+
+@dataclass(frozen=True)
+class _Head:
     """weight [words, h], bias [words] or None, and the cap on its logits."""
 
     weight: Tensor
     bias: Tensor | None
     cap: float | None
 
-    def chunks(self, hidden: Tensor, targets: Tensor, gradient: Tensor | None, scale: float) -> Iterator[_Chunk]:
-        """Targets' log-probabilities, some rows of hidden [n, h] at a time. Puts scale · (softmax - one-hot) · weight into
-        `gradient` [n, h].
+    def chunks(
+        self, hidden: Tensor, targets: Tensor, gradients: _Gradients, scale: float, of_tokens: Tensor | None = None
+    ) -> Iterator[_Chunk]:
+        """Targets' log-probabilities, some rows of hidden [n, h] at a time. Adds to `gradients` those of scale times the sum of
+        minus the log-probabilities, each times its factor in `of_tokens` fp32 [n]; None: 1.
         """
         height = chunk_rows(self.weight.shape[0])
         for start in range(0, hidden.shape[0], height):
@@ -132,12 +178,13 @@ class _FrozenHead:
             rows, right = hidden[span], targets[span, None]
             logs, through = _log_softmax(rows, self.weight, self.bias, self.cap)
             yield _Chunk(span, logs.gather(1, right).squeeze(1), logs.argmax(dim=-1) == right.squeeze(1))
-            if gradient is not None:
+            if gradients.any:
                 of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
                 del through  # before a copy is made: at most two in fp32 exist at once
+                if of_tokens is not None:
+                    of_logits.mul_(of_tokens[span, None])
                 of_logits = of_logits.to(rows.dtype)
-                own = gradient[span]
-                torch.addmm(own, of_logits, self.weight, beta=0, alpha=scale, out=own)
+                gradients.add(span, rows, of_logits, self.weight, scale)
                 del of_logits
             del logs  # before the next chunk's are made
 
@@ -154,45 +201,64 @@ class _Chunk:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """hidden [n, h], targets [n] → loss × scale, loss, number of correct ones."""
+    """hidden [n, h], weight, bias, targets [n] → loss × scale, loss, number of correct ones."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: _FrozenHead, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = _Gradients.of(ctx.needs_input_grad, hidden, weight, bias)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for chunk in head.chunks(hidden, targets, gradient, scale):
+        for chunk in _Head(weight, bias, cap).chunks(hidden, targets, gradients, scale):
             correct += chunk.correct.sum()
             loss -= chunk.logs.sum(dtype=torch.float64)
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.dtype = weight.dtype
         rounded = loss.float()
         ctx.mark_non_differentiable(rounded, correct)
         return rounded * scale, rounded, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None
+        hidden, *trained = ctx.saved_tensors
+        of_hidden = None if hidden is None else hidden * grads[0].to(hidden.dtype)
+        return of_hidden, *_in_dtype(trained, grads[0], ctx.dtype), None, None, None
 
 
 class _HeadLogProbabilities(torch.autograd.Function):
-    """hidden [n, h], targets [n] → log-probabilities fp32 [n], correct bool [n]."""
+    """hidden [n, h], weight, bias, targets [n] → log-probabilities fp32 [n], correct bool [n]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: _FrozenHead) -> tuple[Tensor, Tensor]:
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        of_hidden, *trained = ctx.needs_input_grad[:3]
+        ctx.again, ctx.cap = any(trained), cap
+        gradients = _Gradients.of((of_hidden and not ctx.again, False, False), hidden, weight, bias)
         logs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        for chunk in head.chunks(hidden, targets, gradient, -1):
+        for chunk in _Head(weight, bias, cap).chunks(hidden, targets, gradients, -1):
             logs[chunk.rows], correct[chunk.rows] = chunk.logs, chunk.correct
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.again else (gradients.hidden,)))
         ctx.mark_non_differentiable(correct)
         return logs, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None
+        if not ctx.again:
+            (gradient,) = ctx.saved_tensors
+            return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None, None, None
+        hidden, weight, bias, targets = ctx.saved_tensors
+        gradients = _Gradients.of(ctx.needs_input_grad, hidden, weight, bias)
+        for _ in _Head(weight, bias, ctx.cap).chunks(hidden, targets, gradients, -1, grads[0]):
+            pass
+        return gradients.hidden, *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype), None, None
+
+
+def _in_dtype(sums: Sequence[Tensor | None], scale: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:
+    """Sums in fp32 as gradients of a head's weights, times a number. They are changed in place."""
+    return [part if part is None else (part if scale is None else part.mul_(scale)).to(dtype) for part in sums]
 
 
 def _log_softmax(rows: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None) -> tuple[Tensor, Tensor | None]:

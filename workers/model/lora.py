@@ -33,6 +33,7 @@ from workers.layers.experts import ExpertsLinear, FrozenExperts, adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
 from workers.model.multimodal import has_unseen_towers, names_of_towers
 from workers.model.renamed_adapters import settle_names
+from workers.model.whole_modules import modules_trained_whole, train_whole
 
 T = TypeVar("T", int, float)
 
@@ -46,6 +47,7 @@ def add_adapters(
     """
     chosen = adapted_modules(model, lora, shared_experts=shared_experts, not_adapted=not_adapted)
     stacks = adapted_stacks(model, lora, chosen)
+    whole = modules_trained_whole(model, lora.modules_to_save)
     apart: list[str] = named_apart(chosen, expert_stacks(model))
     by_peft = [name for name in chosen if name not in apart]
     ranks = values_by_module([*chosen, *stacks], lora.rank_pattern, "lora.rank_pattern")
@@ -89,9 +91,13 @@ def add_adapters(
         for name, module in model.named_modules():
             if isinstance(module, LoraLinear):
                 module.dropping = Dropping(lora.lora_dropout, name)
+    tied = train_whole(model, whole)
+    if whole:  # only now: PEFT would copy the modules
+        config.modules_to_save = shortest_names(model, whole)
+        config.ensure_weight_tying = bool(tied)
     trained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
     assert all(parameter.dtype == torch.float32 for parameter in trained.values()), "adapters are fp32 masters"
-    settle_names(peft_model, config, {peft_name(name): p.detach() for name, p in trained.items()})
+    settle_names(peft_model, config, {peft_name(name): p.detach() for name, p in trained.items()}, tied)
     return peft_model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from peft import PeftConfig, PeftModel
@@ -13,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from ft_service.bases.adapter_names import AdapterNames
+from ft_service.bases.module_rules import NOTHING
 from ft_service.errors import SpecError
 
 _PREFIX, _LORA = "base_model.model.", ".lora_"
@@ -25,11 +27,13 @@ def names_of(config: PeftConfig) -> AdapterNames:
     return vars(config).get(_NAMES, AdapterNames())
 
 
-def settle_names(peft_model: PeftModel, config: PeftConfig, trained: Mapping[str, Tensor]) -> None:
+def settle_names(
+    peft_model: PeftModel, config: PeftConfig, trained: Mapping[str, Tensor], tied: Mapping[str, str] = NOTHING
+) -> None:
     """Find the names for the file of an adapter, and keep them with its config.
 
-    `trained`: its tensors, which may be on meta, by their names in the model. Raises SpecError for a base for which there are
-    no such names.
+    `trained`: its tensors, which may be on meta, by their names in the model; `tied`: as in `AdapterNames`. Raises SpecError
+    for a base for which there are no such names.
     """
     base: Any = peft_model.get_base_model()
 
@@ -47,7 +51,7 @@ def settle_names(peft_model: PeftModel, config: PeftConfig, trained: Mapping[str
     names = AdapterNames({name.partition(_LORA)[0]: other.partition(_LORA)[0] for name, other in chosen.items()})
     if lost or (chosen and trained.keys() != found({names.in_file(name): tensor for name, tensor in trained.items()})):
         raise _would_be_lost(base.config.model_type, sorted(lost or chosen))
-    vars(config)[_NAMES] = names
+    vars(config)[_NAMES] = replace(names, tied=tied)
 
 
 def _backwards(base: PreTrainedModel) -> Iterator[Rename]:

@@ -197,14 +197,19 @@ def write_adapter(
     ExportError if what is read differs.
     """
     names = names_of(config)
+    again = {first: second for second, first in names.tied.items()}
     digests: dict[str, str] = {}
+
+    def in_file(name: str) -> list[str]:
+        return [names.in_file(name), *([again[name]] if name in again else [])]
 
     def hashed() -> Iterator[Tensor]:
         for name, tensor in tensors:
-            digests[names.in_file(name)] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-            yield tensor
+            for written in in_file(name):
+                digests[written] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+                yield tensor
 
-    plans = [TensorPlan(names.in_file(name), tuple(shape), "F32") for name, shape in shapes.items()]
+    plans = [TensorPlan(written, tuple(shape), "F32") for name, shape in shapes.items() for written in in_file(name)]
     write_file(folder / WEIGHTS, plans, hashed(), names.metadata)
     config.base_model_name_or_path = portable_name(Path(spec.model.path), spec.model.name)
     config.inference_mode = True

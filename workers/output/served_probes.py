@@ -15,6 +15,7 @@ from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS, Probe
 from workers.layers.experts import FrozenExperts
 from workers.layers.linear import LoraLinear
 from workers.layers.segments import CURRENT
+from workers.model.whole_modules import original_modules
 from workers.ranks.sharding import reshard
 
 
@@ -43,7 +44,7 @@ def _logprobs(model: PeftModel, ids: Tensor) -> list[float]:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Scaled by zero, and in place: what is gathered together stays the same."""
+    """Scaled by zero, and in place: what is gathered together stays the same. What is trained whole has the base's values."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLinear)]
     experts = [module for module in model.modules() if isinstance(module, FrozenExperts)]
     stacks: list[Any] = [adapter for module in experts for adapter in module.adapters.values()]
@@ -53,7 +54,8 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     for adapter in stacks:
         adapter.scale = 0.0
     try:
-        yield
+        with original_modules(model):
+            yield
     finally:
         for scaling, kept in zip(scalings, before, strict=True):
             scaling.update(kept)

@@ -26,7 +26,7 @@ class ShardGroup:
     modules: list[nn.Module]
     reshard_after_forward: bool | int
     in_backward: bool = True
-    """Whether backward needs the weights."""
+    """Whether backward needs the weights: that of an embedding does not, not even to train it."""
 
     @property
     def handle(self) -> FSDPModule:
@@ -53,7 +53,7 @@ def _by_layers(model: nn.Module, layers: Sequence[nn.Module], reshard_after_forw
     """Embeddings, every decoder layer, and the rest (norm and head), which backward begins with and which is kept for it."""
     outer = list(_outer_modules(model, {id(layer) for layer in layers}))
     embeddings: list[nn.Module] = [module for module in outer if isinstance(module, nn.Embedding)]
-    first = ShardGroup(embeddings, reshard_after_forward=True, in_backward=not _frozen(embeddings))
+    first = ShardGroup(embeddings, reshard_after_forward=True, in_backward=False)
     last = ShardGroup([module for module in outer if not isinstance(module, nn.Embedding)], reshard_after_forward=False)
     if first.shares_with(last):
         first, last = ShardGroup(first.modules + last.modules, reshard_after_forward=False), ShardGroup([], False)
@@ -82,10 +82,7 @@ def _by_size(model: PreTrainedModel | PeftModel, min_params: int, reshard_after_
     for child in base.children():  # not the model itself: PEFT calls its forward past all hooks
         _choose(child, min_params, tied, chosen)
     called = [module for module in base.modules() if id(module) in chosen]
-    return [
-        ShardGroup([module], reshard_after_forward, in_backward=not (isinstance(module, nn.Embedding) and _frozen([module])))
-        for module in called
-    ]
+    return [ShardGroup([module], reshard_after_forward, in_backward=not isinstance(module, nn.Embedding)) for module in called]
 
 
 def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> list[nn.Parameter]:
@@ -102,7 +99,3 @@ def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]
         return left
     chosen.add(id(module))
     return []
-
-
-def _frozen(modules: Sequence[nn.Module]) -> bool:
-    return not any(p.requires_grad for module in modules for p in module.parameters())

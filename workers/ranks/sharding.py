@@ -64,6 +64,8 @@ def shard(
         kept = options.keep_unsharded
         apply(group.modules, reshard_after_forward=False if kept else group.reshard_after_forward)
         group.handle.set_unshard_in_backward(group.in_backward)
+        if not group.in_backward:  # else an embedding that is trained gathers what the micro-batch before ended with
+            group.handle.set_modules_to_backward_prefetch([group.handle])  # which does nothing, as it is not gathered
     apply(model)
     if options.prefetch is not None:
         _prefetch(groups, options.prefetch)

@@ -50,7 +50,7 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
             report = merge_and_measure(adapter, folder / "model", MERGED[to], base, samples)
             _lift(folder / "model")
         elif to == "vllm":
-            report = _for_vllm(adapter, folder)
+            report = _for_vllm(adapter, folder, base or (Path(spec.model.path) if spec.model.path else None), manifest)
         elif to == "gguf-adapter":
             there = base or base_of_job(spec)
             check_base(manifest, there)
@@ -79,11 +79,13 @@ def write_card(folder: Path, manifest: Manifest, to: str, report: dict[str, Any]
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _for_vllm(adapter: Path, folder: Path) -> dict[str, Any]:
+def _for_vllm(adapter: Path, folder: Path, base: Path | None, manifest: Manifest) -> dict[str, Any]:
+    if base is not None and manifest.spec.lora.target_parameters:
+        check_base(manifest, base)
     for path in adapter.iterdir():
         if path.is_file() and path.name != MANIFEST:  # which describes the adapter as it was
             shutil.copyfile(path, folder / path.name)
-    return {"r": pad_ranks(adapter, folder)}
+    return {"r": pad_ranks(adapter, folder, base)}
 
 
 def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int) -> dict[str, Any]:

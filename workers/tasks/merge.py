@@ -115,7 +115,8 @@ class Targets:
         """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
         self._stack_of = adapter.stacks(model)
         weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
-        wanted = [*weights, *adapter.replaced]
+        replaced = _replaced_once(model, adapter)
+        wanted = [*weights, *replaced]
         pieces = find_pieces(model, wanted, tensors.names())
         missing = [name for name in wanted if len(pieces.get(name, [])) != 1]
         if missing:
@@ -127,7 +128,7 @@ class Targets:
         self.adapter = adapter
         self.stacks = self._of_stacks(model, tensors)
         self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
-        self.replaced = {pieces[name][0].tensor: theirs for name, theirs in adapter.replaced.items()}
+        self.replaced = {pieces[name][0].tensor: theirs for name, theirs in replaced.items()}
         self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
@@ -159,6 +160,31 @@ class Targets:
             return self.stacks[name]()
         update = self.adapter.update(self.modules[name]) if name in self.modules else None
         return update.turned() if update is not None and name in self._turned else update
+
+
+def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[str, str]:
+    """Base weight → tensor of the adapter in its place, of tied ones the first. Raises SpecError for weights of another shape,
+    and for values that would part a head from the embedding that it is.
+    """
+    own = dict(model.named_parameters())
+    first = {id(parameter): name for name, parameter in own.items()}
+    found: dict[str, str] = {}
+    for name, theirs in adapter.replaced.items():
+        try:
+            parameter = model.get_parameter(name)
+        except AttributeError:
+            raise SpecError(f"The adapter replaces {name}, which the base does not have.", param="base") from None
+        if adapter.shape(theirs) != tuple(parameter.shape):
+            raise SpecError(
+                f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {tuple(parameter.shape)}.", param="base"
+            )
+        known = found.setdefault(first[id(parameter)], theirs)
+        if not torch.equal(adapter.read(known), adapter.read(theirs)):
+            raise SpecError(
+                f"The adapter's {known} and {theirs} differ, and the base ties them: a merged model has one weight for both.",
+                param="base",
+            )
+    return found
 
 
 def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> set[str]:

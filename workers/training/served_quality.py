@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ft_service.bases.adapter_names import is_lora
 from ft_service.host.hardware import memory_bytes
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality
 from ft_service.spec import JobSpec, PrecisionOptions
@@ -118,8 +119,7 @@ class Comparison:
             for name, parameter in adapters(built.peft_model):
                 whole = _whole(self.job.parameters[name])
                 start, end = rows_of(parameter)
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.copy_(whole[start:end])
+                _local(parameter).copy_(whole[start:end])
         return built.peft_model
 
     def _loss(self, model: nn.Module, items: Sequence[int], limits: MicroBatchLimits) -> float:
@@ -197,15 +197,19 @@ def merge_in_place(model: PeftModel) -> bool:
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     held = sum(parameter.requires_grad for layer in layers for parameter in layer.parameters())
     plain = all(type(layer.base_layer) is nn.Linear for layer in layers)
-    if not plain or held != sum(parameter.requires_grad for parameter in model.parameters()):
+    if not plain or held != sum(is_lora(name) for name, _ in adapters(model)):
         return False
+    for name, parameter in adapters(model):
+        if not is_lora(name):  # in place of the base's
+            whole = _local(parameter)
+            whole.copy_(whole.bfloat16())
     for layer in layers:
         (name,) = layer.active_adapters
         a, b = (_whole(getattr(layer, part)[name].weight).float() for part in ("lora_A", "lora_B"))
         weight = layer.base_layer.weight
         assert isinstance(weight, nn.Parameter)
         start, end = rows_of(weight)
-        local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight.data
+        local = _local(weight)
         update = layer.scaling[name] * (b[start:end].to(local.device) @ a.to(local.device))
         merged = local.float() + update
         if layer.magnitude is not None:
@@ -214,6 +218,11 @@ def merge_in_place(model: PeftModel) -> bool:
         local.copy_(merged.bfloat16())
         layer.scaling[name] = 0.0
     return True
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's rows."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def evaluation(
     as_json: Json = False,
 ) -> None:
     """Show a job's answers before and after training side by side, with their scores at every step that was evaluated. With
-    --suite: run multiple-choice tasks on the tuned model and on its base, by lm-eval."""
+    --suite: run multiple-choice tasks on the tuned model and on its base, by lm-eval, and keep the results with the job."""
     if suite:
         _run_suite(job_id, suite, lm_eval, as_json=as_json)
         return
@@ -80,7 +80,7 @@ def evaluation(
 
 def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bool) -> None:
     from ft_service.client.connection import find_connection  # HTTP and YAML are for this option alone
-    from ft_service.client.suite import SuiteRun, find_tasks, require_lm_eval
+    from ft_service.client.suite import SuiteRun, find_tasks, require_lm_eval, suites_of
 
     tasks, program = find_tasks(words), require_lm_eval(lm_eval)
     connection = find_connection(os.environ, load_settings().home)
@@ -94,7 +94,8 @@ def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bo
         for model in (job.base, job.fine_tuned_model):
             print_note(f"lm-eval asks {model} …")
             scores[model] = run.scores(model)
-    base, tuned = scores.values()
+        base, tuned = scores.values()
+        client.keep_suites(job_id, suites_of(base, tuned))
     if as_json:
         print_json({model: {name: asdict(score) for name, score in own.items()} for model, own in scores.items()})
         return

@@ -76,6 +76,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("validation loss", _valid(job)),
             ("evaluation", _evaluation(evaluated)),
             *_forgetting(job),
+            *((f"accuracy, {name}", task.text) for name, task in job.suites.items()),
             ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
             ("created", local_time(job.created_at)),

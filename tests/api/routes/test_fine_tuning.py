@@ -550,3 +550,25 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
         finally:
             released.set()
         assert [answer.result().json()["error"]["code"] for answer in large] == ["invalid_value", "invalid_value"]
+
+
+def test_accuracies_in_tasks_are_kept_with_the_job(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    path = f"/v1/fine_tuning/jobs/{job.id}/suites"
+    facts = {"questions": 20, "base": {"accuracy": 0.5, "error": 0.1}, "tuned": {"accuracy": 0.75, "error": None}}
+    early = service.http("POST", path, json={"tasks": {"facts": facts}})
+    assert check_error(early, 404)["param"] == "job_id"
+    put_state(service.store, job.id, State.SUCCEEDED)
+    assert service.http("POST", path, json={"tasks": {"facts": facts}}).json()["suites"] == {"facts": facts}
+    newer = {**facts, "tuned": {"accuracy": 0.25, "error": 0.1}}
+    service.http("POST", path, json={"tasks": {"facts": newer, "mine": facts}})
+    assert service.http("GET", path.removesuffix("/suites")).json()["suites"] == {"facts": newer, "mine": facts}
+    for wrong, param in (
+        ({"tasks": {"facts": {**facts, "tuned": {"accuracy": 1.5}}}}, "tasks.facts"),
+        ({"tasks": {"../x": facts}}, None),
+        ({"tasks": {f"task{i}": facts for i in range(64)}}, "tasks"),
+        ({"task": {}}, None),
+    ):
+        refused = check_error(service.http("POST", path, json=wrong), 400)
+        assert param is None or refused["param"] == param
+    assert (client.fine_tuning.jobs.retrieve(job.id).model_extra or {})["suites"] == {"facts": newer, "mine": facts}

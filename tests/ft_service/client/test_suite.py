@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ft_service.client.connection import Connection
-from ft_service.client.suite import SuiteRun, TaskAccuracy, check_task, find_tasks, package_tasks, require_lm_eval
+from ft_service.client.suite import SuiteRun, TaskAccuracy, check_task, find_tasks, package_tasks, require_lm_eval, suites_of
 from ft_service.errors import FtError, SpecError
 
 PROGRAM = """#!{python}
@@ -96,3 +96,9 @@ def test_what_is_neither_a_task_nor_a_program_is_refused(tmp_path: Path) -> None
         find_tasks(["mmlu"])
     with pytest.raises(SpecError, match="in an environment of its own: python3 -m venv"):
         require_lm_eval(str(tmp_path / "none"))
+
+
+def test_results_of_both_models_are_kept_together() -> None:
+    kept = suites_of({"facts": TaskAccuracy(0.5, 0.1, 20)}, {"facts": TaskAccuracy(0.75, None, 20)})
+    assert kept.tasks["facts"].text == "0.750 (base: 0.500), 20 questions"
+    assert (kept.tasks["facts"].base.error, kept.tasks["facts"].tuned.error) == (0.1, None)

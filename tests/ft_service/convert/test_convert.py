@@ -412,12 +412,24 @@ def test_base_adapter_and_format_of_other_tools_are_taken_over(ft: Ft, tmp_path:
     assert spec["precision"] == {"default": "nf4"}
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lora_modules_to_save", ["embed_tokens", "lm_head"]), ("modules_to_save", ["embed_tokens", "lm_head"])],
+)
+def test_modules_that_are_trained_whole_are_taken_over(option: str, value: Any, ft: Ft, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**TRL, option: value}))
+    printed = ft("convert", path)
+    assert printed.code == 0, printed.err
+    assert yaml.safe_load(printed.out)["lora"]["modules_to_save"] == ["embed_tokens", "lm_head"]
+
+
 def test_what_changes_the_result_and_is_not_taken_over_is_named(ft: Ft, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**TRL, "lora_modules_to_save": ["lm_head"]}))
+    path.write_text(yaml.safe_dump({**TRL, "load_in_8bit": True}))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: lora_modules_to_save. ")
+    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: load_in_8bit. ")
     assert ft("convert", path, "--json").code == 1
 
 

@@ -65,9 +65,9 @@ def test_a_refusal_names_what_was_likely_meant(more: dict[str, object], says: st
 
 def test_what_this_version_cannot_do_is_told_together_with_the_other_faults() -> None:
     with pytest.raises(SpecError) as caught:
-        parse_request({"model": "tiny", "lora": {"modules_to_save": ["lm_head"], "r": 0}, "method": {"type": "reinforcement"}})
+        parse_request({"model": "tiny", "lora": {"trainable_token_indices": [5], "r": 0}, "method": {"type": "tinker"}})
     assert [line.split(" ")[0] for line in caught.value.message.splitlines()] == [
-        *("4", "training_file", "lora.modules_to_save", "method.type", "lora.r"),
+        *("4", "training_file", "lora.trainable_token_indices", "method.type", "lora.r"),
     ]
     assert (caught.value.param, caught.value.code) == ("training_file", "missing_required_parameter")
 

@@ -110,17 +110,18 @@ def test_shapes_go_from_the_most_ranks_to_the_fewest_as_far_as_machines_and_opti
 
 def test_adapters_on_stacks_of_experts_are_refused_by_name(tmp_path: Path) -> None:
     experts = {"target_parameters": ["mlp.experts.gate_up_proj"]}
-    with pytest.raises(SpecError, match="it loads no adapters on stacks of experts") as caught:
+    with pytest.raises(SpecError, match="adapters on stacks of experts were not tried on it") as caught:
         spec_on(tmp_path, serve="vllm", lora=experts)
     assert caught.value.param == "lora.target_parameters"
     assert spec_on(tmp_path, lora=experts).lora.target_parameters == ["mlp.experts.gate_up_proj"]
 
 
-def test_an_adapter_with_magnitudes_is_refused_for_a_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "value"), [("use_dora", True), ("modules_to_save", ["lm_head"])])
+def test_what_is_more_than_two_matrices_is_refused_for_a_server(option: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="it loads only A and B of LoRA") as caught:
-        spec_on(tmp_path, serve="vllm", lora={"use_dora": True})
-    assert caught.value.param == "lora.use_dora"
-    assert spec_on(tmp_path, lora={"use_dora": True}).lora.use_dora
+        spec_on(tmp_path, serve="vllm", lora={option: value})
+    assert caught.value.param == f"lora.{option}"
+    assert getattr(spec_on(tmp_path, lora={option: value}).lora, option) == value
 
 
 @pytest.mark.parametrize("name", ["pissa", "loftq", "olora"])

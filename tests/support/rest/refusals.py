@@ -58,7 +58,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"lora": {"rank": 8}}, "lora.rank"),
     ({"lora": {"lora_dropout": 1}}, "lora.lora_dropout"),
     ({"lora": {"target_modules": "("}}, "lora.target_modules"),
-    ({"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save"),
+    ({"lora": {"trainable_token_indices": [1]}}, "lora.trainable_token_indices"),
     ({"lora": []}, "lora"),
     ({"precision": {"default": "int4"}}, "precision.default"),
     ({"precision": {"default": "fp4"}}, "precision.default"),

@@ -278,6 +278,11 @@ def adapter_value(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3)
     return 0.1 * initial_adapter(name.replace("lora_B", "lora_A"), tuple(shape), seed)
 
 
+def reference_name(name: str) -> str:
+    """The plain name of a trained parameter of PEFT's, which copies modules that are trained whole."""
+    return plain_name(name).replace(".modules_to_save.default", "")
+
+
 def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The unsharded truth: transformers' own loading, weights replaced by their dequantised values, stock PEFT layers."""
     # Older versions of transformers take sdpa for models with soft capping, and leave the capping out.
@@ -307,13 +312,15 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         rank_pattern=dict(spec.lora.rank_pattern),
         alpha_pattern=dict(spec.lora.alpha_pattern),
         use_dora=spec.lora.use_dora,
+        modules_to_save=list(spec.lora.modules_to_save) or None,
+        ensure_weight_tying=bool(spec.lora.modules_to_save) and described.get_text_config(decoder=True).tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
     peft_model = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(adapter_value(plain_name(name), parameter.shape))
+                parameter.copy_(adapter_value(reference_name(name), parameter.shape))
     if dtype != torch.float32:
         _multiply_adapters_in(peft_model, dtype)
     return peft_model

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.spec import JobSpec
-from tests.support.training.models import VOCABULARY, adapter_value, reference
-from workers.base.load import adapters, plain_name
+from tests.support.training.models import VOCABULARY, adapter_value, reference, reference_name
+from workers.base.load import adapters
 from workers.data.batches import Batch, collate, make_batch
 from workers.data.micro_batches import MicroBatchLimits, share_out
 from workers.model.build import BuiltModel
@@ -155,7 +155,7 @@ def counted_collectives() -> Iterator[list[Collective]]:
 def reference_steps(model: Path, spec: JobSpec, steps: int = 2, dtype: torch.dtype = torch.float32) -> list[Step]:
     """The same steps on one process, unsharded, from stock layers on dequantised weights. `dtype`: of the arithmetic."""
     peft_model = reference(model, spec, dtype)
-    trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
+    trained = {reference_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
     batch = collate(samples(), CPU)
     done = []
     for _ in range(steps):

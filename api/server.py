@@ -28,14 +28,13 @@ from api.http.connections import limited, possible_connections
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.bases.describing import Descriptions
-from ft_service.control import housekeeping, tinker_models, tinker_samples, webhook_delivery
+from ft_service.control import housekeeping, reinforcement_jobs, tinker_models, tinker_samples, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
 from ft_service.control.admission import LateAdmission
 from ft_service.control.describe_bases import service_descriptions, watch_models
 from ft_service.control.launcher_choice import new_launchers
 from ft_service.control.reconciler import ReconcilerOptions
 from ft_service.control.reconcilers import run_all
-from ft_service.control.reinforcement_jobs import ReinforcementJobs
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
@@ -116,8 +115,6 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         if not api_only:
             if preview is not None:
                 stack.enter_context(_in_thread("preview", preview.run, end))
-                graded = ReinforcementJobs(store, preview, Places.of(settings), app.state.services.grader_limits)
-                stack.enter_context(_in_thread("reinforcement", graded.run, end))
             reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview, traces=traces)
             for name, work in _background_work(settings, descriptions, reconcile, preview).items():
                 stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
@@ -197,8 +194,10 @@ def _background_work(
         "reconciler": reconcile,
     }
     sampler = ServerSampler(settings) if settings.inference_urls else preview
-    if sampler is not None and settings.tinker == "on":
-        work["samples"] = partial(tinker_samples.run, sampler=sampler, descriptions=descriptions)
+    if sampler is not None:
+        work["reinforcement"] = partial(reinforcement_jobs.run, sampler=sampler)
+        if settings.tinker == "on":
+            work["samples"] = partial(tinker_samples.run, sampler=sampler, descriptions=descriptions)
         if isinstance(sampler, ServerSampler):
             work["sampler"] = lambda settings, store, meters, stop: sampler.run(stop)
     return work

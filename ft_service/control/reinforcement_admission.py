@@ -18,9 +18,10 @@ def refuse_unless_graded(request: JobRequest, project_id: str, settings: Setting
     method = request.method.reinforcement
     if method is None:
         return
-    if not settings.previews:
+    if not settings.previews and not (settings.inference_urls and settings.adapters):
         raise SpecError(
-            "method.type = 'reinforcement': this service has no sampler. The operator switches it on with FT_PREVIEW=on.",
+            "method.type = 'reinforcement': this service has no sampler. The operator switches the preview on (FT_PREVIEW=on), "
+            "or names an inference server and the folder from which it loads adapters (FT_INFERENCE_URL, FT_ADAPTERS).",
             param="method.type",
             code="not_available",
         )

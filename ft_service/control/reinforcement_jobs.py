@@ -22,6 +22,7 @@ from ft_service.host.loops import every
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.jobs.user_actions import Verb
+from ft_service.meters import Meters
 from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptTokens
 from ft_service.reinforcement.schedule import RolloutSchedule, seed_of
 from ft_service.reinforcement.step_commands import commands_of, first_commands, sampler_name, save_command
@@ -36,8 +37,9 @@ from ft_service.reinforcement.step_records import (
     write_record,
 )
 from ft_service.rundir.directory import RunDir
-from ft_service.serving.preview import Preview, PreviewModel
-from ft_service.serving.token_sampler import PreviewSampler, SamplingStopped
+from ft_service.serving.preview import PreviewModel
+from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
+from ft_service.settings import Settings
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
@@ -57,12 +59,17 @@ MOST_TEXT = 16_384
 """Characters of an answer's text that its record keeps."""
 
 
+def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, sampler: Sampler) -> None:
+    """Look after jobs until `stop` is set."""
+    ReinforcementJobs(store, sampler, Places.of(settings), GraderLimits.from_settings(settings)).run(stop)
+
+
 @dataclass
 class ReinforcementJobs:
     """The threads of the jobs that run."""
 
     store: Store
-    preview: Preview
+    sampler: Sampler
     places: Places
     limits: GraderLimits
     threads: dict[str, threading.Thread] = field(default_factory=dict[str, threading.Thread])
@@ -94,7 +101,7 @@ class ReinforcementJobs:
         loop = RolloutLoop(
             job,
             self.places.run(job.id),
-            PreviewSampler(self.preview, job.project_id),
+            TokenSampler(self.sampler, job.project_id),
             GraderContext(limits=self.limits, secrets=secrets),
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
@@ -133,7 +140,7 @@ class RolloutLoop:
 
     job: Job
     run_dir: RunDir
-    sampler: PreviewSampler
+    sampler: TokenSampler
     graders: GraderContext
     tell: Callable[[NewEvent], object]
     stopped: Callable[[], bool]
@@ -298,7 +305,7 @@ class RolloutLoop:
 
     def _sample(self, after: int, requests: Sequence[SampleRequest]) -> list[Sampled]:
         spec = self.job.spec
-        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"))
+        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name)
         return self.sampler.sample(model, self._weights(after), requests, self.stopped)
 
     def _reference(self, prompts: Sequence[tuple[int, PromptTokens]], sampled: Sequence[Sampled]) -> list[list[list[float]]]:

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
@@ -25,8 +25,8 @@ from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.evaluations import Probe
 from ft_service.serving.preview import PreviewModel
-from ft_service.serving.preview_process import Deliver
 from ft_service.serving.served_verdict import OTHER_PRECISION, judge
+from ft_service.serving.token_sampler import Sampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent, Principal
@@ -43,16 +43,6 @@ BUSY_SECONDS = 1.0
 """Pause before a request is sent again that the sampler had no place for."""
 AT_ONCE = 128
 AT_ONCE_OF_PROJECT = 48
-
-
-class Sampler(Protocol):
-    """What answers: `Preview` or `ServerSampler`."""
-
-    def submit(
-        self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
-    ) -> object:
-        """Have an order answered, whose parts are delivered. Raises UnavailableError."""
-        ...
 
 
 def run(

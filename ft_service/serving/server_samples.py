@@ -73,6 +73,9 @@ class ServerSampler:
             self._used[name] += 1
         self._pool.submit(self._answer, server, name, order, deliver)
 
+    def cancel(self, ticket: object) -> None:
+        """Do nothing: the server goes on with a request, and its answer is delivered to nobody."""
+
     def run(self, stop: threading.Event) -> None:
         """Unload what is not used until `stop` is set."""
         every(UNUSED_SECONDS / 10, self.unload_unused, stop, "unloading weights that are not sampled from")
@@ -174,7 +177,7 @@ def bodies_of(order: Mapping[str, Any], name: str, max_tokens: int) -> list[dict
         "stop": order["stop_texts"],
         "stop_token_ids": order["stop_tokens"],
         "ignore_eos": not order["ends"],
-        "skip_special_tokens": False,
+        "skip_special_tokens": bool(order.get("texts")),  # texts to stop at may contain them
         "logprobs": order["top_logprobs"],
         "return_tokens_as_token_ids": True,
     }
@@ -198,7 +201,7 @@ def parts_of(order: Mapping[str, Any], answers: Sequence[Choices]) -> Iterator[d
         top = [_likeliest(own, order["top_logprobs"]) for own in told["top_logprobs"]]
         tokens = [_number(token) for token in told["tokens"]]
         yield {"kind": "tokens", "index": index, "tokens": tokens, "logprobs": told["token_logprobs"], "top": top}
-        yield {"kind": "end", "index": index, "reason": choice["finish_reason"]}
+        yield {"kind": "end", "index": index, "reason": choice["finish_reason"], "text": choice["text"]}
     yield {"kind": "done"}
 
 

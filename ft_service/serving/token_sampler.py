@@ -1,4 +1,4 @@
-"""Answers to many prompts of tokens, from the preview's process on this host, as one blocking call."""
+"""What samples tokens, and answers to many prompts from it as one blocking call."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ft_service.errors import FtError, UnavailableError
-from ft_service.serving.preview import Preview, PreviewModel, Ticket
+from ft_service.serving.preview import PreviewModel
+from ft_service.serving.preview_process import Deliver
 from ft_service.tinker.sample_calls import Sampled, SampleRequest
 
 AT_ONCE = 32
-"""Requests of one call at once; the preview runs as many answers at a time, of all requests."""
+"""Requests of one call at once."""
 BUSY_SECONDS = 0.5
-"""Pause before a request is sent again that the preview had no place for."""
+"""Pause before a request is sent again that the sampler had no place for."""
 LOOK_SECONDS = 0.2
 
 
@@ -23,11 +24,25 @@ class SamplingStopped(Exception):
     """The answers are not wanted any more."""
 
 
-@dataclass(frozen=True)
-class PreviewSampler:
-    """The preview as a sampler."""
+class Sampler(Protocol):
+    """What answers: `Preview` or `ServerSampler`."""
 
-    preview: Preview
+    def submit(
+        self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
+    ) -> object:
+        """Have an order answered, whose parts are delivered. Raises UnavailableError."""
+        ...
+
+    def cancel(self, ticket: Any) -> None:
+        """Drop an order whose answer is not wanted any more. `ticket`: what `submit` has returned."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenSampler:
+    """A sampler for one project."""
+
+    sampler: Sampler
     project_id: str
 
     def sample(
@@ -35,12 +50,12 @@ class PreviewSampler:
     ) -> list[Sampled]:
         """The answers to all requests, with their texts. `adapter`: a PEFT folder. `stop`: asked now and then.
 
-        Requests that the preview has no place for wait and are sent again. Raises SamplingStopped, and FtError for a model that
+        Requests that the sampler has no place for wait and are sent again. Raises SamplingStopped, and FtError for a model that
         cannot be sampled from.
         """
         parts: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         sampled = [Sampled(request) for request in requests]
-        waiting, under_way = list(range(len(requests)))[::-1], dict[int, Ticket]()
+        waiting, under_way = list(range(len(requests)))[::-1], dict[int, object]()
         not_before = 0.0
         try:
             while waiting or under_way:
@@ -60,7 +75,7 @@ class PreviewSampler:
             return sampled
         finally:
             for ticket in under_way.values():
-                self.preview.cancel(ticket)
+                self.sampler.cancel(ticket)
 
     def _submitted(
         self,
@@ -69,14 +84,14 @@ class PreviewSampler:
         number: int,
         request: SampleRequest,
         parts: queue.SimpleQueue[tuple[int, dict[str, Any]]],
-    ) -> Ticket:
+    ) -> object:
         order = request.order(adapter) | {"texts": True}
         deliver = lambda part: parts.put((number, part))  # noqa: E731
-        return self.preview.submit(model, order, deliver, project_id=self.project_id, on_processor=True)
+        return self.sampler.submit(model, order, deliver, project_id=self.project_id, on_processor=True)
 
     @staticmethod
     def _taken(
-        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]], sampled: list[Sampled], under_way: dict[int, Ticket]
+        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]], sampled: list[Sampled], under_way: dict[int, object]
     ) -> list[int]:
         """Take the parts of answers that have come. Returns the requests to send again. Raises FtError."""
         again: list[int] = []

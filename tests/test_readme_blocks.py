@@ -47,6 +47,13 @@ def test_blocks_are_found_as_people_see_them() -> None:
     assert blocks("docs/guide.md")[2].commands[:2] == ["mkdir -p my-job", "cat > my-job/train.jsonl"]
 
 
+def test_blocks_of_commands_have_the_name_by_which_they_are_found() -> None:
+    """One called bash was left out, and the next block lacked what it exports."""
+    named = {name for page in PAGES for name in re.findall(r"^ *```(\w+)", (ROOT / page).read_text(), re.MULTILINE)}
+    assert {"sh", "python"} <= named
+    assert not named & {"bash", "shell", "console", "py"}
+
+
 def test_every_command_that_is_spoken_of_exists() -> None:
     group: Any = typer.main.get_command(app)
     spoken = {(page, match[1]) for page in PAGES for match in _SPOKEN.finditer((ROOT / page).read_text())}

@@ -16,7 +16,8 @@ from ft_service import __version__
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-_PINNED = re.compile(r"[\w.-]+/[\w./-]+@(v\d+|release/v\d+|[0-9a-f]{40})")
+_USES = re.compile(r"uses: (.*)")
+_PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 _EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
 _CONTEXTS = ("github.", "vars.", "secrets.", "matrix.", "env.", "steps.")
 
@@ -51,13 +52,20 @@ def test_a_workflow_is_whole(path: Path) -> None:
         ids = {step["id"] for step in job["steps"] if "id" in step}
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step), step
-            assert "uses" not in step or _PINNED.fullmatch(step["uses"]), step
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"]["persist-credentials"] is False, name
             for text in _EXPRESSION.findall(json.dumps(step)):
                 assert text.startswith(_CONTEXTS), text
                 assert not text.startswith("steps.") or text.split(".")[1] in ids, text
                 assert not text.startswith("matrix.") or text.split(".")[1] in job["strategy"]["matrix"], text
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_digest_with_their_version_beside_it(path: Path) -> None:
+    """A tag can be moved. The version is what renovate updates."""
+    used = _USES.findall(path.read_text())
+    assert len(used) == sum("uses" in step for step in _steps(path))
+    assert [one for one in used if not _PINNED.fullmatch(one)] == []
 
 
 def test_what_is_run_exists() -> None:
@@ -73,6 +81,16 @@ def test_what_is_run_exists() -> None:
     assert len(named) >= 9
     assert not [path for path in named if not (ROOT / path).exists()]
     assert not [path for path in named if path.startswith(".ci/") and not (ROOT / path).stat().st_mode & 0o111]
+
+
+def test_other_machines_prepare_tests_as_our_own_ci_does() -> None:
+    ours = re.findall(r"^\.ci/\w+$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert len(ours) >= 3
+    jobs = [job for path in WORKFLOWS for job in _jobs(path).values()]
+    commands = [[step.get("run") for step in job["steps"]] for job in jobs]
+    testing = [run for run in commands if {"make test", "make test-all"} & set(run)]
+    assert len(testing) == len(WORKFLOWS)
+    assert all(set(ours) <= set(run) for run in testing)
 
 
 def test_every_python_that_is_allowed_is_tested() -> None:

@@ -22,7 +22,7 @@ LABEL org.opencontainers.image.title="ft-api" \
     org.opencontainers.image.description="API and reconciler of ft-service, a self-hosted fine-tuning service" \
     org.opencontainers.image.version="0.2.0" \
     org.opencontainers.image.licenses="Apache-2.0"
-RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft
+RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -m 0700 -o ft -g ft /var/lib/ft
 COPY --from=build /opt/ft /opt/ft
 ENV PATH=/opt/ft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 FT_HOME=/var/lib/ft
 USER 10001:10001

@@ -31,7 +31,7 @@ LABEL org.opencontainers.image.title="ft-worker" \
 # use sockets and not say so.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft /var/cache/ft
+    && useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -m 0700 -o ft -g ft /var/lib/ft /var/cache/ft
 COPY --from=build /opt/ft /opt/ft
 ENV PATH=/opt/ft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 FT_HOME=/var/lib/ft \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

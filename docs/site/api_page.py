@@ -49,10 +49,11 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
     text = f"{ours}{description_text({'description': description.removeprefix(NOTE)})}{keyless}".strip()
     if text:
         yield f"{text}\n"
-    if operation.get("parameters"):
+    parameters = [parameter for parameter in operation.get("parameters", ()) if not _only_named(parameter)]
+    if parameters:
         yield "| parameter | in | values | default | |"
         yield "| --- | --- | --- | --- | --- |"
-        for parameter in operation["parameters"]:
+        for parameter in parameters:
             schema = parameter["schema"]
             required = parameter.get("required", False) and parameter["in"] != "path"
             default = default_text(schema, required) if required or schema.get("default") is not None else ""
@@ -64,6 +65,11 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
     answers = operation["responses"].get("200", {}).get("content", {})
     if answers:
         yield f"Answer: {', '.join(_content(answers))}\n"
+
+
+def _only_named(parameter: Mapping[str, Any]) -> bool:
+    """Whether there is no more to say of a parameter than the path does."""
+    return parameter["in"] == "path" and not parameter.get("description") and values_text(parameter["schema"], _link) == "text"
 
 
 def _content(content: Mapping[str, Any]) -> Iterator[str]:

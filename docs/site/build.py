@@ -15,6 +15,7 @@ from pathlib import Path
 
 from docs.site.llms_txt import CONFIG, ROOT, pages_of_the_navigation
 
+STYLE = "site.css"
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
@@ -27,6 +28,7 @@ def build(out: Path) -> None:
             (stage / "pages" / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, stage / "pages" / path)
         shutil.copy(ROOT / "llms.txt", stage / "pages/llms.txt")
+        shutil.copy(Path(__file__).with_name(STYLE), stage / "pages" / STYLE)
         shutil.copy(CONFIG, stage / CONFIG.name)
         subprocess.run(
             [sys.executable, "-m", "zensical", "build", "--strict"],

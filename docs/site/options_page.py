@@ -40,7 +40,7 @@ def _sections(name: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) 
             f"`{key}`",
             values_text(value, lambda of, key=key: _named(of, _title(places[key], of, inner[key]), inner[key], schemas)),
             _default(value, key in schema.get("required", ()), inner[key]),
-            description_text(value),
+            description_text(value) or _first_sentence(inner[key], schemas),
         )
         for key, value in properties.items()
     ]
@@ -74,6 +74,11 @@ def _named(of: str, title: str, found: list[str], schemas: Mapping[str, Any]) ->
 def _default(value: Mapping[str, Any], required: bool, inner: list[str]) -> str:
     """A mapping's default is that of its own options."""
     return "" if inner and isinstance(value.get("default"), Mapping) else default_text(value, required)
+
+
+def _first_sentence(inner: list[str], schemas: Mapping[str, Any]) -> str:
+    """Of what a mapping's own section begins with."""
+    return re.split(r"(?<=\.) ", description_text(schemas[inner[0]]))[0] if len(inner) == 1 else ""
 
 
 def _mappings(schema: Any, schemas: Mapping[str, Any]) -> list[str]:

@@ -32,9 +32,9 @@ def values_text(schema: Mapping[str, Any], named: Callable[[str], str]) -> str:
 
 
 def default_text(schema: Mapping[str, Any], required: bool) -> str:
-    """The default: "required", "`16`", "none" or, where the schema has none, nothing."""
+    """The default: "**required**", "`16`", "none" or, where the schema has none, nothing."""
     if required:
-        return "required"
+        return "**required**"
     if "default" not in schema:
         return ""
     return "none" if schema["default"] is None else f"`{_plain(schema['default'])}`"

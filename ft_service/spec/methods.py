@@ -22,13 +22,13 @@ BETAS: Mapping[DpoLoss, float] = {"sigmoid": 0.1, "ipo": 0.1, "sigmoid_norm": 5.
 
 class Hyperparameters(Strict):
     """OpenAI's three. With "auto" the service chooses: epochs and batch by the number of samples, the learning rate by the base
-    (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs (dpo: 1), a batch of 8 and LEARNING_RATE. dpo has no "auto"
-    learning rate."""
+    (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs (dpo: 1), a batch of 8 and the rate 2e-4 (dpo: 5e-6).
+    dpo has no "auto" learning rate."""
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
     learning_rate_multiplier: Annotated[Number, Field(gt=0, le=5000)] | Literal["auto"] = AUTO
-    """training.learning_rate as a multiple of LEARNING_RATE (dpo: DPO_LEARNING_RATE)."""
+    """training.learning_rate as a multiple of 2e-4 (dpo: of 5e-6)."""
 
 
 class SupervisedMethod(Strict):

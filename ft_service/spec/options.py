@@ -385,9 +385,9 @@ class JobOptions(Strict):
     checkpoint: CheckpointOptions = CheckpointOptions()
     data: DataOptions = DataOptions()
     chat_template: Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(check_template)] | None = None
-    """The chat template for conversations, in place of the base's: its text (Jinja), or the name of a standard one (TEMPLATES);
-    in a SPEC file also the path of a .jinja file. None: the base's; without one, conversations are refused. Saved with the
-    adapter."""
+    """The chat template for conversations, in place of the base's: its text (Jinja), or the name of a standard one
+    (docs/data.md); in a SPEC file also the path of a .jinja file. None: the base's; without one, conversations are refused.
+    Saved with the adapter."""
     evaluation: EvaluationOptions | None = None
     """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: off."""
     serve: Literal["vllm"] | None = None

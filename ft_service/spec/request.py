@@ -79,11 +79,13 @@ class JobRequest(JobOptions):
     """The body of `POST /v1/fine_tuning/jobs`, and a SPEC file: OpenAI's fields and ours side by side."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
+    """The base, by its name in `ft models`; or a tuned model or one of its checkpoints, to continue from there."""
     training_file: Annotated[
         Annotated[str, Field(min_length=1, max_length=4096)] | None, WithJsonSchema({"type": "string", **_FILE_NAME})
     ]
     """REST: a file id. SPEC file: a path, relative to the SPEC file."""
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Samples that are never trained on, for the validation loss; named like training_file. None: no validation."""
     validation_split: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Share of the training file's samples that is set aside for validation if there is no validation_file. Their tokens and
     the seed decide which, not their order; equal samples stay together. None: no samples."""
@@ -91,9 +93,11 @@ class JobRequest(JobOptions):
     hyperparameters: Hyperparameters = Hyperparameters()
     """OpenAI's older place for method.supervised.hyperparameters."""
     suffix: Suffix | None = None
+    """A name for the job, and a part of its tuned model's name."""
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Seed of adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
+    """Up to 16 pairs of yours, by which jobs can be listed."""
     integrations: Integrations | None = None
     """Other places for the metrics. wandb, mlflow, trackio: for jobs of a server with FT_WANDB_API_KEY, FT_MLFLOW_TRACKING_URI
     or FT_TRACKIO_URL; `ft run` refuses them. tensorboard: files in the run directory's `tensorboard/` during training, and with

@@ -275,7 +275,9 @@ def _create_engine(url: URL) -> Engine:
     # More connections than threads of web server and reconciler, so that no thread waits for one.
     pool = {"pool_size": 8, "max_overflow": 56, "pool_timeout": BUSY_SECONDS}
     if url.get_backend_name() == "postgresql":
-        return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}, **pool)
+        # The encoding: of a database in SQL_ASCII, as initdb makes them without a locale, the driver would read bytes.
+        connect_args = {"connect_timeout": BUSY_SECONDS, "client_encoding": "utf8"}
+        return create_engine(url, pool_pre_ping=True, connect_args=connect_args, **pool)
     assert url.database, "checked by _parse"
     create_home(Path(url.database).parent)
     with contextlib.suppress(OSError):  # SQLite then reports the cause

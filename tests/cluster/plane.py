@@ -97,12 +97,13 @@ class Scheduler:
 
     def _place(self, pod: Object) -> None:
         name = pod["metadata"]["name"]
-        if pod["spec"].get("nodeSelector", {}).items() <= self._labels.items():
+        chosen = pod["spec"].get("nodeSelector", {}).items() <= self._labels.items()
+        if chosen and any(one.get("key") == TAINT["key"] for one in pod["spec"].get("tolerations", ())):
             target = {"apiVersion": "v1", "kind": "Node", "name": self._node}
             body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
             self._http.post(f"{self._pods}/{name}/binding", json=body)
         elif not conditions(pod):
-            message = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+            message = "0/1 nodes are available: 1 node(s) didn't match the selector or had untolerated taints."
             unable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
             self._http.patch(f"{self._pods}/{name}/status", json={"status": {"conditions": [unable]}}, headers=STRATEGIC)
 

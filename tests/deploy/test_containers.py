@@ -66,3 +66,14 @@ def test_compose_keeps_its_secrets_in_files_and_listens_on_the_host_only() -> No
     assert all("exec" in mount for mount in service["tmpfs"]), "compiled launchers are loaded from /tmp"
     assert all("file" in secret for secret in compose["secrets"].values())
     assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+
+
+def test_without_a_gpu_compose_asks_for_none_and_changes_nothing_else() -> None:
+    class Overriding(yaml.SafeLoader):
+        """Reads compose's tag for what is taken away as None."""
+
+    Overriding.add_constructor("!reset", lambda loader, node: None)
+    over = yaml.load((ROOT / "deploy/compose.cpu.yaml").read_text(), Overriding)
+    assert over == {"services": {"ft": {"deploy": None}}}
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    assert compose["services"]["ft"]["deploy"]["resources"].keys() == {"reservations"}, "what is taken away is the GPU alone"

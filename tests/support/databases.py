@@ -135,12 +135,12 @@ def set_clock(store: Store, ahead: float) -> None:
     engine.dispose()
 
 
-def new_postgres_database(server_url: str) -> str:
-    """The URL of an empty database, which goes with its server."""
+def new_postgres_database(server_url: str, more: str = "") -> str:
+    """The URL of an empty database, which goes with its server. `more`: of the statement that creates it."""
     url = make_url(server_url).set(drivername="postgresql+psycopg")
     name = f"test_{uuid4().hex}"
     server = create_engine(url, isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
+        connection.execute(text(f"CREATE DATABASE {name} {more}"))
     server.dispose()
     return url.set(database=name).render_as_string(hide_password=False)

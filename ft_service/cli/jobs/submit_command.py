@@ -114,6 +114,7 @@ def _check_tokens(spec: JobSpec, settings: Settings) -> list[str]:
 
 def _check_lines(spec: SpecFile) -> list[str]:
     records_by_file: dict[Param, Records] = {}
+    refs: dict[Param, DataFileRef] = {}
     for param, data in _data_files(spec):
         path = data.path
         records = records_by_file[param] = Records(path.name)
@@ -122,6 +123,7 @@ def _check_lines(spec: SpecFile) -> list[str]:
             columns = Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement")
             pairs = request.method.type == "dpo"
             report = check_lines(path, files=data.files, columns=columns, pairs=pairs, note=records.add)
+            refs[param] = data.ref()
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         records.word = report.word
@@ -131,8 +133,7 @@ def _check_lines(spec: SpecFile) -> list[str]:
         raise DataError(text, param=param, code=f"invalid_{param}")
     training, validation = records_by_file["training_file"], records_by_file.get("validation_file")
     options, _ = by_samples(spec.request.resolved_training(), training.count, ranks=1, method=spec.request.method.type)
-    file = DataFileRef(name=training.name, path="", sha256="")
-    measure = Measure(file, file if validation else None, options)
+    measure = Measure(refs["training_file"], refs.get("validation_file"), options)
     return list(advice(without_base(training, validation, options), measure))
 
 

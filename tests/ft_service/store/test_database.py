@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy import text
 
 from ft_service.errors import SpecError, UnavailableError
-from ft_service.store.sql import open_store
+from ft_service.store.sql import migrate, open_store
+from tests.support.databases import new_postgres_database
 
 
 def test_the_clock_is_the_databases(store):
@@ -35,6 +36,17 @@ def test_a_write_on_sqlite_takes_the_lock_at_once(tmp_path):
     with store.reading():
         other.execute("BEGIN IMMEDIATE")
     other.close()
+    store.close()
+
+
+def test_a_database_in_sql_ascii_keeps_texts(postgres_url):
+    """As initdb makes them where there is no locale; the driver would give bytes."""
+    url = new_postgres_database(postgres_url, "ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    migrate(url)
+    store = open_store(url)
+    store.projects.ensure_project("proj_a", "Größe")
+    with store.reading() as connection:
+        assert connection.scalar(text("SELECT organization FROM projects")) == "Größe"
     store.close()
 
 

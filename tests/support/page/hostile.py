@@ -34,7 +34,7 @@ def hostile_views(place: Place) -> list[str]:
         connection.exec_driver_sql("UPDATE files SET filename = ?", (f"{HOSTILE[0]}.jsonl",))
     place.store.keys.create_key(project_id="default", name=HOSTILE[0], scope="user")
     metadata = {"name": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
-    asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": metadata}
+    asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": metadata, "suffix": "s" * 64}
     error = {"code": "invalid_file", "message": HOSTILE[0], "param": "training_file"}
     ended = {"state": "failed", "reason": "invalid_file", "error": error, "attempt": 1, "finished_at": NOW}
     jobs = [seed_job(place.settings, place.store, place.holder, asked | {"lora": {"r": r}}, **ended) for r in (4, 8)]

@@ -34,8 +34,8 @@ WIDTHS = {"wide": 1600, "narrow": 360}
 THEMES = ("light", "dark")
 COLOURS = 200
 """Of a picture: a page has few, and a small file loads fast."""
-READING = ("Reading the file", "Counting")
-"""What stands where samples and statistics are still to come."""
+READING = ("Reading the file", "Counting", "The plan appears here")
+"""What stands where samples, statistics and the plan are still to come."""
 _SETTLED_SECONDS = 1.5
 
 

@@ -80,7 +80,8 @@ def seed_host(store: Store, job_id: str) -> None:
     """A host of one slot, which a job holds: queued jobs wait for it."""
     store.queue.announce_host("h", 1)
     with store.writing() as connection:
-        connection.execute(insert(slots).values(host="h", slot=0, job_id=job_id, project_id="default", attempt=1))
+        held = {"host": "h", "slot": 0, "job_id": job_id, "project_id": "default", "attempt": 1, "taken_at": NOW}
+        connection.execute(insert(slots).values(held))
 
 
 def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any]) -> str:

@@ -97,6 +97,14 @@ def test_beside_the_server_tokens_are_counted_before_the_upload_and_warned_of_on
     assert warning not in ft("submit", spec).err, "what a base elsewhere makes of the data is the server's to say"
 
 
+def test_files_for_a_server_elsewhere_are_one_only_if_their_contents_are(ft: Ft, server: StubServer, spec: Path) -> None:
+    data = spec.parent / "data"
+    (data / "valid.jsonl").write_text((data / "train.jsonl").read_text() + CHAT.replace("Hello", "Hi"))
+    assert "is the training file" not in ft("submit", spec).err
+    (data / "valid.jsonl").write_text((data / "train.jsonl").read_text())
+    assert "Warning: valid.jsonl is the training file" in ft("submit", spec).err
+
+
 def test_pairs_are_checked_as_pairs_where_the_method_says_so(ft: Ft, server: StubServer, spec: Path) -> None:
     pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     for name in ("train", "valid"):

@@ -325,7 +325,7 @@ def rollout_view(job_id: str, record: StepRecord, most: int) -> RolloutView:
     head = record.head
     return RolloutView(
         id=rollout_id(job_id, head.step),
-        created_at=head.time,
+        created_at=int(head.time),
         step=head.step,
         sampled_from=head.sampled_from,
         mean_reward=mean_reward(record.answers),

@@ -65,14 +65,15 @@ def submit(client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: in
         "compute_multiplier": 0.5,
         **changes.pop("more", {}),
     }
+    method: Any = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": changes.pop("grader", GRADER), "hyperparameters": hyperparameters},
+    }
     return client.fine_tuning.jobs.create(
         model="tiny",
         training_file=upload(client, folder / "prompts.jsonl"),
         validation_file=upload(client, folder / "valid.jsonl"),
-        method={
-            "type": "reinforcement",
-            "reinforcement": {"grader": changes.pop("grader", GRADER), "hyperparameters": hyperparameters},
-        },
+        method=method,
         seed=1,
         extra_body={
             "precision": {"default": "nf4", "compute": "fp32"},
@@ -129,8 +130,8 @@ def test_from_create_to_checkpoints(server: Server, tmp_path: Path) -> None:
     assert done.fine_tuned_model
     run = server.run(job.id)
     records_are_whole(run, STEPS)
-    events = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
-    measured = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}  # type: ignore[index]
+    events: list[Any] = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
+    measured: dict[Any, Any] = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}
     assert measured.keys() == set(range(1, STEPS + 1))
     assert all("train_mean_reward" in metrics and "completions/mean_length" in metrics for metrics in measured.values())
     assert [step for step, metrics in measured.items() if "valid_mean_reward" in metrics] == [1, 3, 4]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ft_service.data.line_errors import LineError
-from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record, Text
 
 
 def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
@@ -28,6 +28,9 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
             return {"text": record.text}
         case Pair():
             return _pair(record)
+        case GradedPrompt():
+            tools = {"tools": list(record.tools)} if record.tools else {}
+            return {"messages": [_message(message) for message in record.messages], **tools, **record.item}
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

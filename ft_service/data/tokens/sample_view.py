@@ -15,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ft_service.data.formats.reading import DataReader
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record, Text
 from ft_service.data.sample_request import Answer, RecordRange, SamplePage, ShownSample, ShownToken
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.render import words_of
 from ft_service.data.tokens.tokenize import SampleCheck, as_text, encode
+
+Shown = Conversation | PromptCompletion | Text | GradedPrompt
+"""A record that is one sample."""
 
 
 def page_of(
@@ -42,7 +45,7 @@ def _shown(
     if isinstance(record, Fault):
         yield ShownSample(number, error=f"{record.field} {record.reason}".strip())
         return
-    parts: dict[Answer, Conversation | PromptCompletion | Text]
+    parts: dict[Answer, Shown]
     parts = {"preferred": record.preferred, "rejected": record.rejected} if isinstance(record, Pair) else {"": record}
     for answer, part in parts.items():
         try:
@@ -54,7 +57,7 @@ def _shown(
 def _sample(
     tokenizer: PreTrainedTokenizerBase,
     number: int,
-    record: Conversation | PromptCompletion | Text,
+    record: Shown,
     options: TokenOptions,
     max_length: int,
     answer: Answer,
@@ -73,7 +76,8 @@ def _sample(
     for place, (token, (_, until)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
         until = max(until, end)
         read = "words" if inside[place] else "template"
-        role = "cut" if place >= max_length else "learned" if tokens.targets[place] else read
+        learned = tokens.targets[place] and not sample.is_prompt
+        role = "cut" if place >= max_length else "learned" if learned else read
         shown.append(ShownToken(int(token), text[end:until], role))
         end = until
     kept = tokens.cut(max_length)
@@ -81,10 +85,19 @@ def _sample(
     return ShownSample(number, tuple(shown), kept.target_count, len(shown), cut_at, answer=answer)
 
 
-def _bare_words(record: PromptCompletion | Text, text: str) -> list[Span]:
-    words = record.text if isinstance(record, Text) else record.prompt
-    begin = text.find(words)
-    return [(begin, begin + len(words))]
+def _bare_words(record: PromptCompletion | Text | GradedPrompt, text: str) -> list[Span]:
+    """The spans of a record's own text, in its order."""
+    if isinstance(record, GradedPrompt):
+        parts = [content for message in record.messages if isinstance(content := message.get("content"), str) and content]
+    else:
+        parts = [record.text if isinstance(record, Text) else record.prompt]
+    spans: list[Span] = []
+    end = 0
+    for words in parts:
+        if (begin := text.find(words, end)) >= 0:
+            end = begin + len(words)
+            spans.append((begin, end))
+    return spans
 
 
 def _starts_within(offsets: list[Span], spans: list[Span]) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.sample_request import RecordRange, Role, SamplePage
 from ft_service.data.token_options import DEFAULT, TokenOptions
@@ -55,6 +56,18 @@ def test_every_token_has_its_text_and_its_role(tokenizer: PreTrainedTokenizerFas
     (sample,) = page.samples
     assert (sample.line, sample.learned, sample.total, sample.cut_at, sample.error) == (1, 7, len(sample.tokens), None, None)
     assert tokenizer.decode([token.id for token in sample.tokens]) == "".join(token.text for token in sample.tokens)
+
+
+def test_nothing_of_a_prompt_to_grade_is_learned(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [USER], "answer": "Ja"}) + "\n")
+    data = open_data(path, columns=Columns(of_prompts=True))
+    page = page_of(tokenizer, data, DEFAULT, 512, RecordRange(after=0, limit=10))
+    assert by_role(page) == [
+        ("template", "<|im_start|>user\n "),
+        ("words", "user é?"),
+        ("template", " <|im_end|>\n<|im_start|>assistant\n"),
+    ]
 
 
 def test_what_is_cut_is_shown_as_such(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

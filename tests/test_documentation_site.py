@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site import build, document, generated, llms_txt, schema_text
+from docs.site import build, document, generated, llms_txt, schema_text, versions
 from ft_service.settings import Settings
 from ft_service.spec.request import JobRequest
 
@@ -52,6 +52,24 @@ def test_a_schema_is_told_in_words() -> None:
 def test_the_navigation_has_every_page() -> None:
     there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     assert there <= set(llms_txt.pages_of_the_navigation())
+
+
+def test_the_sites_of_releases_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_page(out: Path) -> None:
+        out.mkdir(parents=True)
+        (out / "index.html").write_text(out.name)
+
+    monkeypatch.setattr(versions, "build", build_page)
+    archives: list[Path] = []
+    for version in ("0.9.0", "0.10.0"):
+        versions.assemble(version, tmp_path / "out", archives)
+        archives.append(Path(shutil.copy(tmp_path / f"out/site-{version}.tar.gz", tmp_path)))
+    pages = {path.parent.name: path.read_text() for path in (tmp_path / "out").glob("*/index.html")}
+    assert pages == {"0.9.0": "0.9.0", "0.10.0": "0.10.0", "latest": "0.10.0"}
+    listed = json.loads((tmp_path / "out/versions.json").read_text())
+    assert [(one["version"], one["aliases"]) for one in listed] == [("0.10.0", ["latest"]), ("0.9.0", [])]
+    with pytest.raises(ValueError, match=r"other.tar.gz is not named site-VERSION.tar.gz"):
+        versions.assemble("1.0.0", tmp_path / "out", [tmp_path / "other.tar.gz"])
 
 
 def test_links_of_the_site_and_of_llms_txt_lead_to_files_and_the_search_finds_an_option(tmp_path: Path) -> None:

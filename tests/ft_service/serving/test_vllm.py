@@ -1,22 +1,14 @@
-"""The hand-off to vLLM itself, which wants other versions of some packages than the workers: it has an environment of its own.
-
-FT_TEST_VLLM=/path/to/its/python          a server is started on the processors or the GPU, as vLLM was built for
-FT_TEST_VLLM=http://127.0.0.1:8000/v1     one that serves the sample base in fp32 already, as in `command` below
-"""
+"""The hand-off to vLLM itself, and samples by it (tests/support/vllm_server.py says how it is found)."""
 
 from __future__ import annotations
 
 import os
 import queue
-import socket
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from peft import PeftModel
@@ -39,54 +31,20 @@ from tests.support.creating import create_job
 from tests.support.reconciling import PROJECT, new_store, spec_of
 from tests.support.records import new_job
 from tests.support.training.adapters import save_adapter
+from tests.support.vllm_server import ABSENT, VLLM, vllm_serving
 
-VLLM = os.environ.get("FT_TEST_VLLM", "")
-START_SECONDS = 900
 PROBED = [[5, 70, 9, 200, 31, 8, 6, 77, 12], [90, 4, 310, 22, 15, 61], [44, 45, 46, 300, 301, 17], [8, 260, 131, 9, 99]]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not VLLM, reason="vLLM is not here: FT_TEST_VLLM names a Python that has it, or a server"),
+    pytest.mark.skipif(not VLLM, reason=ABSENT),
 ]
-
-
-def command(python: str, port: int) -> list[str]:
-    program = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    base = ["--model", str(SAMPLE), "--served-model-name", SAMPLE.name, "--dtype", "float32", "--max-model-len", "512"]
-    return [*program, *base, "--enable-lora", "--max-lora-rank", "16", "--enforce-eager"]
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if VLLM.startswith("http"):
-        yield VLLM
-        return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    folder = tmp_path_factory.mktemp("vllm")
-    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "HOME": str(folder)}
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(command(VLLM, port), env=environment, stdout=log, stderr=log, cwd=folder)
-    try:
-        url = f"http://127.0.0.1:{port}/v1"
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(url):
-            assert server.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, "vLLM did not start"
-            time.sleep(1)
+    with vllm_serving(tmp_path_factory.mktemp("vllm")) as url:
         yield url
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/models", trust_env=False).is_success
-    except httpx2.HTTPError:
-        return False
 
 
 @pytest.fixture

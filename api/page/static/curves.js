@@ -9,8 +9,8 @@
   const POINTS = several ? 400 : 500;
   const EVERY = 4000;
   const CHARTS = [
-    { title: "Mean reward", large: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
     { title: "Loss", large: true, log: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
+    { title: "Mean reward", large: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
     { title: "Accuracy", unit: "share", lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
     { title: "Tokens of an answer", lines: [["completions/mean_length", "Mean", true]] },
     { title: "Distance of sampler and trainer (nats)", log: true, lines: [["sampler/logprob_gap", "Mean of a token", true]] },

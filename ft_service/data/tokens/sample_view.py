@@ -88,7 +88,8 @@ def _sample(
 def _bare_words(record: PromptCompletion | Text | GradedPrompt, text: str) -> list[Span]:
     """The spans of a record's own text, in its order."""
     if isinstance(record, GradedPrompt):
-        parts = [content for message in record.messages if isinstance(content := message.get("content"), str) and content]
+        contents = (message.get("content") for message in record.messages)
+        parts = [words for content in contents if isinstance(content, str) and (words := content.strip())]
     else:
         parts = [record.text if isinstance(record, Text) else record.prompt]
     spans: list[Span] = []

@@ -34,7 +34,7 @@ def test_a_malformed_body_is_a_400_that_names_the_field_and_stores_nothing(
 def test_what_openai_has_and_this_service_has_not_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "FT_WANDB_API_KEY"),
-        ({"method": {"type": "reinforcement"}}, "method.type", "reinforcement"),
+        ({"method": {"type": "tinker"}}, "method.type", "Tinker"),
     ]
     for more, param, word in refused:
         with pytest.raises(openai.BadRequestError, match=word) as caught:

@@ -42,7 +42,8 @@ def asked(**distributed: Any) -> JobRequest:
         ({"training_file": None}, "training_file", "must be text"),
         ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", "at most 50"),
         ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size", "at most 256"),
-        ({"method": {"type": "reinforcement"}}, "method.type", "not available in this version: use 'supervised' or 'dpo'"),
+        ({"method": {"type": "reinforcement"}}, "method", "give method.reinforcement with a grader"),
+        ({"method": {"type": "tinker"}}, "method.type", "by Tinker's wire"),
         (
             {"method": {"type": "dpo"}, "training": {"train_on": "everything"}},
             "training.train_on",

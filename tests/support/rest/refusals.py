@@ -41,7 +41,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"method": {"type": "dpo", "supervised": {}}}, "method"),
     ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method.dpo.hyperparameters.beta"),
     ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"loss_type": "kto"}}}}, "method.dpo.hyperparameters.loss_type"),
-    ({"method": {"type": "reinforcement"}}, "method.type"),
+    ({"method": {"type": "tinker"}}, "method.type"),
     ({"method": {"type": "magic"}}, "method.type"),
     (
         {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 0}}}},

@@ -161,6 +161,20 @@ def test_what_cannot_be_graded_is_refused_by_name(server: Server, tmp_path: Path
         submit(client, tmp_path, lora={"lora_dropout": 0.1})
 
 
+@pytest.mark.slow
+def test_answers_are_sampled_ahead_and_held_to_the_start(server: Server, tmp_path: Path) -> None:
+    client = server.client()
+    job = submit(client, tmp_path, more={"beta": 0.05, "steps_ahead": 1})
+    wait_until(client, job.id, "succeeded")
+    run = server.run(job.id)
+    records_are_whole(run, STEPS)
+    records = [record for step in recorded_steps(run) if (record := read_record(run, step)) is not None]
+    assert [record.head.sampled_from for record in records] == [0, 0, 1, 2, 4]
+    answers = records[2].answers
+    assert all(answer.reference is not None and len(answer.reference) == len(answer.tokens) for answer in answers)
+    assert any(answer.reference != answer.logprobs for answer in answers), "the weights have moved from the start"
+
+
 def longer_is_better(received: Received) -> Answer:
     text = json.loads(received.body)["sample"]["output_text"]
     return 200, {}, iter([json.dumps({"reward": len(text) / 100}).encode()])

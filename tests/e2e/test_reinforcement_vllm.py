@@ -29,8 +29,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def server(url: str, tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "home").mkdir()
-    served = {"FT_INFERENCE_URL": url, "FT_ADAPTERS": str(tmp_path / "served")}
-    server = Server(tmp_path / "home", SAMPLE.parent, **served)
+    server = Server(tmp_path / "home", SAMPLE.parent, FT_INFERENCE_URL=url, FT_ADAPTERS=str(tmp_path / "served"))
     server.start()
     yield server
     server.stop()

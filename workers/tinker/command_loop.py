@@ -363,14 +363,14 @@ class CommandLoop:
         """`report`: what the commands say of the step besides."""
         sums, report = sums or StepSums(), report or {}
         more = {**({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}), **report.get("more", {})}
-        # The weights of reinforcement learning make the sum a mean already.
-        divisor = sums.targets if self.context.runtime.spec.reinforcement is None else 1
+        # The loss of reinforcement learning says nothing: its advantages sum up to 0, and only its gradient counts.
+        has_loss = self.context.runtime.spec.reinforcement is None and sums.targets and math.isfinite(sums.loss)
         return Metrics(
             step=self.job.step,
             total_steps=int(report.get("total_steps", self.job.step)),
             epoch=report.get("epoch"),
             more=more or None,
-            train_loss=sums.loss / divisor if sums.targets and math.isfinite(sums.loss) else None,
+            train_loss=sums.loss / sums.targets if has_loss else None,
             learning_rate=rate,
             grad_norm=norm,
             tokens=sums.tokens or None,

@@ -21,6 +21,8 @@ class JobProgress:
     train_loss: float | None = None
     valid_loss: float | None = None
     """Loss of the last validation."""
+    mean_reward: float | None = None
+    """Of reinforcement learning."""
     pace: Pace = ()
 
     def after(self, metrics: Metrics) -> JobProgress:
@@ -30,6 +32,8 @@ class JobProgress:
             progress = replace(progress, train_loss=metrics.train_loss)
         if metrics.valid_loss is not None:
             progress = replace(progress, valid_loss=metrics.valid_loss)
+        if (reward := (metrics.more or {}).get("train_mean_reward")) is not None:
+            progress = replace(progress, mean_reward=reward)
         if metrics.step != self.step:  # a checkpoint repeats its step's numbers
             progress = replace(progress, pace=pace_after(self.pace, metrics))
         return progress
@@ -59,6 +63,8 @@ def progress_line(progress: JobProgress) -> str:
 def numbers(progress: JobProgress) -> str:
     """Return the progress line without the step, for a bar that shows it."""
     parts: list[str] = []
+    if progress.mean_reward is not None:
+        parts.append(f"mean reward {progress.mean_reward:.3f}")
     if progress.train_loss is not None:
         parts.append(f"loss {progress.train_loss:.3f}")
     if progress.valid_loss is not None:

@@ -180,7 +180,9 @@ def _progress(job: RemoteJob) -> str | None:
     if not known.get("total_steps"):
         return None
     text = f"step {known.get('step')}/{known['total_steps']}"
-    loss = known.get("train_loss")
+    loss, reward = known.get("train_loss"), known.get("train_mean_reward")
+    if reward is not None:
+        return f"{text} · mean reward {reward:.3f}"
     return text if loss is None else f"{text} · loss {loss:.3f}"
 
 

@@ -152,6 +152,8 @@ class RolloutLoop:
         self.commands = CommandLog(self.run_dir)
         self._saves: dict[int, int] = {}
         """Number of steps → number of the command that saves the weights after them."""
+        self._unread: dict[int, list[int]] = {}
+        """Step → numbers of its commands whose results were not looked at."""
 
     def run(self) -> None:
         """Give the ranks one step after the other until the last one. Raises SamplingStopped, JobPaused, FtError."""
@@ -184,6 +186,7 @@ class RolloutLoop:
         self._put(commands)
         if commands[-1].op == "save_weights_for_sampler":
             self._saves[record.head.step] = commands[-1].seq
+            self._unread[record.head.step] = [command.seq for command in commands[:-1]]
 
     def _put(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -209,7 +212,16 @@ class RolloutLoop:
             self._put([save_command(self._next_seq, after)])
             self._saves[after] = self._next_seq - 1
             raise JobPaused(str(result.document.get("error")) if result is not None else "Weights are gone.")
+        self._tell_of_failures(after)
         return str(folder)
+
+    def _tell_of_failures(self, step: int) -> None:
+        """Warn the job's user of the commands of a step that its ranks could not carry out, such as an update that is not
+        finite."""
+        for seq in self._unread.pop(step, []):
+            result = self.commands.result(seq)
+            if result is not None and "error" in result.document:
+                self.tell(NewEvent(level="warn", message=f"Step {step}: {result.document['error']}"))
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Raises SamplingStopped."""
@@ -245,7 +257,6 @@ class RolloutLoop:
             first_seq=self._next_seq,
             sampled_from=sampled_from,
             groups=len(groups),
-            evaluated=bool(validation),
             saves=schedule.is_saved(after),
             ends=ends,
             sampling_seconds=seconds[0],

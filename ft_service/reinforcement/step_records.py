@@ -77,8 +77,6 @@ class RecordHead(_Line):
     """Number of steps after which the sampled weights were saved."""
     groups: int
     """Number of lines with answers to train on."""
-    evaluated: bool = False
-    """Whether lines of the validation file follow, answered by the weights after step - 1."""
     saves: bool = False
     """Whether a checkpoint is due before the step."""
     ends: bool = False

@@ -15,7 +15,7 @@ def test_a_record_is_read_as_it_was_written_and_never_replaced(tmp_path: Path) -
     run = RunDir(tmp_path)
     groups = [group(3, [answer([1, 2], 0.5, text="é\u2028"), answer([4], None)])]
     valid = [group(0, [answer([9], 1.0, truncated=True)], ids=())]
-    first = record(2, groups, first_seq=7, validation=valid, evaluated=True)
+    first = record(2, groups, first_seq=7, validation=valid)
     assert write_record(run, first)
     assert not write_record(run, record(2, [], first_seq=1))
     found = read_record(run, 2)

@@ -159,8 +159,8 @@ def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path) -> Non
     groups = random_groups(3, 4, VOCABULARY, seed=0)
     records = [
         record(1, groups, first_seq=2),
-        record(2, groups, first_seq=5, validation=good, evaluated=True),
-        record(3, [], first_seq=9, ends=True, validation=bad, evaluated=True),
+        record(2, groups, first_seq=5, validation=good),
+        record(3, [], first_seq=9, ends=True, validation=bad),
     ]
     give(run, spec, schedule, records)
     assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED

@@ -9,6 +9,7 @@ ratios are of one repeat, and their median counts, since other programs may use 
     engine    all at once; the clock starts with the supervisor and ends with the last result
     cold      one after the other, each with its supervisor and ranks
     warm      one after the other in one engine, which has trained another job before the clock starts
+    together  all at once in such an engine
     long      two jobs of rows of LONG tokens in an engine that has trained before: at once, and one after the other
 
 Memory is the largest sum of PSS of all ranks. `seconds_to_first_step`: from a job's order to the end of its first step, in an
@@ -89,6 +90,7 @@ def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Pa
     engine_runs, engine = together(specs, folder / f"engine-{number}")
     cold_runs, cold = one_after_the_other(specs, folder / f"cold-{number}")
     warm, first_step = in_waiting_engine(specs, folder / f"warm-{number}", at_once=False)
+    all_at_once, _ = in_waiting_engine(specs, folder / f"together-{number}", at_once=True)
     at_once, _ = in_waiting_engine(long_specs, folder / f"long-{number}", at_once=True)
     in_turn, _ = in_waiting_engine(long_specs, folder / f"turns-{number}", at_once=False)
     equal = [losses(one) == losses(other) for one, other in zip(engine_runs, cold_runs, strict=True)]
@@ -96,8 +98,9 @@ def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Pa
         "engine_seconds": engine["seconds"],
         "cold_seconds": cold["seconds"],
         "warm_seconds": warm,
+        "together_seconds": all_at_once,
         "ratio_to_cold": round(engine["seconds"] / cold["seconds"], 3),
-        "ratio_to_warm": round(engine["seconds"] / warm, 3),
+        "ratio_to_warm": round(all_at_once / warm, 3),
         "engine_pss_mb": engine["pss_mb"],
         "memory_ratio_to_as_many_jobs_at_once": round(engine["pss_mb"] / (len(specs) * cold["pss_mb"]), 3),
         "seconds_to_first_step": first_step,

@@ -1,4 +1,4 @@
-"""Where a step of an 8B model on one H200 would go, by arithmetic: nothing here is measured.
+"""Estimate of where a step of an 8B model on one H200 would go, by arithmetic: nothing here is measured.
 
     python benchmarks/arithmetic.py
 

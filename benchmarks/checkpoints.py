@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, and what a resume costs compared with a cold start, on two ranks.
+"""Cost of a checkpoint to training, and of a resume compared with a cold start, on two ranks.
 
     python benchmarks/checkpoints.py [--repeats 5] [--skip-starts]
 

@@ -1,4 +1,4 @@
-"""From submitting a job to its first optimizer step, against bare `torchrun` on the same spec; and how soon a job is cancelled.
+"""Seconds from submitting a job to its first optimizer step, against bare `torchrun` on the same spec; and to its cancellation.
 
     python benchmarks/first_step.py [--repeats 5]
 

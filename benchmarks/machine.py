@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and how its results are kept."""
+"""Description of the machine that a benchmark ran on, and the files of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the page is, and what an open one costs the server: 500 jobs, one of 10,000 steps, in a headless Chromium.
+"""Speed of the page, and what an open one costs the server: 500 jobs, one of 10,000 steps, in a headless Chromium.
 
     python benchmarks/page.py [--jobs 500] [--repeats 5] [--watch-seconds 20] [--viewers 100]
 

@@ -1,4 +1,4 @@
-"""What trains: torchrun starts `python -m workers.train RUN_DIR ATTEMPT` on every rank."""
+"""Training: torchrun starts `python -m workers.train RUN_DIR ATTEMPT` on every rank."""
 
 import logging
 

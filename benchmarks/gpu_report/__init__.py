@@ -1,1 +1,1 @@
-"""What one GPU shows of the workers, in one command: `make gpu-report`."""
+"""Report of the workers on one GPU, in one command: `make gpu-report`."""

@@ -1,4 +1,4 @@
-"""What a step of LoRA training on a frozen base has to compute at least, and so the most tokens a second."""
+"""Least work of a step of LoRA training on a frozen base, and so the most tokens a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device itself can do: matrix products, memory, copies, launches. Everything else is measured against these."""
+"""Limits of the device itself: matrix products, memory, copies, launches. Everything else is measured against these."""
 
 from __future__ import annotations
 

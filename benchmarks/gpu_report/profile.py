@@ -1,4 +1,4 @@
-"""Which kernels a step's time goes to, and for how much of it the device has nothing to do."""
+"""Profile of a step: the kernels that its time goes to, and for how much of it the device has nothing to do."""
 
 from __future__ import annotations
 

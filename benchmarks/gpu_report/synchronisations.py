@@ -1,4 +1,4 @@
-"""Where the host waits for the device in the middle of a step: every such call with the line of ours that makes it."""
+"""Calls in the middle of a step for which the host waits for the device, each with the line of ours that makes it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What moves jobs: who may enter, what is checked, what comes next, and what is tidied up."""
+"""Control of jobs: who may enter, what is checked, what comes next, and what is tidied up."""

@@ -1,4 +1,4 @@
-"""Which jobs may share an engine, and which of them share one again after it was lost. Pure.
+"""Choice of the jobs that share an engine, and of those that share one again after it was lost. Pure.
 
 A lost engine says nothing about which of its jobs ended it. Its jobs return in two halves, each a *fault group* that shares
 engines only within itself, so that the guilty one soon runs alone and fails with its own reason: of N jobs one that ends every

@@ -1,4 +1,4 @@
-"""What to do next for a job: `decide()`, and what a job becomes. Pure: no clock, no I/O.
+"""Decisions on a job: what to do next (`decide()`), and what it becomes. Pure: no clock, no I/O.
 
 A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the wire shows.
 `phase` refines `running` (and remains in `cancelled` until the processes are gone). `desired` is what the user wants; each

@@ -1,4 +1,4 @@
-"""Why a job is in its final state, or why its last attempt ended, and what each reason means to the wire and to the user."""
+"""Reasons why a job is in its final state or its last attempt ended, and what each means to the wire and to the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an attempt has written no events, and how long its place has not answered; both on the service's own clock."""
+"""Time since an attempt has written events, and since its place has answered; both on the service's own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a job stores: frozen weights in their formats, adapters, and the groups in which FSDP2 gathers them.
+"""Weights that each rank of a job stores: frozen ones in their formats, adapters, and the groups in which FSDP2 gathers them.
 
 Every tensor is split by rows: a rank keeps ceil(rows / shard) of them, padding included.
 """

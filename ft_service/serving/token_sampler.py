@@ -1,4 +1,4 @@
-"""What samples tokens, and answers to many prompts from it as one blocking call."""
+"""Samplers of tokens, and answers to many prompts from one as one blocking call."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the service remembers: projects, keys, files, jobs, their events and checkpoints, and who holds which slot."""
+"""Database of the service: projects, keys, files, jobs, their events and checkpoints, and who holds which slot."""

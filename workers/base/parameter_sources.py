@@ -1,4 +1,4 @@
-"""Where in a base's files a parameter lies: transformers' own conversion rules, read the other way round.
+"""Places of parameters in a base's files: transformers' own conversion rules, read the other way round.
 
 The files may hold other names than the model has (GPT-NeoX's `embed_out`), a base model's names without its prefix, or
 experts one by one where the model stacks them. Every parameter becomes a list of pieces whose rows follow each other, so that

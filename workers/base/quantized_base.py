@@ -1,4 +1,4 @@
-"""What the cache holds of a base: the parts of every frozen weight as plain tensors, in files by ranges of rows.
+"""Quantised base in the cache: the parts of every frozen weight as plain tensors, in files by ranges of rows.
 
     rows-00000-of-00002.safetensors   tensors `<weight>:<part>`, written by the rank that holds these rows
     index.json                        row ranges and digests of the files, and what quantising changed

@@ -1,4 +1,4 @@
-"""Which jobs of an engine compute in the next round. Pure."""
+"""Choice of the jobs of an engine that compute in the next round. Pure."""
 
 from __future__ import annotations
 

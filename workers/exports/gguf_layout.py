@@ -1,4 +1,4 @@
-"""How an architecture of transformers is said in GGUF: metadata, names, and the order of rows. Pure.
+"""Layout of an architecture of transformers in GGUF: metadata, names, and the order of rows. Pure.
 
 llama.cpp knows of an architecture what its own code computes, whatever a file says: what it would ignore is refused here by
 name. Where it knows no sliding window the context is cut to it, within which both compute the same.

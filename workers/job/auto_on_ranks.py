@@ -1,4 +1,4 @@
-"""What is "auto" in a job, chosen by the ranks: they know their number, their GPUs' memory, and the lengths of the samples."""
+"""Options that are "auto" in a job, chosen by the ranks: they know their number, GPUs' memory, and lengths of samples."""
 
 from __future__ import annotations
 

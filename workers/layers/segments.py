@@ -1,4 +1,4 @@
-"""Where the samples of the current micro-batch begin, and the chunks into which layers cut them."""
+"""Starts of the samples of the current micro-batch, and the chunks into which layers cut them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention an architecture is built with."""
+"""Choice of the attention that an architecture is built with."""
 
 from __future__ import annotations
 

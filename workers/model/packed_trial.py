@@ -1,4 +1,4 @@
-"""Whether a model is causal and can be run on packed rows: found by trying it, with the weights that it has.
+"""Trial of a model on packed rows: whether it is causal and can be run on them, with the weights that it has.
 
 What an architecture says of itself is not enough: a layer may mix tokens by a convolution or a recurrence, or make a mask that
 no window describes. So a few tokens go through the model, packed and apart, and the answers must agree. And no token may see

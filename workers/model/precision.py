@@ -1,4 +1,4 @@
-"""Which frozen weight is stored in which format, and the swap to it, on meta."""
+"""Choice of the format in which each frozen weight is stored, and the swap to it, on meta."""
 
 from __future__ import annotations
 

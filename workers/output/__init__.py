@@ -1,1 +1,1 @@
-"""What a job leaves: events, checkpoints, the adapter. Written by rank 0 or by all ranks together."""
+"""Output of a job: events, checkpoints, the adapter. Written by rank 0 or by all ranks together."""

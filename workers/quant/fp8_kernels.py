@@ -1,4 +1,4 @@
-"""What products in FP8 need besides the products, as kernels for CUDA in Triton; import it only there, as `mask_kernel`.
+"""Kernels for CUDA in Triton of what products in FP8 need besides the products; import it only there, as `mask_kernel`.
 
     quantised_rows    rounds bf16 rows to FP8, times a scale a column if there is one: reads 2 bytes an element, writes 1
     transposed        turns a weight's codes, byte by byte, in tiles: PyTorch's copy reaches a tenth of the bandwidth

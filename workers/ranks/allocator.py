@@ -1,4 +1,4 @@
-"""What glibc's allocator does with blocks that a rank on the CPU frees: it keeps them, since the next step wants them again.
+"""Setting of glibc's allocator for ranks on the CPU: it keeps blocks that are freed, since the next step wants them again.
 
 By default free memory at the end of the heap is given back above 64 MiB, and each step faults it in again. Blocks of more than
 32 MiB, glibc's own limit, are still mapped one by one and given back at once: in the heap, aligned blocks of one size that come

@@ -1,4 +1,4 @@
-"""Which modules are gathered together: by decoder layers, by size, or all at once.
+"""Groups of modules that are gathered together: by decoder layers, by size, or all at once.
 
 Embedding and head are groups of their own because they are the largest tensors there are: in the root's group every rank would
 hold both for the whole step. Tied, they are one tensor and so one group.

@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits, and the log-probabilities of tokens that are given. Pure, but for the generator."""
+"""Sampling of the next token from logits, and the log-probabilities of tokens that are given. Pure, but for the generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a base's chat template writes the calls of tools, and calls read from an answer by that.
+"""Calls of tools as a base's chat template writes them, read from an answer.
 
 The template is asked: a conversation with one known call is rendered, and what stands around it is how calls look. That holds
 for every template that writes a call as an object with its name and arguments (Qwen, Hermes, Llama, Mistral before its version

@@ -1,4 +1,4 @@
-"""What merging costs: the validation loss of the adapter on the base it was trained on, on the bf16 base, and merged."""
+"""Cost of merging: the validation loss of the adapter on the base it was trained on, on the bf16 base, and merged."""
 
 from __future__ import annotations
 

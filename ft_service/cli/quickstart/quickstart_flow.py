@@ -1,4 +1,4 @@
-"""What the quickstart does, step by step: see quickstart_command.py, which starts it."""
+"""Steps of the quickstart: see quickstart_command.py, which starts it."""
 
 from __future__ import annotations
 

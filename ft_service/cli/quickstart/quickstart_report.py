@@ -1,4 +1,4 @@
-"""What the quickstart shows at the end: accuracy before and after, the loss curve, and the adapter."""
+"""Report at the end of the quickstart: accuracy before and after, the loss curve, and the adapter."""
 
 from __future__ import annotations
 

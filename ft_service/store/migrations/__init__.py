@@ -1,1 +1,1 @@
-"""How the schema came to be, step by step: Alembic revisions in `versions/`."""
+"""Migrations of the schema: Alembic revisions in `versions/`."""

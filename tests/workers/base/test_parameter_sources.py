@@ -1,4 +1,4 @@
-"""From checkpoints of every layout to the same model: names, stacked experts, and which rows a rank reads."""
+"""Checkpoints of every layout lead to the same model: names, stacked experts, and which rows a rank reads."""
 
 from __future__ import annotations
 

@@ -69,6 +69,7 @@ def attempt(run: RunDir, number: int, folder: Path) -> Iterator[subprocess.Popen
         signal_all(left[1:], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ranks_whose_supervisor_is_stopped_end_themselves(models: Path, data: Path, tmp_path: Path) -> None:
     run = new_run(tmp_path, models, data, steps=100_000)
     with attempt(run, 1, tmp_path) as supervisor:

@@ -143,9 +143,6 @@ def test_from_create_to_checkpoints(server: Server, tmp_path: Path) -> None:
     assert (len(first["prompts"]), len(first["prompts"][0]["answers"]), len(first["validation"])) == (2, 4, 3)
     assert first["prompts"][0]["text"].endswith("+ 1 =")
     assert not list(run.path("sampler_weights").glob("step-000000")), "weights of earlier steps are removed"
-    whole = trained_again(run, tmp_path / "again")
-    own = load_file(run.path("adapter/adapter_model.safetensors"))
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items()), "exactly what was recorded is trained on"
 
 
 def test_what_cannot_be_graded_is_refused_by_name(server: Server, tmp_path: Path) -> None:

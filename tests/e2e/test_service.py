@@ -8,7 +8,6 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import openai
@@ -104,33 +103,6 @@ def check_adapter(client: openai.OpenAI, job_id: str) -> None:
     weights = load(files["adapter_model.safetensors"])
     assert len(weights) == 2 * 7 * 2
     assert all(weight.abs().sum() > 0 for weight in weights.values()), "every matrix, B too, has been trained"
-
-
-def test_refusals_reach_the_client_as_its_own_errors(server: Server, data: Path) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        server.client(api_key="ft-wrong").models.list()
-    client = server.client()
-    with pytest.raises(openai.NotFoundError):
-        client.fine_tuning.jobs.retrieve("ftjob-nothing")
-    with pytest.raises(openai.BadRequestError, match="tiny") as refused:
-        client.fine_tuning.jobs.create(model="gpt-9", training_file=upload(client, data))
-    assert refused.value.param == "model"
-
-
-def test_a_bad_data_file_fails_the_job_before_any_process_starts(server: Server, data: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(data.read_text() + '{"messages": [{"role": "user", "content": "no answer"}]}\n{"messages": \n')
-    client = server.client()
-    job = submit(client, bad, steps=4)
-    failed: Any = eventually(lambda: next((j for j in client.fine_tuning.jobs.list() if j.status == "failed"), None))
-    assert failed.id == job.id
-    assert failed.error.param == "training_file"
-    assert failed.error.code == "invalid_training_file"
-    assert "line 65" in failed.error.message
-    assert "no assistant message" in failed.error.message
-    assert "line 66" in failed.error.message
-    assert failed.attempt == 0
-    assert not server.run(job.id).root.exists(), "nothing was ever started"
 
 
 def test_pause_resume_and_cancel(server: Server, data: Path) -> None:

@@ -142,13 +142,11 @@ def test_ranks_that_map_the_services_tokens_train_alike(finished: RunDir, spec: 
     assert list(losses(run).values()) == [losses(finished)[step] for step in (1, 2, 3)]
 
 
+@pytest.mark.slow  # ranks/test_sharding.py has the numbers of a step with each of them
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(
-            {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
-            marks=pytest.mark.slow,
-        ),
+        {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
         {"wrap": {"min_params": 5000}, "activation_checkpointing": "selective", "ignored": [r".*norm\.weight"]},
     ],
     ids=["gathered ahead, kept, recomputed", "in groups by size, norms whole"],
@@ -199,7 +197,8 @@ def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_p
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3)
 
 
-@pytest.mark.parametrize(("world", "replicate"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)], ids=["2x2", "2x1"])
+@pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
+@pytest.mark.slow
 def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
     """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""
     run = interrupted(finished, tmp_path, "step-3-a1")

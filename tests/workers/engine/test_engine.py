@@ -103,6 +103,7 @@ def with_time_on_rank(rank: int, world: int, root: str, engine: bool) -> None:
     engine_on_rank(rank, world, root) if engine else attempt_on_rank(rank, world, root, 1)
 
 
+@pytest.mark.slow
 def test_jobs_of_one_engine_forget_what_they_forget_alone(specs: list[JobSpec], tmp_path: Path) -> None:
     engine = new_engine(tmp_path / "engine", specs[0])
     alone = RunDir(tmp_path / "alone")

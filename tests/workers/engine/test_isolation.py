@@ -43,6 +43,8 @@ from workers.output import checkpoint, outcome
 from workers.training import loop
 from workers.training.loop import Trainer
 
+pytestmark = pytest.mark.slow  # test_engine.py has jobs that end otherwise beside others; here are the causes, and the breaks
+
 WORLD = 2
 INFINITE = 0.5
 """Learning rate in a spec for which the ranks take an infinite one."""

@@ -76,10 +76,13 @@ def by_peft(folder: Path) -> tuple[float, float, float]:
     return before, after, divergence / answered
 
 
-WHOLE = pytest.param(2, {"modules_to_save": ["embed_tokens", "lm_head"]}, marks=pytest.mark.slow)
+ON_TWO_RANKS = [
+    pytest.param(2, options, marks=pytest.mark.slow)
+    for options in ({"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"]})
+]
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, {}), (2, {"use_dora": True}), WHOLE])
+@pytest.mark.parametrize(("world", "options"), [(1, {}), *ON_TWO_RANKS])
 def test_numbers_are_those_of_plain_peft(world: int, options: dict[str, Any], tmp_path: Path) -> None:
     training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2, "max_length": 64, "packing": not options}
     run = job(tmp_path, world, 1e6, training=training, lora={"r": 4, **options})

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from ft_service.cli.jobs.engines_command import seat_text
 from ft_service.cli.jobs.job_argument import PREFIX, JobId, connect_to_job
 from ft_service.cli.output import Json, connect, is_terminal, local_time, print_fields, print_json, print_table, print_text
 from ft_service.client.client import Client
 from ft_service.client.progress import clock
-from ft_service.client.responses import RemoteEngine, RemoteEvaluation, RemoteJob, scores_text, shown
+from ft_service.client.responses import RemoteEvaluation, RemoteJob, scores_text, shown
 from ft_service.errors import FtError
 from ft_service.plan.plan_text import bytes_text
 from ft_service.rundir.evaluations import Forgetting
@@ -68,7 +69,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("error", job.error_text),
             ("stopped", job.stopped_text),
             ("sweep", f"{job.sweep['id']}: {values_text(job.sweep['values'])}" if job.sweep else None),
-            ("engine", _seat(job, seats)),
+            ("engine", seat_text(job, seats)),
             ("pending reason", job.pending_reason if job.status != "queued" else None),
             ("model", job.model),
             ("tuned model", job.fine_tuned_model),
@@ -152,17 +153,6 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
 def _short_file(file_id: str) -> str:
     """Return an id as `ft rm` accepts it."""
     return file_id[: len("file-") + _SHORT] if is_terminal() else file_id
-
-
-def _seat(job: RemoteJob, engines: Sequence[RemoteEngine]) -> str | None:
-    """Return the engine that trains a job, since when, with which share of its time, and beside which jobs."""
-    for engine in engines:
-        for own in engine.jobs if engine.id == job.engine_id else ():
-            if own.id == job.id:
-                share = f", {engine.shares[own.id]} of its time" if engine.shares else ""
-                others = ", ".join(other.id for other in engine.jobs if other.id != job.id)
-                return f"{engine.id} since {local_time(own.since)}{share}{f', beside {others}' if others else ''}"
-    return job.engine_id
 
 
 def _note(job: RemoteJob) -> str | None:

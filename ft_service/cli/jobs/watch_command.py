@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection
 from typing import Annotated
 
@@ -9,15 +11,18 @@ import typer
 from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
+from ft_service.cli.jobs.engines_command import seat_text
 from ft_service.cli.jobs.job_argument import JobId, connect_to_job
 from ft_service.cli.output import Json, print_error, print_json, print_json_line, print_text
 from ft_service.client.client import PAGE, Client
-from ft_service.client.responses import RemoteJob
+from ft_service.client.responses import RemoteEngine, RemoteJob
 from ft_service.errors import SpecError
 from ft_service.jobs.states import State
 
 INTERRUPTED = 130
 STOPPED = 75
+ENGINE_SECONDS = 60.0
+"""Time between two questions for who shares the engine of a job that is watched."""
 
 
 def register(app: typer.Typer) -> None:
@@ -95,6 +100,7 @@ def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
 
 
 def _follow_on(display: Display, client: Client, job_id: str, seen_messages: Collection[str]) -> RemoteJob:
+    phase = _PhaseText(client)
     for number, (job, events) in enumerate(client.follow(job_id)):
         if not number and len(events) >= PAGE:
             display.message("info", f"Earlier events are left out; these are the newest {PAGE}.", events[0].created_at)
@@ -106,12 +112,22 @@ def _follow_on(display: Display, client: Client, job_id: str, seen_messages: Col
                 display.message(event.level, event.message, event.created_at)
             else:
                 display.metrics(metrics, event.created_at)
-        display.status(job.waiting_text or _phase(job) or job.status)
+        display.status(job.waiting_text or phase.of(job) or job.status)
     return client.job(job_id)
 
 
-def _phase(job: RemoteJob) -> str | None:
-    return f"{job.phase} in {job.engine_id}" if job.phase and job.engine_id else job.phase
+class _PhaseText:
+    """Phase of a running job as text, with the engine that trains it and its share of that."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._engines, self._asked_at = client, list[RemoteEngine](), -math.inf
+
+    def of(self, job: RemoteJob) -> str | None:
+        if not job.phase or not job.engine_id:
+            return job.phase
+        if time.monotonic() >= self._asked_at + ENGINE_SECONDS:
+            self._engines, self._asked_at = self._client.engines(), time.monotonic()
+        return f"{job.phase} in {seat_text(job, self._engines)}"
 
 
 def _outcome(job: RemoteJob, *, quiet: bool) -> int:

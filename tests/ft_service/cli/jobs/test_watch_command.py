@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ft_service.cli.output import local_time
 from ft_service.client.client import Client
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event
@@ -38,6 +39,22 @@ def test_watch_prints_plain_lines_where_there_is_no_terminal(ft: Ft, server: Stu
     assert "warn: Nearly out of disk." in lines
     assert lines.count("training") == 1
     assert "\x1b" not in ended.out
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_watch_says_with_whom_a_job_shares_its_engine(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running", phase="training", engine_id="engine-1")
+    seats = [{"id": f"ftjob-{n}", "since": 1_700_000_000, "slot_seconds": seconds} for n, seconds in ((1, 10.0), (3, 30.0))]
+    server.engines = [{"id": "engine-1", "created_at": 1_700_000_000, "ranks": 2, "most_jobs": 8, "jobs": seats}]
+
+    def pass_time(reads: int) -> None:
+        if reads == 3:
+            server.jobs["ftjob-1"].update(status="succeeded", phase=None, engine_id=None)
+
+    server.on_read = pass_time
+    lines = [line[10:] for line in ft("watch", "ftjob-1").out.splitlines()]
+    told = f"training in engine-1 since {local_time(1_700_000_000)}, 25% of its time, beside ftjob-3"
+    assert lines.count(told) == 1
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -11,7 +11,7 @@ from api.http.auth import Caller
 from api.http.dependencies import Svc
 from api.http.routing import keyed_router
 from api.wire.views import View
-from ft_service.jobs.curves import NAMES, Curves, Kind
+from ft_service.jobs.curves import NAMES, Curves, Kind, Name
 from ft_service.jobs.states import Job
 from ft_service.store.records import Checkpoint
 from ft_service.store.rows import not_found
@@ -19,19 +19,6 @@ from ft_service.store.rows import not_found
 router = keyed_router("/v1/fine_tuning", "fine-tuning")
 
 Points = Annotated[int, Query(ge=4, le=1000, description="Most points of a series; a longer series keeps its extremes.")]
-Name = Literal[
-    "train_loss",
-    "valid_loss",
-    "train_mean_token_accuracy",
-    "valid_mean_token_accuracy",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "train_mean_reward",
-    "valid_mean_reward",
-    "completions/mean_length",
-    "sampler/logprob_gap",
-]
 Names = Annotated[list[Name] | None, Query(description="Only these series; default: all that were reported.")]
 _MARKED_CHECKPOINTS = 200
 

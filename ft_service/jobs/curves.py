@@ -7,9 +7,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-NAMES = (
+Name = Literal[
     "train_loss",
     "valid_loss",
     "train_mean_token_accuracy",
@@ -21,8 +21,9 @@ NAMES = (
     "valid_mean_reward",
     "completions/mean_length",
     "sampler/logprob_gap",
-)
+]
 """Series that a job may have; the units are those of `Metrics`."""
+NAMES: tuple[Name, ...] = get_args(Name)
 Kind = Literal["attempt", "pause", "resume", "cancel", "checkpoint"]
 
 

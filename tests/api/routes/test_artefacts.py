@@ -79,7 +79,7 @@ def test_what_cannot_be_exported_is_refused(service: Service, client: openai.Ope
 
 
 def test_the_page_has_them_made_shown_and_removed(service: Service, job_id: str) -> None:
-    with httpx2.Client(base_url=service.url, trust_env=False) as browser:
+    with httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0) as browser:
         browser.post("/sign-in", data={"key": service.key})
         (secret,) = browser.cookies.values()
         token = {"x-csrf-token": token_of(secret)}

@@ -24,7 +24,7 @@ def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
     holders: tuple[tuple[str, Scope], ...] = (("default", "admin"), ("default", "submit"), ("theirs", "admin"))
     for project, scope in holders:
         _, key = service.store.keys.create_key(project_id=project, name="k", scope=scope)
-        browsers[f"{project} {scope}"] = browser = httpx2.Client(base_url=service.url, trust_env=False)
+        browsers[f"{project} {scope}"] = browser = httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0)
         browser.post("/sign-in", data={"key": key})
     yield browsers
     for browser in browsers.values():

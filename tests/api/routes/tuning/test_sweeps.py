@@ -159,7 +159,7 @@ def test_the_page_shows_a_sweep_best_first_and_leads_to_its_comparison(service: 
     sweep = service.http("POST", SWEEPS, json={**body, "suffix": "rates"}).json()
     ids = [job["id"] for job in sweep["jobs"]]
     come_to(service, {ids[1]: 2.0, ids[2]: 1.0}, State.SUCCEEDED, Reason.SUCCEEDED)
-    with httpx2.Client(base_url=service.url, trust_env=False) as browser:
+    with httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0) as browser:
         browser.post("/sign-in", data={"key": service.key})
         listed = browser.get("/sweeps").text
         shown = browser.get(f"/sweeps/{sweep['id']}").text

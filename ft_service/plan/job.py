@@ -16,7 +16,15 @@ from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batche
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import seat_size
-from ft_service.plan.speed import CollectiveBytes, Speed, flops_per_token, speed_on, whole_training, wire_bytes
+from ft_service.plan.speed import (
+    CollectiveBytes,
+    Speed,
+    flops_per_token,
+    sampling_seconds,
+    speed_on,
+    whole_training,
+    wire_bytes,
+)
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorage, layout_of, stored_weights
 from ft_service.rundir.engine import SeatSize
@@ -213,10 +221,12 @@ def _changes(base: Description, spec: JobSpec, machine: Machine, lengths: Sample
 def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, lengths: SampleLengths | None) -> Iterator[str]:
     """Advice for a job that fits: a base that fits whole on every rank needs no gathers; what its times leave out."""
     if spec.reinforcement is not None:
-        answers = spec.training.batch * spec.samples_of_item
+        answers, longest = spec.training.batch * spec.samples_of_item, spec.longest_answer
+        seconds = sampling_seconds(machine, base, sum(module.bytes for module in draft.modules), answers, longest)
+        text = "" if seconds is None else f", estimated to take one {machine.name} at least {seconds:.2g} s"
         yield (
-            f"Times are those of training alone. Sampling and grading come on top: {answers:,} answers of at most "
-            f"{spec.longest_answer:,} tokens a step."
+            f"Times are those of training alone. Sampling comes on top: a step's {answers:,} answers of at most {longest:,} "
+            f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
     if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
         return

@@ -142,6 +142,21 @@ def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: in
     return Speed(job.layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched)
 
 
+def sampling_seconds(machine: Machine, base: Description, stored: int, answers: int, longest: int) -> float | None:
+    """Seconds in which one device draws `answers` answers of `longest` tokens, all at once; None: the machine's figures are not
+    known. `stored`: bytes of the base.
+
+    The tokens of an answer come one after the other. For each, all weights are read once for all answers together, and
+    2 (N + H) FLOP are computed for each answer, with N and H as in flops_per_token; the slower of the two counts. Reading the
+    prompts, and the keys and values of earlier tokens, is left out.
+    """
+    if machine.flops is None or machine.memory_bandwidth is None:
+        return None
+    shape = base.dimensions
+    met = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable) + shape.vocabulary * shape.hidden
+    return longest * max(stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * EFFICIENCY))
+
+
 def _met_by_token(base: Description, numel: int, kind: str) -> int:
     if kind != "experts":
         return numel

@@ -38,6 +38,7 @@ from ft_service.reinforcement.step_records import (
 )
 from ft_service.rundir.directory import RunDir
 from ft_service.serving.preview import PreviewModel
+from ft_service.serving.served_verdict import is_of_base, judge
 from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
 from ft_service.spec.methods import ReinforcementOptions
@@ -46,7 +47,7 @@ from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from ft_service.tinker.commands import Command, CommandLog
 from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk
-from ft_service.tinker.saved_weights import delete_sampler, sampler_key, samplers_of
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, delete_sampler, sampler_key, samplers_of
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.02
 AT_ONCE = 64
 """Most jobs at once."""
+TELL_SECONDS = 30.0
+"""Time for which nothing is sampled, after which a job's user is told why."""
+MOST_REFUSED_SECONDS = 1800.0
+"""Time for which nothing is sampled, after which a job is paused: an inference server with a large base takes many minutes to
+start again, and meanwhile the ranks hold their slots."""
 MOST_TEXT = 16_384
 """Characters of an answer's text that its record keeps."""
 
@@ -154,6 +160,10 @@ class RolloutLoop:
         """Number of steps → number of the command that saves the weights after them."""
         self._unread: dict[int, list[int]] = {}
         """Step → numbers of its commands whose results were not looked at."""
+        self._proved: set[int] = set()
+        """Numbers of steps after which the weights were compared with what the sampler answers by them."""
+        self._tells_of_refusal = self._tells_of_distance = True
+        """Whether the user is told if nothing is sampled, or if the sampler is far from the trainer; once is enough."""
 
     def run(self) -> None:
         """Give the ranks one step after the other until the last one. Raises SamplingStopped, JobPaused, FtError."""
@@ -271,24 +281,25 @@ class RolloutLoop:
         """`count` answers to each prompt, graded, by the weights after so many steps. `step`: of the seeds. `seconds`: those of
         sampling and of grading are added to them."""
         self._weights(after)
+        self._require_weights_in_use(after)
         began = time.perf_counter()
         requests = [self._request(prompt, count, seed_of(self.job.spec.seed, step, number)) for number, prompt in prompts]
         sampled = self._sample(after, requests)
         reference = self._reference(prompts, sampled) if self.options.beta and step > 0 else None
         sampled_at = time.perf_counter()
-        answers = [
-            SampledAnswer(
-                tokens=own.tokens[index],
-                logprobs=own.logprobs[index],
-                text=own.texts[index],
-                calls=own.calls[index],
-                truncated=own.reasons[index] == "length",
-                reward=None,
-                reference=reference[group][index] if reference else None,
-            )
-            for group, own in enumerate(sampled)
-            for index in range(count)
-        ]
+        answers: list[SampledAnswer] = []
+        for group, ((_, prompt), own) in enumerate(zip(prompts, sampled, strict=True)):
+            for index in range(count):
+                text, calls = self.prompts.header.read(own.texts[index], tools=prompt.tools)
+                answer = SampledAnswer(
+                    tokens=own.tokens[index],
+                    logprobs=own.logprobs[index],
+                    text=text,
+                    calls=calls,
+                    truncated=own.reasons[index] == "length",
+                    reference=reference[group][index] if reference else None,
+                )
+                answers.append(answer)
         items = [prompt.item for _, prompt in prompts for _ in range(count)]
         graded = self._graded(answers, items)
         seconds[0] += sampled_at - began
@@ -317,31 +328,58 @@ class RolloutLoop:
     def _sample(self, after: int, requests: Sequence[SampleRequest]) -> list[Sampled]:
         spec = self.job.spec
         model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name)
-        return self.sampler.sample(model, self._weights(after), requests, self.stopped)
+        return self.sampler.sample(model, self._weights(after), requests, self.stopped, self._refused)
+
+    def _refused(self, error: FtError, seconds: float) -> None:
+        """Tell the job's user, once each time, that nothing is sampled, and why; raise JobPaused after a long while."""
+        reason = error.message.removesuffix(".")
+        if seconds >= MOST_REFUSED_SECONDS:
+            raise JobPaused(f"Nothing was sampled for {seconds / 60:.0f} minutes: {reason}.")
+        if seconds == 0:
+            self._tells_of_refusal = True
+        elif seconds >= TELL_SECONDS and self._tells_of_refusal:
+            self._tells_of_refusal = False
+            limit = f"{MOST_REFUSED_SECONDS / 60:.0f} minutes"
+            self.tell(NewEvent(level="warn", message=f"Nothing is sampled, and the job waits for up to {limit}: {reason}."))
+
+    def _require_weights_in_use(self, after: int) -> None:
+        """Compare the sampler's log-probabilities with those that the trainer has left beside its weights, once for each of
+        them. Raises JobPaused if they are the base's; another distance is a warning."""
+        document = self.run_dir.readable(f"{sampler_key(sampler_name(after))}/{PROBES}", SamplerProbes)
+        probes = document.probes if document is not None else []
+        if after in self._proved or not probes:
+            return
+        self._proved.add(after)
+        served = self._scored(after, [(probe.tokens, len(probe.tokens) - 1) for probe in probes])
+        verdict = judge(probes, served)
+        if is_of_base(probes, served):
+            raise JobPaused(f"The weights after step {after} are not in use: {verdict.text}.")
+        if verdict.verified is False and self._tells_of_distance:
+            self._tells_of_distance = False
+            self.tell(NewEvent(level="warn", message=f"Answers by the weights after step {after}: {verdict.text}."))
 
     def _reference(self, prompts: Sequence[tuple[int, PromptTokens]], sampled: Sequence[Sampled]) -> list[list[list[float]]]:
         """Log-probabilities of each answer's tokens by the model that training started from: [prompts][answers][tokens]."""
-        params, requests, lengths = SamplingParams(max_tokens=1, temperature=0.0), list[SampleRequest](), list[int]()
-        for (_, prompt), own in zip(prompts, sampled, strict=True):
-            for tokens in own.tokens:
-                chunk = TextChunk(tokens=[*prompt.ids, *tokens])
-                requests.append(
-                    SampleRequest(
-                        prompt=ModelInput(chunks=[chunk]),
-                        sampling_params=params,
-                        prompt_logprobs=True,
-                        prompt_logprobs_last_n=len(tokens),
-                    )
-                )
-                lengths.append(len(chunk.tokens))
-        scored = iter(zip(self._sample(0, requests), requests, lengths, strict=True))
-        found: list[list[list[float]]] = []
-        for own in sampled:
-            found.append([])
-            for _ in own.tokens:
-                result, request, length = next(scored)
-                found[-1].append([result.prompt[place][0] for place in range(length - request.scored, length)])
-        return found
+        pairs = zip(prompts, sampled, strict=True)
+        answers = [([*prompt.ids, *tokens], len(tokens)) for (_, prompt), own in pairs for tokens in own.tokens]
+        scored = iter(self._scored(0, answers))
+        return [[next(scored) for _ in own.tokens] for own in sampled]
+
+    def _scored(self, after: int, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+        """Log-probabilities of sequences' last tokens by the weights after so many steps. `sequences`: tokens, and how many of
+        them."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        requests = [
+            SampleRequest(
+                prompt=ModelInput(chunks=[TextChunk(tokens=list(tokens))]),
+                sampling_params=params,
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=last,
+            )
+            for tokens, last in sequences
+        ]
+        found = zip(sequences, self._sample(after, requests), strict=True)
+        return [[own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))] for (tokens, last), own in found]
 
     def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:
         cases = [Case(_sample(answer), item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ft_service.data.tool_call_parser import CallFormat
 from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir, unfinished
 
@@ -29,6 +31,8 @@ class PromptTokens:
     """The other keys of its line."""
     text: str
     """What the user sees of it: its last message."""
+    tools: bool = False
+    """Whether it offers tools, so that answers may call them."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,17 @@ class PromptHeader:
     training: int
     """Number of prompts to train on, which come first."""
     validation: int
+    special: Sequence[str] = ()
+    """Texts of the tokenizer's special tokens."""
+    calls: CallFormat | None = None
+    """How the chat template writes calls of tools. None: in no way that is known."""
+
+    def read(self, text: str, *, tools: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The words of an answer without special tokens, and its calls of tools (name and arguments). `text`: with special
+        tokens, without the token that ends it. `tools`: whether its prompt offers any; else nothing is a call."""
+        words, calls = (self.calls.parse(text) if tools and self.calls is not None else None) or (text, [])
+        longest_first = sorted(self.special, key=len, reverse=True)
+        return re.sub("|".join(map(re.escape, longest_first)), "", words) if longest_first else words, calls
 
 
 def write_prompts(run: RunDir, header: PromptHeader, prompts: Iterable[PromptTokens]) -> None:
@@ -48,9 +63,9 @@ def write_prompts(run: RunDir, header: PromptHeader, prompts: Iterable[PromptTok
     path.parent.mkdir(parents=True, exist_ok=True)
     being_written = unfinished(path)
     with being_written.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"ends": list(header.ends), "training": header.training, "validation": header.validation}) + "\n")
+        file.write(json.dumps(asdict(header)) + "\n")
         for prompt in prompts:
-            line = {"ids": [int(token) for token in prompt.ids], "item": dict(prompt.item), "text": prompt.text}
+            line = asdict(prompt) | {"ids": [int(token) for token in prompt.ids]}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -70,7 +85,8 @@ class PromptFile:
             for line in file:
                 places.append(place)
                 place += len(line)
-        self.header = PromptHeader(tuple(head["ends"]), int(head["training"]), int(head["validation"]))
+        calls = head.pop("calls")
+        self.header = PromptHeader(**head, calls=calls and CallFormat(**calls))
         if len(places) != self.header.training + self.header.validation:
             raise DataError(f"{PROMPTS}: it has {len(places)} prompts, and its header says otherwise.")
         self._places = np.array(places, dtype=np.int64)
@@ -84,5 +100,4 @@ class PromptFile:
     def _read(self, number: int) -> PromptTokens:
         with self._path.open("rb") as file:
             file.seek(int(self._places[number]))
-            line = json.loads(file.readline())
-        return PromptTokens(line["ids"], line["item"], line["text"])
+            return PromptTokens(**json.loads(file.readline()))

@@ -13,9 +13,14 @@ _ANSWER_TIMEOUT = httpx2.Timeout(3600.0, connect=3.0)
 """Of a request for long answers, which waits in the server's queue too."""
 
 
+class InferenceServerError(FtError):
+    """A replica has answered with an error that is not the request's: it does not know the model, or has failed."""
+
+
 class InferenceServer:
     """A replica by its base URL, which ends in `/v1`. Every method makes one request and raises UnavailableError without an
-    answer, or while the server cannot work, and FtError with its message if it refuses; SpecError if the request is wrong.
+    answer, or while the server cannot work, SpecError with its message if the request is wrong, and InferenceServerError for
+    every other error that it answers.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -68,7 +73,7 @@ class InferenceServer:
             raise UnavailableError(f"{self.url} does not answer: {error}.") from error
         if not answer.is_success:
             kind = {400: SpecError, 422: SpecError, 429: UnavailableError, 503: UnavailableError}.get(
-                answer.status_code, FtError
+                answer.status_code, InferenceServerError
             )
             raise kind(f"{self.url}{path} answers {answer.status_code}: {_words(answer)}")
         return answer

@@ -55,6 +55,13 @@ def judge(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> Verdict
     return Verdict(True, f"served, verified: {distances}")
 
 
+def is_of_base(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> bool:
+    """Whether the log-probabilities are those of the base, without the adapter: at most half as far from the trainer's without
+    it as from those with it. What the server's precision changes is in both distances, so that it alone never is the reason."""
+    from_tuned = _distance([probe.tuned for probe in probes], served)
+    return from_tuned >= NOTHING_LEARNT and _distance([probe.base for probe in probes], served) <= from_tuned / 2
+
+
 def _distance(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
     differences = [
         abs(mine - theirs) for mines, others in zip(one, other, strict=True) for mine, theirs in zip(mines, others, strict=True)

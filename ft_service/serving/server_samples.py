@@ -177,7 +177,7 @@ def bodies_of(order: Mapping[str, Any], name: str, max_tokens: int) -> list[dict
         "stop": order["stop_texts"],
         "stop_token_ids": order["stop_tokens"],
         "ignore_eos": not order["ends"],
-        "skip_special_tokens": bool(order.get("texts")),  # texts to stop at may contain them
+        "skip_special_tokens": False,  # texts to stop at, and calls of tools, may contain them
         "logprobs": order["top_logprobs"],
         "return_tokens_as_token_ids": True,
     }

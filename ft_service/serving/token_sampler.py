@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ft_service.errors import FtError, UnavailableError
+from ft_service.serving.inference_server import InferenceServerError
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.preview_process import Deliver
 from ft_service.tinker.sample_calls import Sampled, SampleRequest
@@ -18,6 +19,8 @@ AT_ONCE = 32
 BUSY_SECONDS = 0.5
 """Pause before a request is sent again that the sampler had no place for."""
 LOOK_SECONDS = 0.2
+NOT_NOW = (UnavailableError, InferenceServerError)
+"""Errors of requests that are sent again: the sampler, or its operator, can do something about them."""
 
 
 class SamplingStopped(Exception):
@@ -46,17 +49,34 @@ class TokenSampler:
     project_id: str
 
     def sample(
-        self, model: PreviewModel, adapter: str, requests: Sequence[SampleRequest], stop: Callable[[], bool]
+        self,
+        model: PreviewModel,
+        adapter: str,
+        requests: Sequence[SampleRequest],
+        stop: Callable[[], bool],
+        refused: Callable[[FtError, float], object],
     ) -> list[Sampled]:
-        """The answers to all requests, with their texts. `adapter`: a PEFT folder. `stop`: asked now and then.
+        """The answers to all requests, with their texts. `adapter`: a PEFT folder. `stop`: asked now and then. `refused`:
+        called with each error after which a request is sent again, and the seconds since the first one behind which nothing
+        was answered; what it raises ends the call.
 
-        Requests that the sampler has no place for wait and are sent again. Raises SamplingStopped, and FtError for a model that
-        cannot be sampled from.
+        Raises SamplingStopped, and FtError for a model that cannot be sampled from.
         """
         parts: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         sampled = [Sampled(request) for request in requests]
         waiting, under_way = list(range(len(requests)))[::-1], dict[int, object]()
         not_before = 0.0
+        refused_since: float | None = None
+
+        def again(number: int, error: FtError) -> None:
+            nonlocal not_before, refused_since
+            now = time.monotonic()
+            refused_since = now if refused_since is None else refused_since
+            not_before = now + BUSY_SECONDS
+            sampled[number] = Sampled(requests[number])
+            waiting.append(number)
+            refused(error, now - refused_since)
+
         try:
             while waiting or under_way:
                 if stop():
@@ -65,13 +85,21 @@ class TokenSampler:
                     number = waiting.pop()
                     try:
                         under_way[number] = self._submitted(model, adapter, number, requests[number], parts)
-                    except UnavailableError:
-                        waiting.append(number)
-                        not_before = time.monotonic() + BUSY_SECONDS
-                for number in self._taken(parts, sampled, under_way):
-                    sampled[number] = Sampled(requests[number])
-                    waiting.append(number)
-                    not_before = time.monotonic() + BUSY_SECONDS
+                    except NOT_NOW as error:
+                        again(number, error)
+                for number, part in _taken(parts):
+                    if number not in under_way:
+                        continue
+                    if part["kind"] != "error":
+                        refused_since = None
+                        sampled[number].take(part)
+                        if sampled[number].done:
+                            del under_way[number]
+                    elif isinstance(part["error"], NOT_NOW):
+                        del under_way[number]
+                        again(number, part["error"])
+                    else:
+                        raise part["error"]
             return sampled
         finally:
             for ticket in under_way.values():
@@ -89,26 +117,12 @@ class TokenSampler:
         deliver = lambda part: parts.put((number, part))  # noqa: E731
         return self.sampler.submit(model, order, deliver, project_id=self.project_id, on_processor=True)
 
-    @staticmethod
-    def _taken(
-        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]], sampled: list[Sampled], under_way: dict[int, object]
-    ) -> list[int]:
-        """Take the parts of answers that have come. Returns the requests to send again. Raises FtError."""
-        again: list[int] = []
-        try:
-            number, part = parts.get(timeout=LOOK_SECONDS)
-            while True:
-                if number in under_way:
-                    if part["kind"] == "error":
-                        error: FtError = part["error"]
-                        del under_way[number]
-                        if not isinstance(error, UnavailableError):
-                            raise error
-                        again.append(number)
-                    else:
-                        sampled[number].take(part)
-                        if sampled[number].done:
-                            del under_way[number]
-                number, part = parts.get_nowait()
-        except queue.Empty:
-            return again
+
+def _taken(parts: queue.SimpleQueue[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The parts that have come, after a while for the first one."""
+    try:
+        yield parts.get(timeout=LOOK_SECONDS)
+        while True:
+            yield parts.get_nowait()
+    except queue.Empty:
+        return

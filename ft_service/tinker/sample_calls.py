@@ -143,9 +143,7 @@ class Sampled:
     top: list[list[Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    """Texts of the answers, if they were asked for."""
-    calls: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Their calls of tools: name and arguments."""
+    """Texts of the answers, with special tokens but without the token that ends them, if they were asked for."""
     prompt: dict[int, tuple[float, Sequence[Any]]] = field(default_factory=dict)
     """Place in the prompt → log-probability and likeliest tokens."""
     done: bool = False
@@ -153,7 +151,7 @@ class Sampled:
     def __post_init__(self) -> None:
         count = self.request.num_samples
         self.tokens, self.logprobs, self.top = ([[] for _ in range(count)] for _ in range(3))
-        self.reasons, self.texts, self.calls = ["length"] * count, [""] * count, [[] for _ in range(count)]
+        self.reasons, self.texts = ["length"] * count, [""] * count
 
     def take(self, part: Mapping[str, Any]) -> None:
         """Take the next part."""
@@ -168,7 +166,7 @@ class Sampled:
                     self.prompt[part["place"] + offset] = logprob, likeliest
             case "end":
                 self.reasons[part["index"]] = part["reason"]
-                self.texts[part["index"]], self.calls[part["index"]] = part.get("text", ""), part.get("calls", [])
+                self.texts[part["index"]] = part.get("text", "")
             case "done":
                 self.done = True
             case _:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from workers.serving.answer_text import AnswerText
@@ -93,22 +92,20 @@ class TokenAnswer:
     text: AnswerText | None
     """Text in which to look for those to stop at, special tokens included; None: there are none."""
     say: Say
-    read: Callable[[list[int]], dict[str, Any]] | None = None
-    """Reads the text and the calls of all tokens but the one that ends it; None: they are not asked for."""
+    decode: Callable[[list[int]], str] | None = None
+    """Text of all tokens but the one that ends it; None: it is not asked for."""
     unsaid: list[Choice] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: TokenRequest, index: int, chats: Chats, say: Say) -> TokenAnswer:
-        """Raises SpecError for a base without a chat template, if texts are asked for."""
-        read = partial(_read, chats.of(request.adapter)) if request.texts else None
         ends = frozenset(request.stop_tokens) | (chats.ends if request.ends else frozenset())
         text = AnswerText(chats.tokenizer, request.stop_texts, None, keep_special=True) if request.stop_texts else None
-        return cls(request, index, ends, text, say, read)
+        return cls(request, index, ends, text, say, chats.tokenizer.decode if request.texts else None)
 
     def push(self, choice: Choice) -> bool:
         self.unsaid.append(choice)
-        if self.read is not None and choice.token not in self.ends:
+        if self.decode is not None and choice.token not in self.ends:
             self.drawn.append(choice.token)
         if len(self.unsaid) == TOLD_TOKENS:
             self._tell()
@@ -119,8 +116,8 @@ class TokenAnswer:
     def end(self, reason: str) -> None:
         if self.unsaid:
             self._tell()
-        read = {} if self.read is None else self.read(self.drawn)
-        self.say({"id": self.request.id, "kind": "end", "index": self.index, "reason": reason, **read})
+        text = {} if self.decode is None else {"text": self.decode(self.drawn)}
+        self.say({"id": self.request.id, "kind": "end", "index": self.index, "reason": reason, **text})
 
     def _tell(self) -> None:
         said: dict[str, Any] = {"id": self.request.id, "kind": "tokens", "index": self.index}
@@ -130,14 +127,6 @@ class TokenAnswer:
             said["top"] = [choice.top for choice in self.unsaid]
         self.unsaid = []
         self.say(said)
-
-
-def _read(chat: ChatTokenizer, tokens: list[int]) -> dict[str, Any]:
-    """The text of an answer without special tokens, and its calls of tools."""
-    found = chat.calls.parse(chat.tokenizer.decode(tokens)) if chat.calls is not None else None
-    if found is not None:
-        return {"text": found[0], "calls": found[1]}
-    return {"text": chat.tokenizer.decode(tokens, skip_special_tokens=True), "calls": []}
 
 
 def _shown(chat: ChatTokenizer | PlainTokenizer, choice: Choice) -> dict[str, Any]:

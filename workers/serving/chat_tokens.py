@@ -19,8 +19,8 @@ from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_ends import answer_ends
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.data.tool_call_parser import CallFormat, call_format
 from ft_service.errors import SpecError
-from workers.serving.tool_call_parser import CallFormat, call_format
 
 LIMITS = RenderLimits(seconds=2.0, memory_bytes=256 * 1024**2)
 """Limits of rendering one conversation."""

@@ -80,7 +80,7 @@ class TokenRequest:
     """Tokens at the prompt's end whose log-probabilities are reported, fewer than it has."""
     top_prompt_logprobs: int = 0
     texts: bool = False
-    """Whether a continuation's text and its calls of tools are reported too, at its end."""
+    """Whether a continuation's text, with special tokens, is reported too, at its end."""
     probes: list[list[int]] = field(default_factory=list)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from ft_service.data.formats.reading import open_data
@@ -14,6 +15,7 @@ from ft_service.data.tokens.answer_ends import answer_ends
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.data.tool_call_parser import call_format
 from ft_service.errors import DataError
 from ft_service.reinforcement.prompt_file import PROMPTS, PromptHeader, PromptTokens, write_prompts
 from ft_service.rundir.directory import RunDir
@@ -30,8 +32,11 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
     assert template is not None, "prompts were rendered with it"
     options = TokenOptions.of(spec)
     with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
-        ends = answer_ends(lambda messages: process.write(messages, None, options.day), tokenizer, Path(spec.model.path))
-    header = PromptHeader(sorted(ends), len(training), len(validation))
+        write = partial(process.write, day=options.day)
+        ends = answer_ends(partial(write, tools=None), tokenizer, Path(spec.model.path))
+        calls = call_format(write)
+    special = sorted(added.content for added in tokenizer.added_tokens_decoder.values() if added.special)
+    header = PromptHeader(sorted(ends), len(training), len(validation), special, calls)
     write_prompts(run, header, _prompts(spec, options, training, validation))
 
 
@@ -40,7 +45,7 @@ def _prompts(spec: JobSpec, options: TokenOptions, training: TokenSet, validatio
         if file is None:
             continue
         for number, record in enumerate(_records(file, options)):
-            yield PromptTokens(samples[number].ids.tolist(), record.item, _last_message(record))
+            yield PromptTokens(samples[number].ids.tolist(), record.item, _last_message(record), bool(record.tools))
 
 
 def _records(file: DataFileRef, options: TokenOptions) -> Iterator[GradedPrompt]:

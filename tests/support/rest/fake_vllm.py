@@ -31,6 +31,8 @@ class FakeVllm:
     key: str | None = None
     status: int | None = None
     """Of every answer to a completion; None: that of its request."""
+    text: str = ""
+    """Of every answer."""
     asked: list[str] = field(default_factory=list)
     """Paths of requests, in order."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +78,7 @@ class FakeVllm:
             return _refusal(400, f"n must be 1 when using greedy sampling, got {body['n']}.")
         if len(body["prompt"]) + body["max_tokens"] > CONTEXT:
             return _refusal(400, f"This model's maximum context length is {CONTEXT} tokens.")
-        return 200, {"choices": [_choice(body, index, known) for index in range(body["n"])]}
+        return 200, {"choices": [{**_choice(body, index, known), "text": self.text} for index in range(body["n"])]}
 
 
 def _choice(body: dict[str, Any], index: int, known: list[float | None]) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def _choice(body: dict[str, Any], index: int, known: list[float | None]) -> dict
         of_prompt = [None if own is None else {**likeliest, str(token): {"logprob": own, "rank": 40}} for token, own in given]
     named = [f"token_id:{token}" for token in tokens]
     told = {"tokens": named, "token_logprobs": [-0.5] * len(tokens), "top_logprobs": top}
-    return {"index": index, "text": "", "finish_reason": reason, "logprobs": told, "prompt_logprobs": of_prompt}
+    return {"index": index, "finish_reason": reason, "logprobs": told, "prompt_logprobs": of_prompt}
 
 
 def _refusal(status: int, message: str) -> tuple[int, Any]:

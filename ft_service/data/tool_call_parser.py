@@ -52,6 +52,8 @@ class CallFormat:
         except (ValueError, RecursionError):
             return None
         value = value.get("function", value) if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            return None
         name, arguments = value.get(self.name), value.get(self.arguments, {})
         if not isinstance(name, str):
             return None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tool_call_parser import CallFormat, call_format
 from tests.support.chat_templates import CHATML
-from workers.serving.tool_call_parser import CallFormat, call_format
 
 LLAMA = """\
 {%- for message in messages %}
@@ -69,7 +69,13 @@ def test_several_calls_may_stand_in_one_list() -> None:
     assert [call["name"] for call in found[1]] == ["f", "g"]
 
 
-@pytest.mark.parametrize("text", ["no call", "<tool_call>", "<tool_call>{bad", '<tool_call>{"arguments": {}}', '{"name": "f"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("no call", "<tool_call>", "<tool_call>{bad", '<tool_call>{"arguments": {}}', '{"name": "f"}'),
+        '<tool_call>{"function": 5}',
+    ],
+)
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert CallFormat("<tool_call>", "name", "arguments").parse(text) is None
 

@@ -1,0 +1,365 @@
+"""The loop that samples, grades, records and gives commands: with ranks and samplers that only answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.control import reinforcement_jobs
+from ft_service.control.reinforcement_jobs import JobPaused, ReinforcementJobs, RolloutLoop
+from ft_service.data.tool_call_parser import CallFormat
+from ft_service.errors import SpecError
+from ft_service.graders.grading import GraderContext
+from ft_service.graders.limits import GraderLimits
+from ft_service.jobs.states import Desired, Job, State
+from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
+from ft_service.reinforcement.schedule import RolloutSchedule
+from ft_service.reinforcement.step_commands import commands_of, first_commands
+from ft_service.reinforcement.step_records import StepRecord, read_record, recorded_steps
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import Probe
+from ft_service.serving import server_samples, token_sampler
+from ft_service.serving.server_samples import PREFIX, ServerSampler
+from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
+from ft_service.settings import Settings
+from ft_service.spec import JobSpec, StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.store.records import NewEvent
+from ft_service.tinker.commands import Command, CommandLog, CommandResult
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key, samplers_of
+from tests.support.attempts import wait_for
+from tests.support.creating import create_job
+from tests.support.reconciling import PROJECT, get, new_store
+from tests.support.records import new_job
+from tests.support.rest.fake_vllm import FakeVllm, fake_vllm
+from tests.support.rollouts import rollout_spec, save_prompts
+
+STEPS = 3
+TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]
+CALLS = CallFormat("<call>", "name", "arguments")
+HEADER = PromptHeader(ends=[9], training=4, validation=2, special=["<end>"], calls=CALLS)
+
+
+class EchoSampler:
+    """Answers the first of a prompt's answers rightly, and no two requests with the same tokens."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.adapters: list[str] = []
+
+    def submit(self, model: object, order: dict[str, Any], deliver: Callable[[dict[str, Any]], None], **_: Any) -> object:
+        self.prompts.append(order["prompt"])
+        self.adapters.append(Path(order["adapter"]).name)
+        if order["scored"]:
+            deliver({"kind": "scores", "place": len(order["prompt"]) - order["scored"], "logprobs": TUNED[-order["scored"] :]})
+        for index in range(order["n"]):
+            text = f"{order['prompt'][0]}<end>" if index == 0 else "wrong"
+            deliver({"kind": "tokens", "index": index, "tokens": [len(self.prompts), index], "logprobs": [-0.7, -0.7]})
+            deliver({"kind": "end", "index": index, "reason": "length" if index else "stop", "text": text})
+        deliver({"kind": "done"})
+        return None
+
+    def cancel(self, ticket: object) -> None:
+        pass
+
+
+@dataclass
+class Place:
+    """A run directory with prompts, and ranks that answer commands in their order without computing anything."""
+
+    run: RunDir
+    spec: JobSpec
+    sampler: Sampler
+    told: list[NewEvent] = field(default_factory=list)
+    fails: dict[int, str] = field(default_factory=dict)
+    """Number of a command → error that is its result."""
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def job(self) -> Job:
+        request = {"method": {"type": "reinforcement"}}
+        spec = StoredSpec.of(self.spec)
+        return new_job(id=self.spec.job_id, project_id=PROJECT, request=request, stored_spec=spec, state=State.RUNNING, slots=1)
+
+    @property
+    def schedule(self) -> RolloutSchedule:
+        return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
+
+    def loop(self) -> RolloutLoop:
+        sampler = TokenSampler(self.sampler, PROJECT)
+        return RolloutLoop(self.job, self.run, sampler, GraderContext(), self.told.append, self.stopped.is_set)
+
+    def records(self) -> list[StepRecord]:
+        found = [read_record(self.run, step) for step in recorded_steps(self.run)]
+        return [record for record in found if record is not None]
+
+    def require_commands_of_records(self) -> None:
+        """Every step has one record, and exactly the commands that follow from it."""
+        assert recorded_steps(self.run) == list(range(1, STEPS + 2))
+        commands = first_commands(self.spec.job_id)
+        for record in self.records():
+            assert record.head.first_seq == len(commands)
+            commands += commands_of(record, self.spec, self.schedule)
+        log = CommandLog(self.run)
+        assert [log.command(seq) for seq in range(log.newest() + 1)] == commands
+
+    @contextmanager
+    def ranks(self) -> Iterator[None]:
+        ended = threading.Event()
+
+        def answer_commands() -> None:
+            log, seq = CommandLog(self.run), 0
+            while not ended.is_set():
+                if (command := log.command(seq)) is None:
+                    ended.wait(0.002)
+                    continue
+                log.put_result(seq, self._carry_out(command))
+                seq += 1
+
+        thread = threading.Thread(target=answer_commands)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The loop in a thread, whose end is waited for unless the test fails."""
+        thread = threading.Thread(target=self.loop().run, daemon=True)
+        thread.start()
+        yield
+        thread.join(30)
+        assert not thread.is_alive()
+
+    def _carry_out(self, command: Command) -> CommandResult:
+        if command.seq in self.fails:
+            return CommandResult.failed(self.fails[command.seq])
+        if command.op == "save_weights_for_sampler":
+            probes = [Probe(tokens=[1, 2, 3, 4], tuned=TUNED, base=BASE)] * (command.seq > 1)
+            self.run.put("saved/adapter_model.safetensors", command.options["name"].encode())
+            self.run.put("saved/adapter_config.json", json.dumps({"r": 8}).encode())
+            self.run.put(f"saved/{PROBES}", SamplerProbes(command=command.seq, probes=probes).model_dump_json().encode())
+            target = self.run.path(sampler_key(command.options["name"]))
+            target.parent.mkdir(exist_ok=True)
+            self.run.path("saved").rename(target)
+        return CommandResult({"type": command.op})
+
+
+def new_place(folder: Path, sampler: Sampler, answers: Sequence[dict[str, str]] | None = None, **hyperparameters: Any) -> Place:
+    """`answers`: items of the training prompts; None: each has the first token of its prompt."""
+    files = save_prompts(folder / "prompts.jsonl", HEADER.training), save_prompts(folder / "valid.jsonl", HEADER.validation)
+    given = {"batch_size": 2, "num_generations": 2, "eval_interval": 2, "max_completion_length": 4, **hyperparameters}
+    spec = rollout_spec(folder, files[0], given, validation=files[1], training={"max_length": 32, "max_steps": STEPS})
+    run, numbers = Places(folder).run(spec.job_id), [{"answer": str(number)} for number in range(HEADER.training)]
+    prompts = [PromptTokens([i, 2], item, f"prompt {i}", tools=True) for i, item in enumerate(answers or numbers)]
+    held_out = [PromptTokens([i, 3], item, f"held out {i}") for i, item in enumerate(numbers[: HEADER.validation])]
+    write_prompts(run, HEADER, [*prompts, *held_out])
+    return Place(run, spec, sampler)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return new_place(tmp_path, EchoSampler())
+
+
+def test_each_step_is_sampled_graded_recorded_and_then_given(place: Place) -> None:
+    with place.ranks():
+        place.loop().run()
+    place.require_commands_of_records()
+    records = place.records()
+    assert [record.head.sampled_from for record in records] == [0, 1, 2, 3]
+    assert [record.head.ends for record in records] == [False, False, False, True]
+    for step, record in enumerate(records[:-1], start=1):
+        assert [group.prompt for group in record.groups] == place.schedule.prompts_of(step)
+        assert [group.rewards for group in record.groups] == [[1.0, 0.0]] * 2, "the end's text is no part of the answer"
+        assert [answer.truncated for answer in record.answers] == [False, True] * 2
+    assert [len(record.validation) for record in records] == [2, 0, 2, 2]
+    assert records[0].validation[0].answers[0].reward == 1.0
+    assert place.told == []
+    assert samplers_of(place.run) == ["step-000003"], "earlier weights are removed"
+
+
+class KilledHere(Exception):
+    pass
+
+
+class KilledLog(CommandLog):
+    """The log of a service that is killed before its second new command."""
+
+    has_given = False
+
+    def put(self, command: Command) -> bool:
+        if not self.has(command.seq):
+            if self.has_given:
+                raise KilledHere
+            self.has_given = True
+        return super().put(command)
+
+
+def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_answers(tmp_path: Path) -> None:
+    place, kills = new_place(tmp_path, sampler := EchoSampler()), 0
+    with place.ranks():
+        while True:
+            loop = place.loop()
+            loop.commands = KilledLog(place.run)
+            with contextlib.suppress(KilledHere):
+                loop.run()
+                break
+            kills += 1
+    place.require_commands_of_records()
+    assert kills == CommandLog(place.run).newest(), "before each but the first"
+    drawn = [prompt for prompt in sampler.prompts if prompt[1:] == [2]]
+    assert len(drawn) == 2 * STEPS, "no step is sampled twice"
+
+
+def test_a_step_that_the_ranks_could_not_carry_out_is_a_warning(place: Place) -> None:
+    place.fails = {2: "log-probabilities are missing", 3: "the gradient was not finite"}
+    with place.ranks():
+        place.loop().run()
+    assert [(event.level, event.message) for event in place.told] == [
+        ("warn", "Step 1: log-probabilities are missing"),
+        ("warn", "Step 1: the gradient was not finite"),
+    ]
+    place.require_commands_of_records()
+
+
+def test_weights_that_could_not_be_saved_pause_the_job_and_are_saved_again(place: Place) -> None:
+    place.fails = {4: "the disk is full"}
+    with place.ranks():
+        with pytest.raises(JobPaused, match="the disk is full"):
+            place.loop().run()
+        assert recorded_steps(place.run) == [1]
+        place.loop().run()
+    assert recorded_steps(place.run) == [1, 2, 3, 4]
+    seqs = [record.head.first_seq for record in place.records()]
+    assert seqs[1] == 6, "number 5 saves the weights after the first step again"
+
+
+@pytest.mark.parametrize(("most", "is_paused"), [(0.5, False), (0.4, True)])
+def test_answers_without_a_grade(tmp_path: Path, most: float, is_paused: bool) -> None:
+    """The items of half of the prompts lack what the grader reads."""
+    items = [{"answer": "0"}, {"other": "1"}, {"answer": "2"}, {"other": "3"}]
+    place = new_place(tmp_path, EchoSampler(), items, batch_size=4, max_error_share=most)
+    with place.ranks():
+        if is_paused:
+            with pytest.raises(JobPaused, match=r"4 of the 8 answers of step 1 got no grade.*invalid_variable_error"):
+                place.loop().run()
+            assert recorded_steps(place.run) == []
+        else:
+            place.loop().run()
+            rewards = [answer.reward for answer in place.records()[0].answers]
+            assert sorted(map(str, rewards)) == ["0.0"] * 2 + ["1.0"] * 2 + ["None"] * 4
+
+
+def test_a_user_who_stops_a_job_ends_its_loop(place: Place) -> None:
+    place.stopped.set()
+    with pytest.raises(SamplingStopped):  # no ranks: it waits for the first weights
+        place.loop().run()
+
+
+def test_a_job_that_cannot_go_on_is_paused_with_the_reason(tmp_path: Path) -> None:
+    class Refusing(EchoSampler):
+        def submit(self, model: object, order: dict[str, Any], deliver: Callable[[dict[str, Any]], None], **_: Any) -> object:
+            self.prompts.append(order["prompt"])
+            raise SpecError("The prompt is too long.")
+
+    place, store, stop = new_place(tmp_path, sampler := Refusing()), new_store(tmp_path), threading.Event()
+    job = create_job(store, place.job)
+    jobs = ReinforcementJobs(store, sampler, Places(tmp_path), GraderLimits())
+    thread = threading.Thread(target=jobs.run, args=(stop,))
+    with place.ranks():
+        thread.start()
+        try:
+            assert wait_for(lambda: get(store, job.id).desired is Desired.PAUSE, 20)
+        finally:
+            stop.set()
+            thread.join()
+    errors = [event.message for event in store.jobs.list_events(PROJECT, job.id).data if event.level == "error"]
+    why = "Its answers cannot be sampled: The prompt is too long. The job is paused; resume it to try again."
+    assert (errors, len(sampler.prompts)) == ([why], 1)
+    store.close()
+
+
+# Inference servers
+
+
+@pytest.fixture
+def vllm() -> Iterator[FakeVllm]:
+    with fake_vllm() as vllm:
+        vllm.logprobs = lambda name, tokens: TUNED if name.startswith(PREFIX) else BASE
+        yield vllm
+
+
+@pytest.fixture
+def served(tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A job whose answers come from a server; patience is short."""
+    monkeypatch.setattr(token_sampler, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(token_sampler, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(server_samples, "AWAY_SECONDS", 0.01)
+    monkeypatch.setattr(reinforcement_jobs, "TELL_SECONDS", 0.02)
+    settings = Settings.model_validate({"home": tmp_path, "inference_url": vllm.url, "adapters": tmp_path / "served"})
+    sampler, stop = ServerSampler(settings), threading.Event()
+    yield (place := new_place(tmp_path, sampler))
+    place.stopped.set()
+    stop.set()
+    sampler.run(stop)
+
+
+@pytest.mark.parametrize("status", [404, 500, 503])
+def test_a_server_that_fails_is_waited_for_and_its_words_are_told_once(served: Place, vllm: FakeVllm, status: int) -> None:
+    vllm.status = status
+    with served.ranks(), served.running():
+        assert wait_for(lambda: bool(served.told), 20)
+        vllm.status = None
+    served.require_commands_of_records()
+    [event] = served.told
+    assert event.level == "warn"
+    assert f"answers {status}: Not now" in event.message
+    assert "waits for up to 30 minutes" in event.message
+
+
+def test_a_server_that_fails_for_long_pauses_the_job(served: Place, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reinforcement_jobs, "MOST_REFUSED_SECONDS", 0.1)
+    vllm.status = 404
+    with served.ranks(), pytest.raises(JobPaused, match=r"Nothing was sampled for 0 minutes: .* answers 404: Not now\.$"):
+        served.loop().run()
+    assert recorded_steps(served.run) == []
+
+
+def test_a_server_that_ignores_the_adapter_pauses_the_job(served: Place, vllm: FakeVllm) -> None:
+    vllm.logprobs = lambda name, tokens: BASE
+    with served.ranks(), pytest.raises(JobPaused, match=r"after step 1 are not in use: the server.* 2\.367 nats"):
+        served.loop().run()
+    assert recorded_steps(served.run) == [1], "the base's answers are not trained on"
+
+
+def test_a_server_that_computes_otherwise_is_a_warning(served: Place, vllm: FakeVllm) -> None:
+    vllm.logprobs = lambda name, tokens: [logprob - 1.0 for logprob in TUNED]
+    with served.ranks():
+        served.loop().run()
+    served.require_commands_of_records()
+    [event] = served.told
+    assert "the server's answers are not the trained model's: 1 prompts' log-probabilities lie 1.000 nats" in event.message
+
+
+def test_calls_of_tools_are_read_from_a_servers_answers(served: Place, vllm: FakeVllm) -> None:
+    vllm.text = 'I add.<end> <call>{"name": "add", "arguments": {"a": 1}}'
+    with served.ranks():
+        served.loop().run()
+    answers = [answer for record in served.records() for answer in record.answers]
+    assert {answer.text for answer in answers} == {"I add."}
+    assert all(answer.calls == [{"name": "add", "arguments": '{"a": 1}'}] for answer in answers)
+    held_out = [answer for record in served.records() for prompt in record.validation for answer in prompt.answers]
+    assert held_out
+    assert {answer.text for answer in held_out} == {vllm.text.replace("<end>", "")}, "its prompts offer no tools"
+    assert not any(body["skip_special_tokens"] for body in vllm.bodies)

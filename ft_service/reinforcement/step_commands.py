@@ -50,8 +50,7 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
 
     valid = record.valid_mean_reward
     if head.step > 1 and (head.saves or valid is not None):
-        # Checkpoints are compared by validation loss: the smaller, the better.
-        add("checkpoint", {"valid_loss": None if valid is None else -valid, "saves": head.saves or head.ends})
+        add("checkpoint", {"criterion": None if valid is None else -valid, "saves": head.saves or head.ends})
     if head.ends:
         add("finish", {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}})
         return commands

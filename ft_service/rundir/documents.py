@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.engine import SeatSize
@@ -139,8 +139,9 @@ class CheckpointMarker(_RunDocument):
     attempt: int
     world_size: int
     files: list[NamedFile]
-    valid_loss: float | None = None
-    """Validation loss after this step; None: it was not validated."""
+    criterion: Annotated[float | None, Field(validation_alias=AliasChoices("criterion", "valid_loss"))] = None
+    """What checkpoints are compared by, the lower the better: the validation loss after this step (valid_loss in version 0.2),
+    or the negative mean reward. None: it was not validated."""
 
 
 class Damage(_RunDocument):

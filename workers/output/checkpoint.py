@@ -62,8 +62,8 @@ class Snapshot:
 
     tensors: dict[str, Tensor]
     position: Position
-    valid_loss: float | None
-    """Validation loss of this very step, if it was validated."""
+    criterion: float | None
+    """Of CheckpointMarker, if this very step was validated."""
     adapter: dict[str, Tensor] | None = None
     """The whole adapter matrices, by PEFT's names on disk: on rank 0 of jobs whose checkpoints hold the adapter."""
 
@@ -251,6 +251,6 @@ def _complete(
         attempt=attempt,
         world_size=dist.get_world_size(),
         files=sorted(files, key=lambda file: file.name),
-        valid_loss=snapshot.valid_loss,
+        criterion=snapshot.criterion,
     )
     write_marker(run, name, marker)

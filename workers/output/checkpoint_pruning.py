@@ -27,7 +27,8 @@ class CheckpointEntry:
 
     step: int
     attempt: int
-    valid_loss: float | None = None
+    criterion: float | None = None
+    """Of CheckpointMarker."""
 
     @property
     def name(self) -> str:
@@ -37,14 +38,12 @@ class CheckpointEntry:
 def checkpoint_entries(run: RunDir) -> list[CheckpointEntry]:
     """The complete checkpoints, oldest first."""
     markers = [run.readable(marker_key(name), CheckpointMarker) for name in complete_checkpoints(run)]
-    return [CheckpointEntry(marker.step, marker.attempt, marker.valid_loss) for marker in markers if marker is not None]
+    return [CheckpointEntry(marker.step, marker.attempt, marker.criterion) for marker in markers if marker is not None]
 
 
 def best(checkpoints: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
-    """The checkpoint with the lowest validation loss, the earliest of equal ones. None: no step with a checkpoint was
-    validated.
-    """
-    validated = [(c.valid_loss, c.step, -c.attempt, c) for c in checkpoints if c.valid_loss is not None]
+    """The checkpoint with the lowest criterion, the earliest of equal ones. None: no step with a checkpoint was validated."""
+    validated = [(c.criterion, c.step, -c.attempt, c) for c in checkpoints if c.criterion is not None]
     return min(validated)[-1] if validated else None
 
 

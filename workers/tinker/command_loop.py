@@ -332,8 +332,8 @@ class CommandLoop:
         self.context.reporter.metrics(last.model_copy(update={"more": {**(last.more or {}), **report.get("more", {})}}))
 
     def _checkpoint(self, order: Order, command: Command) -> CommandResult | None:
-        """Write a checkpoint, if it is due or the best so far. `valid_loss`: what checkpoints are compared by."""
-        valid = command.options.get("valid_loss")
+        """Write a checkpoint, if it is due or the best so far. `criterion`: what checkpoints are compared by."""
+        valid = command.options.get("criterion")
         job = self.job
         if valid is not None and job.validations.last_step != job.step:
             job.validations = job.validations.after(job.step, float(valid), 0.0)

@@ -67,7 +67,7 @@ def test_a_step() -> None:
 def test_checkpoints_go_by_reward_and_the_last_record_ends_the_job() -> None:
     valid = [group(0, [answer([9], 1.0), answer([9], 0.0)], ids=())]
     saved = commands_of(record(3, GROUPS, first_seq=9, saves=True, validation=valid), spec_with(), SCHEDULE)
-    assert (saved[0].op, saved[0].options) == ("checkpoint", {"valid_loss": -0.5, "saves": True})
+    assert (saved[0].op, saved[0].options) == ("checkpoint", {"criterion": -0.5, "saves": True})
     assert saved[2].options["report"]["more"]["valid_mean_reward"] == 0.5
     last = commands_of(record(5, [], first_seq=20, ends=True, validation=valid), spec_with(), SCHEDULE)
     assert [(c.seq, c.op) for c in last] == [(20, "checkpoint"), (21, "finish")]

@@ -28,11 +28,13 @@ def test_a_file_is_known_by_size_and_sha256(path: Path) -> None:
     assert NamedFile.below(path.parents[1], path) == NamedFile(name="shards/a.bin", bytes=3, sha256=SHA)
 
 
-def test_a_checkpoints_marker_is_written_as_ever() -> None:
-    marker = CheckpointMarker(step=5, attempt=1, world_size=2, files=[NamedFile(name="a", bytes=3, sha256="s")])
-    assert marker.model_dump_json() == (
-        '{"step":5,"attempt":1,"world_size":2,"files":[{"name":"a","bytes":3,"sha256":"s"}],"valid_loss":null}'
-    )
+def test_a_checkpoints_marker_is_written_as_ever_and_that_of_an_earlier_version_is_read() -> None:
+    files = [NamedFile(name="a", bytes=3, sha256="s")]
+    marker = CheckpointMarker(step=5, attempt=1, world_size=2, files=files, criterion=1.5)
+    written = '{"step":5,"attempt":1,"world_size":2,"files":[{"name":"a","bytes":3,"sha256":"s"}],"criterion":1.5}'
+    assert marker.model_dump_json() == written
+    for text in (written, written.replace("criterion", "valid_loss")):
+        assert CheckpointMarker.model_validate_json(text) == marker
 
 
 def test_what_is_wrong_with_a_file_follows_its_name(path: Path) -> None:

@@ -52,7 +52,7 @@ def test_what_does_not_stay_is_removed_and_so_is_what_was_never_completed(tmp_pa
     run = RunDir(tmp_path)
     for step in (2, 4, 6):
         run.put(f"checkpoints/step-{step}-a1/__0_0.distcp", b"shard")
-        marker = CheckpointMarker(step=step, attempt=1, world_size=1, files=[], valid_loss=1 / step)
+        marker = CheckpointMarker(step=step, attempt=1, world_size=1, files=[], criterion=1 / step)
         run.write(f"checkpoints/step-{step}-a1/COMPLETE", marker)
     run.put("checkpoints/step-5-a1/__0_0.distcp", b"half a checkpoint")
     run.put("checkpoints/step-4-a1/DAMAGED", b"{}")

@@ -165,7 +165,7 @@ def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path) -> Non
     give(run, spec, schedule, records)
     assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
     markers = [run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker) for name in complete_checkpoints(run)]
-    assert {marker.step: marker.valid_loss for marker in markers if marker} == {1: -1.0, 2: 0.0}
+    assert {marker.step: marker.criterion for marker in markers if marker} == {1: -1.0, 2: 0.0}
     first, _, _ = new_run(tmp_path / "one", base, 1)
     one_step = spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 1})})
     first.write("spec.json", one_step)

@@ -350,7 +350,8 @@ class RolloutLoop:
         if after in self._proved or not probes:
             return
         self._proved.add(after)
-        served = self._scored(after, [(probe.tokens, len(probe.tokens) - 1) for probe in probes])
+        # One by one: vLLM 0.32 on processors ends when it scores a prompt by an adapter beside other requests.
+        served = [self._scored(after, [(probe.tokens, len(probe.tokens) - 1)])[0] for probe in probes]
         verdict = judge(probes, served)
         if is_of_base(probes, served):
             raise JobPaused(f"The weights after step {after} are not in use: {verdict.text}.")

@@ -52,16 +52,19 @@ def main() -> None:
         draw(jobs)
 
 
-def trained(client: Any, spec: str, *, seed: int, model: str | None = None) -> dict[str, Any]:
-    """Run an example to its end: the tuned model's name, seconds from the creation, and rewards by step."""
+def trained(
+    client: Any, spec: str, *, seed: int, model: str | None = None, limit: float = 300.0, **options: Any
+) -> dict[str, Any]:
+    """Run an example to its end, which comes within `limit` seconds: the job's id, the tuned model's name, seconds from the
+    creation, and rewards by step. `options`: of the create body, in place of the example's."""
     body = yaml.safe_load((EXAMPLES / spec).read_text())
     files = {
         name: upload(client, (EXAMPLES / body[name]).resolve()) for name in ("training_file", "validation_file") if name in body
     }
     begun = time.time()
-    body |= {**files, "seed": seed, "model": model or body["model"]}
+    body |= {**files, "seed": seed, "model": model or body["model"], **options}
     job = client.post("/fine_tuning/jobs", body=body, cast_to=object)
-    done = wait_until(client, job["id"], "succeeded")
+    done = wait_until(client, job["id"], "succeeded", seconds=limit)
     seconds = time.time() - begun
     events = list(client.fine_tuning.jobs.list_events(job["id"], limit=100))
     points = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}
@@ -71,7 +74,7 @@ def trained(client: Any, spec: str, *, seed: int, model: str | None = None) -> d
     }
     train = list(rewards["train_mean_reward"].values())
     ends = {"first": train[0], "last": train[-1]} if train else {}
-    return {"model": done.fine_tuned_model, "seed": seed, "seconds": round(seconds, 1), **ends, **rewards}
+    return {"id": done.id, "model": done.fine_tuned_model, "seed": seed, "seconds": round(seconds, 1), **ends, **rewards}
 
 
 def draw(jobs: list[dict[str, Any]]) -> None:

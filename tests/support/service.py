@@ -98,12 +98,12 @@ def submit(client: openai.OpenAI, data: Path, *, steps: int, **options: Any) -> 
     return client.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body=extra, **options)
 
 
-def wait_until(client: openai.OpenAI, job_id: str, *states: str) -> FineTuningJob:
+def wait_until(client: openai.OpenAI, job_id: str, *states: str, seconds: float = SECONDS) -> FineTuningJob:
     """The job, once it is in one of the states. Fails at once in another final state."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while (job := client.fine_tuning.jobs.retrieve(job_id)).status not in states:
         assert job.status not in ("succeeded", "failed", "cancelled"), f"{job.status}: {job.error}"
-        assert time.monotonic() < deadline, f"job {job_id} is {job.status} after {SECONDS:g} seconds"
+        assert time.monotonic() < deadline, f"job {job_id} is {job.status} after {seconds:g} seconds"
         time.sleep(0.1)
     return job
 

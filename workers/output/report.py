@@ -25,6 +25,10 @@ FLUSH_SECONDS = 0.5
 PRINT_SECONDS = 5.0
 """Least time between two steps that rank 0 prints; validations, messages, the first and last step are always printed."""
 
+HEARTBEAT_SECONDS = 600.0
+"""Time without events after which an attempt that waits writes a segment without any: the service ends one that is silent for
+SILENCE_LIMIT_SECONDS (ft_service/jobs/decisions.py)."""
+
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
 MORE_COLUMNS = (
@@ -113,12 +117,18 @@ class Reporter:
         text = f"Checkpoint created at step {metrics.step}"
         self._add(Event(time=self._clock(), kind="checkpoint", message=text, metrics=metrics, checkpoint=name), now=True)
 
-    def flush(self) -> None:
-        """Write waiting events. Raises OSError if that fails, and they wait on; raises SealedError."""
+    def heartbeat(self) -> None:
+        """Write a segment without events if none was written for a while: the attempt waits, and is not stuck."""
+        if self._active and time.monotonic() - self._flushed_at >= HEARTBEAT_SECONDS:
+            self._flush_or_wait(empty=True)
+
+    def flush(self, *, empty: bool = False) -> None:
+        """Write waiting events. Raises OSError if that fails, and they wait on; raises SealedError. `empty`: write a segment
+        even if there are none."""
         with self._writing:
             with self._adding:
                 events = list(self._waiting)
-            if events:
+            if events or empty:
                 self._fence.check(SEAL_SECONDS)
                 write_segment(self._run, self._attempt, self._seq, events)
                 self._seq += 1
@@ -151,9 +161,9 @@ class Reporter:
             self._printed_at = event.time
         print(event.message if event.level == "info" else f"{event.level}: {event.message}", flush=True)
 
-    def _flush_or_wait(self) -> None:
+    def _flush_or_wait(self, *, empty: bool = False) -> None:
         try:
-            self.flush()
+            self.flush(empty=empty)
         except FileExistsError:
             raise
         except OSError as error:

@@ -50,6 +50,8 @@ KEEP_RESULT_SECONDS = 3600.0
 TICK_SECONDS = 0.2
 """How often ranks that wait for a command hear of each other: a collective may not take longer than the job's limit for it."""
 LOOK_SECONDS = 0.005
+MOST_WAIT_SECONDS = 4 * 3600.0
+"""Time without a command after which an attempt ends, so that ranks whose service is gone for good free what they hold."""
 LEAST_RATE = 1e-9
 """Learning rate below which fp32 weights may stay as they are."""
 
@@ -102,7 +104,7 @@ class CommandLoop:
         self._log = CommandLog(runtime.run)
         self._next = self.job.command + 1
         self._sums = StepSums()
-        self._saved_at = time.monotonic()
+        self._saved_at = self._waits_since = time.monotonic()
         self._reported: Metrics | None = None
         """Metrics of the newest step."""
         self._saved: tuple[int, str] | None = None
@@ -116,8 +118,8 @@ class CommandLoop:
             )
 
     def run(self) -> tuple[bool, str | None]:
-        """Carry out commands until the client has finished, or a stop is requested. Returns whether it has finished, and the
-        newest checkpoint, which after a stop is that of the state; None: nothing has been changed yet."""
+        """Carry out commands until the client has finished, a stop is requested, or none has come for long. Returns whether it
+        has finished, and the newest checkpoint, which after a stop is that of the state; None: nothing has been changed yet."""
         self._answer_loaded()
         while True:
             order = self._next_order()
@@ -138,6 +140,7 @@ class CommandLoop:
 
     def _next_order(self) -> Order:
         runtime = self.context.runtime
+        self._waits_since = time.monotonic()
         if self.wait is not None:
             self.wait(self._is_due)
         while not self._stops_or_is_due():
@@ -168,7 +171,9 @@ class CommandLoop:
         return bool(flag.item())
 
     def _is_due(self) -> bool:
-        return self.context.stop.is_requested or (self.context.runtime.rank == 0 and self._log.has(self._next))
+        self.context.reporter.heartbeat()
+        is_over = time.monotonic() - self._waits_since > MOST_WAIT_SECONDS
+        return self.context.stop.is_requested or (self.context.runtime.rank == 0 and (is_over or self._log.has(self._next)))
 
     def _anywhere(self, here: bool) -> bool:
         flag = torch.tensor([here], dtype=torch.uint8)

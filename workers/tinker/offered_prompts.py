@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ft_service.data.formats.reading import open_data
 from ft_service.data.sample_kinds import GradedPrompt
@@ -32,9 +32,11 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
     assert template is not None, "prompts were rendered with it"
     options = TokenOptions.of(spec)
     with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
-        write = partial(process.write, day=options.day)
-        ends = answer_ends(partial(write, tools=None), tokenizer, Path(spec.model.path))
-        calls = call_format(write)
+
+        def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+            return process.write(messages, tools, options.day, prompt=prompt)
+
+        ends, calls = answer_ends(write, tokenizer, Path(spec.model.path)), call_format(write)
     special = sorted(added.content for added in tokenizer.added_tokens_decoder.values() if added.special)
     header = PromptHeader(sorted(ends), len(training), len(validation), special, calls)
     write_prompts(run, header, _prompts(spec, options, training, validation))

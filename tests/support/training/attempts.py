@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,13 +39,19 @@ def attempt_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
         return train(runtime, reporter, StopRequest(runtime), prepare_alone)
 
 
-def run_attempt(run: RunDir, attempt: int, world: int, checkpoint: str | None = None) -> Outcome:
+def run_attempt(
+    run: RunDir,
+    attempt: int,
+    world: int,
+    checkpoint: str | None = None,
+    on_rank: Callable[[int, int, str, int], Outcome] = attempt_on_rank,
+) -> Outcome:
     """Outcome of an attempt on `world` ranks, the same on all of them."""
     spec = run_spec(run)
     give_tokens(run, spec)
     start = Start(job_id=spec.job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
     run.write(f"attempts/{attempt}/start.json", start)
-    outcomes = run_on_ranks(attempt_on_rank, world, str(run.root), attempt)
+    outcomes = run_on_ranks(on_rank, world, str(run.root), attempt)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     return outcomes[0]
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from ft_service.jobs.decisions import SILENCE_LIMIT_SECONDS
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Evaluation, evaluation_key
 from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments
 from tests.support.attempts import wait_for
 from workers.output import report
-from workers.output.report import Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
+from workers.output.report import HEARTBEAT_SECONDS, Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
 
 
 def row(step: int, loss: float) -> Metrics:
@@ -36,6 +37,21 @@ def test_events_arrive_in_order_in_immutable_segments(tmp_path: Path) -> None:
     assert {e.time for e in events} == {12.0}
     assert len(segments) < len(events), "metrics wait for company"
     assert read_segments(run, 1, after=segments[-2].seq) == segments[-1:]
+
+
+def test_an_attempt_that_waits_sends_heartbeats_between_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    with Reporter(run, 1, active=True) as reporter:
+        reporter.message("first")
+        reporter.heartbeat()
+        assert len(read_segments(run, 1)) == 1, "an event was written just now"
+        monkeypatch.setattr(report, "HEARTBEAT_SECONDS", 0.0)
+        reporter.heartbeat()
+        reporter.message("second")
+    assert [[event.message for event in segment.events] for segment in read_segments(run, 1)] == [["first"], [], ["second"]]
+    Reporter(run, 2, active=False).heartbeat()
+    assert read_segments(run, 2) == []
+    assert HEARTBEAT_SECONDS <= SILENCE_LIMIT_SECONDS / 3, "one that comes late is no reason to end an attempt"
 
 
 def test_a_second_writer_of_one_attempt_is_refused(tmp_path: Path) -> None:

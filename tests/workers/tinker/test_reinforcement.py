@@ -3,6 +3,7 @@ and that no step is trained twice."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,19 @@ from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import StepRecord
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import CheckpointMarker, OutcomeKind, Result
+from ft_service.rundir.documents import CheckpointMarker, Outcome, OutcomeKind, Result
+from ft_service.rundir.events import read_segments
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import CommandLog
 from ft_service.tinker.saved_weights import samplers_of
+from tests.support.ranks import run_on_ranks
 from tests.support.rollouts import answer, group, random_groups, record, rollout_spec, save_prompts
-from tests.support.training.attempts import adapter, losses, run_attempt
-from tests.support.training.commands import attempt_until
-from tests.support.training.models import VOCABULARY, reference, save_chat_base
+from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt
+from tests.support.training.engine_runs import engine_on_rank, new_engine, prepare
+from tests.support.training.models import VOCABULARY, reference, save_chat_base, save_chats, spec_for
 from workers.base.load import initial_adapter, plain_name
+from workers.output import report
+from workers.tinker import command_loop
 
 PRECISION = {"default": "nf4", "compute": "fp32"}
 RATE = 2e-3
@@ -136,11 +141,18 @@ def test_what_the_ranks_tell_and_offer(on_two: RunDir, base: Path) -> None:
     assert samplers_of(on_two) == ["step-000000", "step-000001", "step-000002"]
 
 
-def test_an_attempt_goes_on_with_what_was_recorded(on_two: RunDir, base: Path, tmp_path: Path) -> None:
+def attempt_with_short_wait_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
+    command_loop.MOST_WAIT_SECONDS = 0.5
+    return attempt_on_rank(rank, world, root, attempt)
+
+
+def test_an_attempt_without_commands_ends_and_the_next_goes_on_with_what_was_recorded(
+    on_two: RunDir, base: Path, tmp_path: Path
+) -> None:
     run, spec, schedule = new_run(tmp_path, base, 2)
     records = two_steps()
     give(run, spec, schedule, records[:1])
-    outcome = attempt_until(run, 1, 2, 4)
+    outcome = run_attempt(run, 1, 2, on_rank=attempt_with_short_wait_on_rank)
     assert outcome.kind is OutcomeKind.STOPPED
     give(run, spec, schedule, records)
     assert run_attempt(run, 2, 2, outcome.checkpoint).kind is OutcomeKind.SUCCEEDED
@@ -149,6 +161,51 @@ def test_an_attempt_goes_on_with_what_was_recorded(on_two: RunDir, base: Path, t
     result = run.read("result.json", Result)
     assert result is not None
     assert result.steps == 2
+
+
+def engine_with_heartbeats_on_rank(rank: int, world: int, root: str) -> None:
+    """An engine whose jobs send heartbeats often while they wait."""
+    report.HEARTBEAT_SECONDS = 0.05
+    engine_on_rank(rank, world, root)
+
+
+def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path, tmp_path: Path) -> None:
+    """Beside supervised training, and a second job of its kind, which gets each step when the one before is done."""
+    own, spec, schedule = new_run(tmp_path / "own", base, 2)
+    second, its_spec, its_schedule = new_run(tmp_path / "second", base, 2)
+    training = {"max_steps": 4, "batch_size": 4, "learning_rate": 5e-3}
+    supervised = spec_for(base, save_chats(tmp_path / "chats.jsonl", 6), ranks=2, training=training, precision=PRECISION)
+    specs = {
+        "own": spec,
+        "second": its_spec.model_copy(update={"job_id": "ftjob-second", "seed": 3}),
+        "supervised": supervised.model_copy(update={"job_id": "ftjob-supervised"}),
+    }
+    runs = {"own": own, "second": second, "supervised": RunDir(tmp_path / "supervised")}
+    engine = new_engine(tmp_path / "engine", spec)
+    for name, of_job in specs.items():
+        prepare(of_job, runs[name], engine)
+    give(own, spec, schedule, two_steps())
+    ended = threading.Event()
+
+    def give_each_step() -> None:
+        records = two_steps(seed=5)
+        for number, following in enumerate(records, start=1):
+            give(second, specs["second"], its_schedule, records[:number])
+            while not CommandLog(second).has_result(following.head.first_seq + 2) and not ended.wait(0.01):
+                pass
+
+    thread = threading.Thread(target=give_each_step)
+    thread.start()
+    try:
+        run_on_ranks(engine_with_heartbeats_on_rank, 2, str(engine.root), timeout=120)
+    finally:
+        ended.set()
+        thread.join()
+    assert {name: run.has("adapter/adapter_model.safetensors") for name, run in runs.items()} == dict.fromkeys(runs, True)
+    whole = adapter(on_two)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(own).items())
+    assert [len(losses(run, "learning_rate")) for run in runs.values()] == [2, 2, 4]
+    assert any(not segment.events for segment in read_segments(second, 1)), "who waits for commands is not taken to be stuck"
 
 
 def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.data.tokens.sample import Tokens
 from tests.support.fake_cuda import Record, backward, build_on, fake_cuda, recording
-from tests.support.training.models import COMMON, save_tiny_llama, spec_for
+from tests.support.training.models import ATTENTION, COMMON, save_tiny, save_tiny_llama, spec_for
 from workers.data.batches import make_batch
 from workers.training.step import cross_entropies
 
@@ -70,3 +70,12 @@ def test_experts_are_grouped_products_that_nothing_waits_for(stored: str, tmp_pa
     launched = record.counted()
     assert launched["aten._grouped_mm"] > 0
     assert not {"aten._local_scalar_dense", "aten.nonzero"} & launched.keys()
+
+
+def test_sinks_are_added_to_what_the_fused_kernel_gives(tmp_path: Path) -> None:
+    save_tiny("gpt_oss", tmp_path / "base")
+    record, gradients = step(tmp_path / "base", precision={"default": "bf16"}, lora={"r": 4, "target_modules": ATTENTION})
+    assert all(gradient.is_cuda for gradient in gradients.values())
+    launched = record.counted()
+    assert launched["aten._flash_attention_forward"] == launched["aten._flash_attention_backward"] == 2
+    assert "aten._softmax" not in {op.name for op in record.operations if op.where == "layers.scored_attention"}

@@ -32,8 +32,8 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels compute it."""
-        return not self.softcap and self.sinks is None and self.chosen is None
+        """Whether fused kernels compute it; sinks are added to what they give (`workers.layers.sinks`)."""
+        return not self.softcap and self.chosen is None
 
 
 def attention_pattern(query: Tensor, options: Mapping[str, Any]) -> AttentionPattern:

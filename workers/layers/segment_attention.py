@@ -30,6 +30,7 @@ from transformers import AttentionInterface
 
 from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, scored, scored_grad
 from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
+from workers.layers.sinks import add_sinks, packed_with_sinks
 
 NAME = "ft_segments"
 """Name of this attention among transformers' implementations."""
@@ -56,7 +57,7 @@ def segment_attention(
     query, key, value = _of_one_width(tempered(module, query), key, value)
     if pattern.is_plain and CURRENT.fused and _fits_kernel(query):
         out = _varlen(query, key, value, bounds, pattern)
-    elif pattern.is_plain and query.is_cuda and _without_window(bounds, pattern.window):
+    elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
     else:
         fields = (pattern.scale, pattern.window, pattern.softcap, pattern.sinks, pattern.chosen)
@@ -141,7 +142,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: 
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     starts, longest = bounds.on_device, bounds.longest
     assert starts is not None, "Segments.fused"
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    if pattern.sinks is not None:
+        out, _sums = packed_with_sinks(q, k, v, pattern.sinks, starts, longest, pattern.scale, pattern.window)
+    else:
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 
@@ -190,7 +194,8 @@ def attend(
         q, k, v = query[:, :, own], key[:, :, own], value[:, :, own]
         if _by_kernel(q, shape_of_own):
             k, v = _for_kernel(k, v, heads)
-            part, sums[:, :, own] = _kernel(q, k, v, 0.0, True, scale=scale)
+            part, own_sums = _kernel(q, k, v, 0.0, True, scale=scale)
+            sums[:, :, own] = own_sums if sinks is None else add_sinks(part, own_sums, sinks)
         else:
             part = scored(q, k, v, shape_of_own)
         out[:, own] = part.transpose(1, 2)

@@ -21,6 +21,7 @@ from workers.layers import scored_attention
 from workers.layers import segment_attention as attention
 from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
 from workers.layers.segments import CURRENT
+from workers.layers.sinks import packed_with_sinks
 
 LENGTHS = (5, 1, 70, 33)
 STARTS = torch.tensor([0, 5, 6, 76, 109], dtype=torch.int32)
@@ -213,6 +214,25 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.name())
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_are_added_to_what_a_fused_kernel_gives(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, and in the gradients too, which the kernel computes by what it is given of the output."""
+    monkeypatch.setattr(attention, "_fits_kernel", lambda query: True)
+    own, sinks = drawn(1, sum(LENGTHS), 16), torch.tensor([-2.0, 0.0, 1.0, 5.0])
+    with fused_attention(), Called() as called:
+        CURRENT.use(STARTS, STARTS, max(LENGTHS))
+        ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=sinks)
+    assert "ft_service::packed_with_sinks" in called.names
+    with fused_attention():
+        assert_same(ours, written_out(*own, LENGTHS, window, None, sinks), own)
+
+
+def test_the_operator_with_sinks_is_one_that_the_compiler_can_trust() -> None:
+    query, key, value = (tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
+    with fused_attention():
+        torch.library.opcheck(packed_with_sinks, (query, key, value, torch.arange(4.0), STARTS, 256, SCALE, 9))
 
 
 def test_the_fused_kernel_s_gradients_are_not_copied() -> None:

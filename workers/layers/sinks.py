@@ -1,0 +1,92 @@
+"""Attention sinks around fused kernels that know none: one more score a head, whose value is zero (gpt-oss).
+
+A kernel gives out = Σ exp(s_j - lse) v_j with lse = log Σ exp(s_j). A sink z makes of this:
+
+    lse' = log(exp(lse) + exp(z))        out' = out · exp(lse - lse')
+
+The kernel's backward, given out' and lse', is exact: it makes the shares anew as P_j = exp(s_j - lse'), and takes the sum
+Σ P_j (grad · v_j) as grad · out', to which a value of zero adds nothing. A sink is frozen, and gets no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_kernel = torch.ops.aten._flash_attention_forward
+_kernel_grad = torch.ops.aten._flash_attention_backward
+
+
+def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Change a kernel's out [.., heads, length, d] in place, and return the log-sums that its backward is to be given.
+
+    sums: the kernel's, fp32 [.., heads, length]; sinks [heads].
+    """
+    whole = torch.logaddexp(sums, sinks.float().unsqueeze(-1))
+    out.mul_((sums - whole).exp_().unsqueeze(-1))
+    return whole
+
+
+@torch.library.custom_op("ft_service::packed_with_sinks", mutates_args=())
+def packed_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, starts: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value [tokens, groups, d], sinks [heads]
+    → [tokens, heads, d], and the log-sums that the backward wants, fp32 [heads, tokens].
+
+    starts: first token of each sample, and the end, int32 on the device; longest: tokens of the longest at most; window: keys
+    that a query sees at most, 0 for all before it.
+    """
+    seen = _seen(window)
+    out, sums, *_ = _kernel(query, key, value, starts, starts, longest, longest, 0.0, not window, False, scale=scale, **seen)
+    return out, add_sinks(out.transpose(0, 1), sums, sinks)
+
+
+@torch.library.custom_op("ft_service::packed_with_sinks_grad", mutates_args=())
+def _grad_operator(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
+    return _kernel_grad(*given, scale=scale, **_seen(window))
+
+
+def _seen(window: int) -> dict[str, int]:
+    """A window in the kernel's words: keys before a query and behind it; -1: all."""
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
+
+
+@packed_with_sinks.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _width = query.shape
+    return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@_grad_operator.register_fake
+def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, _sinks, starts, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, starts)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert grad is not None, "nothing but the output is used"
+    return *_grad_operator(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+
+
+packed_with_sinks.register_autograd(_backward, setup_context=_setup_context)

@@ -16,20 +16,26 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._functorch.config
+from functorch.compile import make_boxed_func
 from peft import PeftModel
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -185,9 +191,9 @@ def _flops(name: str, args: Any) -> int:
 
 
 @contextmanager
-def recording() -> Iterator[Record]:
-    """Record what is launched while this is entered, by Triton too inside `fake_cuda`."""
-    record = Record()
+def recording(record: Record | None = None) -> Iterator[Record]:
+    """Record what is launched while this is entered, by Triton too inside `fake_cuda`. None: a new record."""
+    record = record or Record()
     _RECORDS.append(record)
     try:
         with _Recorder(record):
@@ -197,6 +203,28 @@ def recording() -> Iterator[Record]:
 
 
 _RECORDS: list[Record] = []
+
+
+@contextmanager
+def compiling(record: Record) -> Iterator[None]:
+    """While it is entered, torch.compile makes its graphs, forward and backward, whose operators are recorded one by one: a
+    GPU's compiler would fuse them."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with recording(record):
+                return graph(*args)
+
+        return make_boxed_func(run)
+
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=backend))),
+        patch.object(torch.autograd, "grad", gradients),
+        torch._functorch.config.patch(donated_buffer=False),  # of an engine that is not used
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # by Dynamo, which hides it where it is no error
+        yield
 
 
 class _Kernel:
@@ -271,7 +299,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
         for cached in (nf4.values, fp8_products.ones):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        enter(patch.object(frozen_linear, "watched", lambda: False))
+        enter(patch.object(frozen_linear, "watched", torch.compiler.is_compiling))  # by no mode but this one
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)
 
@@ -302,11 +330,32 @@ def _place(model: nn.Module, device: torch.device) -> None:
 
 
 def backward(loss: Tensor) -> dict[Tensor, Tensor]:
-    """The gradients of all leaves of a scalar, by its graph: what PyTorch's own engine adds up and calls, in an order that it
-    could take."""
+    """The gradients of all leaves of a scalar."""
     assert loss.grad_fn is not None
+    found = _walked({loss.grad_fn: {0: torch.ones_like(loss)}})
+    return {node.variable: grads[0] for node, grads in found.items() if hasattr(node, "variable")}
+
+
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], **_: Any
+) -> tuple[Tensor | None, ...]:
+    """What torch.autograd.grad returns, without its engine."""
+    given: dict[Any, dict[int, Tensor]] = {}
+    for output, grad in zip(outputs, grad_outputs, strict=True):
+        edge = get_gradient_edge(output)
+        given.setdefault(edge.node, {})[edge.output_nr] = grad
+    edges = [get_gradient_edge(own) for own in inputs]
+    found = _walked(given, {edge.node for edge in edges})
+    return tuple(found.get(edge.node, {}).get(edge.output_nr) for edge in edges)
+
+
+@torch.no_grad()
+def _walked(given: dict[Any, dict[int, Tensor]], last: Collection[Any] = ()) -> dict[Any, dict[int, Tensor]]:
+    """The gradients that come to each node of a graph, by output of its forward, from those at some of them: what PyTorch's own
+    engine adds up and calls, in an order that it could take. `last`: nodes that are not called.
+    """
     waiting: Counter[Any] = Counter()
-    seen, stack = {loss.grad_fn}, [loss.grad_fn]
+    seen, stack = set(given), list(given)
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is not None:
@@ -314,15 +363,11 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
                 if following not in seen:
                     seen.add(following)
                     stack.append(following)
-    node: Any
-    given: dict[Any, dict[int, Tensor]] = {loss.grad_fn: {0: torch.ones_like(loss)}}
-    leaves: dict[Tensor, Tensor] = {}
-    ready = [loss.grad_fn]
+    ready: list[Any] = [node for node in given if not waiting[node]]
     while ready:
         node = ready.pop()
-        grads = given.pop(node, {})
-        if hasattr(node, "variable"):
-            leaves[node.variable] = grads[0]
+        grads = given.get(node, {})
+        if hasattr(node, "variable") or node in last:
             continue
         made = _called(node, grads) if grads else [None] * len(node.next_functions)
         for (following, place), grad in zip(node.next_functions, made, strict=True):
@@ -334,7 +379,7 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
             waiting[following] -= 1
             if not waiting[following]:
                 ready.append(following)
-    return leaves
+    return given
 
 
 def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
@@ -344,11 +389,12 @@ def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
         for record in _RECORDS[-1:]:
             record.add("aten.silu_backward", [grads[0], node._saved_self], [node._saved_self])
         return [torch.empty_like(node._saved_self)]
-    made: Any = node.apply(*own) if hasattr(node, "apply") else node(*own)  # a Python function's, and one of PyTorch
-    made = list(made) if isinstance(made, tuple) else [made]
-    if len(made) == len(node.next_functions):
-        return made
-    given = iter([grad for grad in made if grad is not None])  # arguments that are no tensors have no node behind them
-    found = [None if following is None else next(given) for following, _ in node.next_functions]
-    assert next(given, None) is None, f"{type(node).__name__} gives gradients to nobody"
-    return found
+    if not hasattr(node, "apply"):  # one of PyTorch
+        made: Any = node(*own)
+        return list(made) if isinstance(made, tuple) else [made]
+    made = node.apply(*own)  # a Python function's, for all of its arguments, also such as are no tensors and have no node
+    made = made if isinstance(made, tuple) else (made,)
+    needed = node.needs_input_grad
+    assert not any(grad is not None for grad in made[len(needed) :])
+    wanted = iter([grad for grad, is_needed in zip(made, needed, strict=False) if is_needed])
+    return [None if following is None else next(wanted) for following, _ in node.next_functions]

@@ -12,29 +12,37 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.data.tokens.sample import Tokens
-from tests.support.fake_cuda import Record, backward, build_on, fake_cuda, recording
+from tests.support.fake_cuda import Record, backward, build_on, compiling, fake_cuda, recording
 from tests.support.training.models import ATTENTION, COMMON, save_tiny, save_tiny_llama, spec_for
 from workers.data.batches import make_batch
+from workers.model.compiling import compile_layers
+from workers.model.multimodal import decoder_layers
+from workers.quant.weights import QUANTIZED
 from workers.training.step import cross_entropies
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
-def step(base: Path, *, packed: bool = True, **options: Any) -> tuple[Record, dict[torch.Tensor, torch.Tensor]]:
-    """What one micro-batch launches, and the gradients of the adapters."""
-    spec = spec_for(base, **options)
+def step(
+    base: Path, *, packed: bool = True, compiled: bool = False, **options: Any
+) -> tuple[Record, dict[torch.Tensor, torch.Tensor]]:
+    """What one micro-batch launches, and the gradients of the adapters. `compiled`: launches of decoder layers alone."""
+    spec = spec_for(base, **options, distributed={"compile": compiled})
     with fake_cuda() as device:
         model = build_on(device, spec)
         samples = [Tokens(np.ones(length, np.int32), np.ones(length, bool)) for length in (20, 30, 9)]
         batch = make_batch(samples, device, [1, 2, 3] if spec.lora.lora_dropout else None, packed=packed)
-        with recording() as record:
+        record = Record()
+        with compiling(record) if compiled else recording(record):
+            if compiled:
+                compile_layers(decoder_layers(model.get_base_model()), pytest.fail)
             loss, _ = cross_entropies(model, batch)
             record.backward = True
             return record, backward(loss)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("stored", ["bf16", "fp8", "nf4", "nf4_fp32", "fp8_blocks"])
+@pytest.mark.parametrize("stored", ["bf16", *QUANTIZED])
 def test_every_storage_format_stays_on_the_gpu(stored: str, packed: bool, tmp_path: Path) -> None:
     base = save_tiny_llama(tmp_path / "base", **SIZES)
     record, gradients = step(base, packed=packed, precision={"default": stored}, lora={"r": 4, "lora_dropout": 0.1})
@@ -50,6 +58,21 @@ def test_every_storage_format_stays_on_the_gpu(stored: str, packed: bool, tmp_pa
     assert (launched["torch_attn._varlen_attn"] > 0) == packed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["bf16", *QUANTIZED])
+def test_compiled_layers_stay_on_the_gpu(stored: str, tmp_path: Path) -> None:
+    base = save_tiny_llama(tmp_path / "base", **SIZES)
+    record, gradients = step(base, compiled=True, precision={"default": stored}, lora={"r": 4, "lora_dropout": 0.1})
+    assert len(gradients) == 2 * 7 * 2
+    assert all(gradient.is_cuda and gradient.dtype == torch.float32 for gradient in gradients.values())
+    launched = record.counted()
+    assert launched["torch_attn._varlen_attn"] == launched["torch_attn._varlen_attn_backward"] == 2
+    assert launched["triton._kept"] == 2 * (7 + 7), "dropout's masks are made in forward and in backward"
+    assert launched["triton._normed"] == 0, "the compiler fuses by itself"
+    assert (launched["aten._scaled_mm"] > 0) == (stored == "fp8")
+    assert not {"aten._local_scalar_dense", "aten.nonzero"} & launched.keys()
+
+
 def test_without_fused_kernels_the_models_own_operations_stay_on_the_gpu(tmp_path: Path) -> None:
     base = save_tiny_llama(tmp_path / "base", **SIZES)
     record, gradients = step(base, precision={"default": "nf4", "fused_kernels": "off"})
@@ -57,14 +80,15 @@ def test_without_fused_kernels_the_models_own_operations_stay_on_the_gpu(tmp_pat
     assert not [name for name in record.counted() if name.startswith("triton._normed")]
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
 @pytest.mark.parametrize("stored", ["bf16", "nf4", "fp8"])
-def test_experts_are_grouped_products_that_nothing_waits_for(stored: str, tmp_path: Path) -> None:
+def test_experts_are_grouped_products_that_nothing_waits_for(stored: str, compiled: bool, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "qwen3_moe",
         **COMMON | {"hidden_size": 64, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
-    record, gradients = step(tmp_path / "base", precision={"default": stored}, lora={"r": 4})
+    record, gradients = step(tmp_path / "base", compiled=compiled, precision={"default": stored}, lora={"r": 4})
     assert gradients
     assert all(gradient.is_cuda for gradient in gradients.values())
     launched = record.counted()

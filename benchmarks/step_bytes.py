@@ -22,6 +22,8 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
 TOKENS, LENGTH = 8192, 2048
 """Of a micro-batch, and of each of its samples."""
 RANK = 16
+RANKS = (RANK, 2 * RANK, 3 * RANK)
+"""Of the adapters of one layer, of gate and up, and of q, k and v."""
 CATEGORIES = ("frozen products", "LoRA", "dequantise", "rounding to FP8, transposing", "attention", "norms, RoPE, SwiGLU")
 """Of a layer's operators: what they are for."""
 
@@ -76,7 +78,7 @@ def category(operation: Any) -> str:
     """What an operator of a layer is for: by the module of the workers that calls it, and the shapes of a product."""
     where = operation.where
     if operation.flops and where.startswith(("quant.", "layers.linear")):
-        of_adapter = any(RANK in shape for shape in operation.shapes)
+        of_adapter = any(size in RANKS for shape in operation.shapes for size in shape)
         return "LoRA" if of_adapter else "frozen products"
     if where.startswith("quant."):
         return CATEGORIES[3] if where.startswith("quant.fp8") and not where.startswith("quant.fp8_blocks") else "dequantise"

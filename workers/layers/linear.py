@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,8 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     dropping: Dropping | None = None
     """Replaces PEFT's dropout, which draws from the rank's own generator. None: nothing is dropped."""
+    joint: Joint | None = None
+    """The layers with which it shares its input, itself among them; None: it is computed alone."""
 
     def add_magnitude(self) -> None:
         """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude` gives it its first values."""
@@ -121,25 +125,67 @@ class LoraLinear(peft.tuners.lora.Linear):
             y = base(x, *args, **kwargs)
             y = y if bias is base.bias else y - base.bias
             return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
+        if self.joint is not None and dropping is None and not frozen_linear.watched() and not x.is_inference():
+            return self.joint.output(self, x)
+        return products(x, [self._arguments(bias, dropping)])[0]
+
+    def _arguments(self, bias: Tensor | None, dropping: Dropping | None) -> tuple[_Call, Sequence[Any]]:
+        base: Any = self.base_layer
+        (name,) = self.active_adapters
         parts, stored_as = _stored(base)
         keys, rate = (None, 0.0) if dropping is None else (dropping.keys, dropping.rate)
-        call = _Call(stored_as, base.in_features, self.scaling[name], keys, rate)
-        return _LoraProduct.apply(x, a, b, bias, call, *parts)  # pyright: ignore[reportReturnType]
+        call = _Call(stored_as, base.in_features, self.scaling[name], len(parts), keys, rate)
+        return call, (self.lora_A[name].weight, self.lora_B[name].weight, bias, *parts)
+
+
+class Joint:
+    """Layers that are always given one input, such as q, k and v: one call computes all of them, and the others' outputs wait.
+
+    Their A matrices are multiplied as one, forward and backward, and the gradient of their input is added up where it is made:
+    the input and its gradient are read and written once, and not once a layer.
+    """
+
+    def __init__(self, layers: Sequence[LoraLinear]) -> None:
+        """`layers`: without a magnitude, in one group of FSDP2."""
+        self._layers = tuple(layers)
+        self._input: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._waiting: dict[LoraLinear, Tensor] = {}
+        for layer in layers:
+            layer.joint = self
+
+    def output(self, layer: LoraLinear, x: Tensor) -> Tensor:
+        """What one of the layers makes of x."""
+        known = self._input is not None and self._input() is x and self._version == x._version
+        if not known or layer not in self._waiting:
+            arguments = [own._arguments(own.base_layer.bias, None) for own in self._layers]  # pyright: ignore
+            self._waiting = dict(zip(self._layers, products(x, arguments), strict=True))
+            self._input, self._version = weakref.ref(x), x._version
+        return self._waiting.pop(layer)
+
+
+def products(x: Tensor, layers: Sequence[tuple[_Call, Sequence[Any]]]) -> tuple[Tensor, ...]:
+    """The outputs of LoRA layers that have one input. The tensors of a layer are A, B, its bias, and the storage of W."""
+    made: Any = _LoraProduct.apply(x, [call for call, _ in layers], *(tensor for _, own in layers for tensor in own))
+    return made
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a `_LoraProduct` that get no gradient. `keys`, `rate`: of dropout; no keys: nothing is dropped."""
+    """A layer's arguments of a `_LoraProduct` that get no gradient."""
 
     stored_as: str
     cols: int
     scale: float
+    parts: int
+    """Number of tensors that store W."""
     keys: Keys | None
+    """Of dropout, with its `rate`; None: nothing is dropped. Only where one layer is computed."""
     rate: float
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ, with dropout before A if there are keys; x, A and B get gradients.
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of each layer, with dropout before A if there are keys; x, A and B get gradients.
 
     The adapter's part is added into the frozen product, in forward and in backward: neither makes another tensor as wide as a
     layer. Backward keeps x, x Aᵀ, A and B in x's dtype, and the storage of W.
@@ -149,51 +195,93 @@ class _LoraProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, call: _Call, *parts: Tensor) -> Tensor:
-        a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
-        down = F.linear(x, a_cast) if call.keys is None else dropout.product(x, a_cast, call.keys, call.rate)
-        ctx.call, ctx.dtypes = call, (a.dtype, b.dtype)
-        ctx.save_for_backward(x, down, a_cast, b_cast, *parts)
-        added = (down.flatten(0, -2), b_cast.t())
-        weight = _added_later(x, parts, call)
-        if weight is not None:
-            y = _scaled_mm(*added, call.scale).addmm_(x.flatten(0, -2), weight.t())
-            return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[0])
-        y = frozen_linear.product(x, parts, call.stored_as, call.cols)
-        if bias is not None:
-            y = y.add_(bias) if not frozen_linear.watched() else y + bias
-        if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
-            return torch.addmm(y.flatten(0, -2), *added, alpha=call.scale).view(y.shape)
-        y.flatten(0, -2).addmm_(*added, alpha=call.scale)
-        return y
+    def forward(ctx: Any, x: Tensor, calls: Sequence[_Call], *tensors: Any) -> tuple[Tensor, ...]:
+        own = list(_by_layer(calls, tensors))
+        factors, ctx.dtypes = [a for a, *_ in own], [(a.dtype, b.dtype) for a, b, *_ in own]
+        a_cast = (factors[0] if len(own) == 1 else torch.cat(factors)).to(x.dtype)
+        b_casts = [b.to(x.dtype) for _, b, *_ in own]
+        keys, rate = calls[0].keys, calls[0].rate
+        down = F.linear(x, a_cast) if keys is None else dropout.product(x, a_cast, keys, rate)
+        ctx.calls, ctx.ranks = calls, [len(a) for a in factors]
+        ctx.save_for_backward(x, down, a_cast, *b_casts, *(part for _, _, _, *parts in own for part in parts))
+        downs = down.split(ctx.ranks, dim=-1)
+        return tuple(
+            _output(x, one, b, bias, parts, call)
+            for one, b, (_, _, bias, *parts), call in zip(downs, b_casts, own, calls, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        x, down, a, b, *parts = ctx.saved_tensors
-        call: _Call = ctx.call
-        flat = grad.flatten(0, -2)
-        of_down = _scaled_mm(flat, b, call.scale)
-        of_b = _scaled_mm(flat.t(), down.flatten(0, -2), call.scale)
-        weight = _added_later(grad, parts, call) if ctx.needs_input_grad[0] else None
+        calls: Sequence[_Call] = ctx.calls
+        x, down, a, *rest = ctx.saved_tensors
+        b_casts, stored = rest[: len(calls)], iter(rest[len(calls) :])
+        parts = [list(itertools.islice(stored, call.parts)) for call in calls]
+        flat, rows = [grad.flatten(0, -2) for grad in grads], x.flatten(0, -2)
+        of_down = down.new_empty(len(rows), len(a))
+        of_b = []
+        halves = (tensor.split(ctx.ranks, dim=1) for tensor in (of_down, down.flatten(0, -2)))
+        for grad, b, of_one, one, call in zip(flat, b_casts, *halves, calls, strict=True):
+            of_one.addmm_(grad, b, beta=0, alpha=call.scale)
+            of_b.append(_scaled_mm(grad.t(), one, call.scale))
         of_x = None
-        if ctx.needs_input_grad[0] and weight is None:
-            of_x = frozen_linear.product_grad(grad, parts, call.stored_as, call.cols)
-        if call.keys is None:
-            of_a = of_down.t() @ x.flatten(0, -2)
-            if weight is not None:
-                of_x = (of_down @ a).addmm_(flat, weight).view(x.shape)
-            elif of_x is not None:
-                of_x.flatten(0, -2).addmm_(of_down, a)
+        if calls[0].keys is None:
+            of_a = of_down.t() @ rows
+            if ctx.needs_input_grad[0]:
+                of_x = _input_grad(flat, of_down, a, parts, calls).view(x.shape)
         else:
-            dropped, of_a = dropout.product_grad(of_down.view_as(down), x, a, call.keys, call.rate)
-            if weight is not None:
-                dropped.flatten(0, -2).addmm_(flat, weight)
-                of_x = dropped
-            elif of_x is not None:
-                of_x += dropped
-        return of_x, of_a.to(ctx.dtypes[0]), of_b.to(ctx.dtypes[1]), None, None, *[None] * len(parts)
+            dropped, of_a = dropout.product_grad(of_down.view_as(down), x, a, calls[0].keys, calls[0].rate)
+            if ctx.needs_input_grad[0]:
+                of_x = _input_grad(flat, dropped.flatten(0, -2), None, parts, calls).view(x.shape)
+        found: list[Any] = []
+        for one, of_one, (a_type, b_type), own in zip(of_a.split(ctx.ranks), of_b, ctx.dtypes, parts, strict=True):
+            found += [one.to(a_type), of_one.to(b_type), None, *[None] * len(own)]
+        return of_x, None, *found
+
+
+def _by_layer(calls: Sequence[_Call], tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    remaining = iter(tensors)
+    for call in calls:
+        yield list(itertools.islice(remaining, 3 + call.parts))
+
+
+def _output(x: Tensor, down: Tensor, b: Tensor, bias: Tensor | None, parts: Sequence[Tensor], call: _Call) -> Tensor:
+    """A layer's output. down [.., r]: x Aᵀ; B [out, r]."""
+    added = (down.flatten(0, -2), b.t())
+    weight = _added_later(x, parts, call)
+    if weight is not None:
+        y = _scaled_mm(*added, call.scale).addmm_(x.flatten(0, -2), weight.t())
+        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[0])
+    y = frozen_linear.product(x, parts, call.stored_as, call.cols)
+    if bias is not None:
+        y = y.add_(bias) if not frozen_linear.watched() else y + bias
+    if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
+        return torch.addmm(y.flatten(0, -2), *added, alpha=call.scale).view(y.shape)
+    y.flatten(0, -2).addmm_(*added, alpha=call.scale)
+    return y
+
+
+def _input_grad(
+    grads: Sequence[Tensor], adapted: Tensor, a: Tensor | None, parts: Sequence[Sequence[Tensor]], calls: Sequence[_Call]
+) -> Tensor:
+    """The gradient of the layers' input [rows, cols], from those of their outputs. `adapted`: the part that comes back through
+    the adapters; with `a` [r, cols] its factor [rows, r], of which it is the product.
+    """
+    total = None
+    added = False
+    for grad, own, call in zip(grads, parts, calls, strict=True):
+        weight = _added_later(grad, own, call)
+        if weight is None:
+            made = frozen_linear.product_grad(grad, own, call.stored_as, call.cols)
+            total = made if total is None else total.add_(made)
+        elif total is None:
+            total, added = (adapted if a is None else adapted @ a).addmm_(grad, weight), True
+        else:
+            total.addmm_(grad, weight)
+    assert total is not None
+    if added:
+        return total
+    return total.add_(adapted) if a is None else total.addmm_(adapted, a)
 
 
 def _added_later(x: Tensor, parts: Sequence[Tensor], call: _Call) -> Tensor | None:

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ft_service.bases.base_files import read_config, require_openable
 from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec, WeightFormat
+from ft_service.spec import JobSpec, WeightFormat, WrapBySize
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
 from workers.layers.experts import declare_input_scaled
@@ -27,6 +27,7 @@ from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
 from workers.model.buffers import STORAGE_DTYPE, restore_buffers
 from workers.model.head import set_works_in_chunks
+from workers.model.joint_linears import join
 from workers.model.lora import add_adapters
 from workers.model.multimodal import causal_class, decoder_layers, has_cross_attention, is_of_several, text_decoder, text_only
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
@@ -91,6 +92,8 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     base = build_base(spec, device, probed)
     not_adapted = base.probed.not_adapted
     peft_model = add_adapters(base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted)
+    if not isinstance(spec.distributed.wrap, WrapBySize):  # by which layers of a module are gathered apart
+        join(base.model)
     compute_in(base.model, COMPUTE_DTYPE[spec.precision.compute])
     if spec.training.neftune_noise_alpha is not None:
         add_noise(base.model, spec.training.neftune_noise_alpha)

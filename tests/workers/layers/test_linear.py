@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.layers import linear as lora_linear
 from workers.layers.dropout import Dropping
-from workers.layers.linear import FrozenLinear, LoraLinear
+from workers.layers.linear import FrozenLinear, Joint, LoraLinear
 from workers.quant import frozen_linear
 from workers.quant.weights import QUANTIZED
 
@@ -36,10 +36,12 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(stored: str, *, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[LoraLinear, Tensor]:
+def layer(
+    stored: str, *, bias: bool, dtype: torch.dtype = torch.float32, rows: int = ROWS, r: int = R
+) -> tuple[LoraLinear, Tensor]:
     """A layer with fp32 adapters, and its frozen weight as a dense one. Its scale is no power of two."""
-    torch.manual_seed(0)
-    linear = nn.Linear(COLS, ROWS, bias=bias, dtype=dtype)
+    torch.manual_seed(rows)
+    linear = nn.Linear(COLS, rows, bias=bias, dtype=dtype)
     dense = linear.weight.detach()
     if stored in QUANTIZED:
         kind = QUANTIZED[stored]  # pyright: ignore[reportArgumentType]
@@ -47,7 +49,7 @@ def layer(stored: str, *, bias: bool, dtype: torch.dtype = torch.float32) -> tup
         weight: Any = kind.quantize(dense)
         frozen.weight = nn.Parameter(weight, requires_grad=False)
         dense, linear = weight.dequantize(), frozen
-    config = LoraConfig(r=R, lora_alpha=7, target_modules=["0"])
+    config = LoraConfig(r=r, lora_alpha=7, target_modules=["0"])
     config._register_custom_module({nn.Linear: LoraLinear})
     adapted: Any = get_peft_model(nn.Sequential(linear), config, autocast_adapter_dtype=True).base_model.model[0]  # pyright: ignore
     assert isinstance(adapted, LoraLinear)
@@ -59,7 +61,7 @@ def by_formula(adapted: LoraLinear, dense: Tensor, x: Tensor) -> Tensor:
     a, b = (matrices["default"].weight for matrices in (adapted.lora_A, adapted.lora_B))
     base: Any = adapted.base_layer
     down = F.linear(x, a.to(x.dtype))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return F.linear(x, dense, base.bias) + F.linear(down, b.to(x.dtype)) * (7 / R)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return F.linear(x, dense, base.bias) + F.linear(down, b.to(x.dtype)) * (7 / len(a))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def by_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -115,6 +117,48 @@ def test_dropout_is_the_same_as_on_gpus(stored: str, monkeypatch: pytest.MonkeyP
         assert len(weights) == 2 * by_gpu, "one in forward and one in backward"
     for here, there in zip(*results, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("by_gpu", [False, True], ids=["", "as on GPUs"])
+@pytest.mark.parametrize("stored", [("bf16",) * 3, ("nf4", "bf16", "fp8")], ids=["bf16", "mixed"])
+def test_layers_with_one_input_are_their_formulas(
+    stored: tuple[str, ...], by_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ((ROWS, 5), (24, 3), (8, 5))
+    made = [layer(own, bias=rows != 8, rows=rows, r=r) for own, (rows, r) in zip(stored, sizes, strict=True)]
+    layers = [adapted for adapted, _ in made]
+    Joint(layers)
+    if by_gpu:
+        by_gpus(monkeypatch)
+    x = torch.randn(2, 6, COLS, requires_grad=True)
+    inputs = (x, *(p for adapted in layers for p in adapted.parameters() if p.requires_grad))
+    assert len(inputs) == 7
+    outputs = [adapted(x) for adapted in layers]
+    assert len({y.grad_fn for y in outputs}) == 1, "one call has made them all"
+    expected = [by_formula(*own, x) for own in made]
+    grads = [torch.randn(6, 2, rows).transpose(0, 1) for rows, _ in sizes]
+    for y, right in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-5)
+    found, right = (torch.autograd.grad(ys, inputs, grads) for ys in (outputs, expected))
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=4e-5)
+
+
+def test_outputs_wait_for_the_layers_of_the_very_input_alone() -> None:
+    made = [layer("bf16", bias=True, rows=rows) for rows in (ROWS, 24)]
+    (first, second), joint = (adapted for adapted, _ in made), Joint([adapted for adapted, _ in made])
+    x, other = torch.randn(2, 6, COLS), torch.randn(2, 6, COLS)
+    first(x)
+    torch.testing.assert_close(second(other), by_formula(*made[1], other))
+    torch.testing.assert_close(first(x), by_formula(*made[0], x))
+    with torch.no_grad():
+        x.mul_(2)
+    torch.testing.assert_close(second(x), by_formula(*made[1], x))
+    torch.testing.assert_close(first(x), by_formula(*made[0], x))
+    assert not joint._waiting
+    with torch.inference_mode():
+        inference = other.clone()
+        torch.testing.assert_close(second(inference), by_formula(*made[1], inference))
 
 
 def test_an_input_without_a_gradient_costs_no_product_in_backward() -> None:

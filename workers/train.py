@@ -54,10 +54,11 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers import dropout
+from workers.layers import capped_attention, dropout
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
+from workers.model.multimodal import text_decoder
 from workers.model.probes import Probed
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
@@ -277,6 +278,10 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     fault = nf4.kernel_fault(device) if "nf4" in built.formats.values() else None
     if fault is not None:
         reporter.message(f"NF4 weights are dequantised by several kernels instead of one: {fault}")
+    capped = getattr(text_decoder(built.peft_model.get_base_model()).config, "attn_logit_softcapping", None)
+    fault = capped_attention.kernel_fault(device) if capped else None
+    if fault is not None:
+        reporter.message(f"Attention with capped scores is written out, more slowly than by flash-attn: {fault}")
     if built.arithmetic.not_fused is not None:
         why = built.arithmetic.not_fused
         reporter.message(f"precision.fused_kernels: the model's own operations are used, more slowly: {why}", "warn")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from workers.layers import capped_attention
 from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, scored, scored_grad
 from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
 from workers.layers.sinks import add_sinks, packed_with_sinks
@@ -57,6 +58,8 @@ def segment_attention(
     query, key, value = _of_one_width(tempered(module, query), key, value)
     if pattern.is_plain and CURRENT.fused and _fits_kernel(query):
         out = _varlen(query, key, value, bounds, pattern)
+    elif CURRENT.fused and _fits_kernel(query) and capped_attention.takes(query, pattern):
+        out = capped_attention.capped_segments(query, key, value, bounds, pattern)
     elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from transformers.masking_utils import (
 )
 
 from tests.support.fused_attention import fused_attention
-from workers.layers import scored_attention
+from workers.layers import capped_attention, scored_attention
 from workers.layers import segment_attention as attention
+from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
 from workers.layers.segments import CURRENT
 from workers.layers.sinks import packed_with_sinks
@@ -55,6 +58,7 @@ def written_out(
     cap: float | None,
     sinks: Any,
     chosen: Tensor | None = None,
+    scale: float = SCALE,
 ) -> Tensor:
     key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
     of_segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -65,7 +69,7 @@ def written_out(
         starts = torch.tensor([0, *lengths]).cumsum(0)[of_segment]
         among = ((position - starts[:, None])[None, :, :, None] == chosen[:, :, None]).any(dim=-1)
         seen = seen & (among | (position - starts < chosen.shape[-1])[:, None])[:, None]
-    scores = query @ key.transpose(-1, -2) * SCALE
+    scores = query @ key.transpose(-1, -2) * scale
     if cap:
         scores = torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -227,6 +231,47 @@ def test_sinks_are_added_to_what_a_fused_kernel_gives(window: int | None, monkey
     assert "ft_service::packed_with_sinks" in called.names
     with fused_attention():
         assert_same(ours, written_out(*own, LENGTHS, window, None, sinks), own)
+
+
+def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """In place of flash-attn's function, by whole scores. query [tokens, heads, d]."""
+    _starts, longest, _longest = rest
+    lengths = tuple(starts.diff().tolist())
+    assert max(lengths) <= longest
+    assert options["causal"]
+    left, right = options["window_size"]
+    assert right == 0
+    own = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return written_out(*own, lengths, left + 1, options["softcap"], None, scale=options["softmax_scale"])[0]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_capped_scores_are_computed_by_a_package_that_computes_them_right(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, device = SimpleNamespace(flash_attn_varlen_func=capped_kernel), torch.device("cpu")
+    capped_attention._compare(package, device)
+    monkeypatch.setattr(capped_attention, "_kernels", lambda device: (package, None))
+    monkeypatch.setattr(capped_attention, "takes", lambda query, pattern: True)
+    monkeypatch.setattr(attention, "_fits_kernel", lambda query: True)
+    own = drawn(1, sum(LENGTHS), 16)
+    with fused_attention():
+        CURRENT.use(STARTS, STARTS, max(LENGTHS))
+        ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, softcap=2.0)
+    assert_same(ours, written_out(*own, LENGTHS, window, 2.0, None), own)
+    for option, what in (("softcap", 0.0), ("window_size", (-1, 0)), ("softmax_scale", 0.19)):
+        wrong = partial(
+            lambda *rows, changed, **options: capped_kernel(*rows, **{**options, **changed}), changed={option: what}
+        )
+        with pytest.raises(AssertionError, match="capped scores"):
+            capped_attention._compare(SimpleNamespace(flash_attn_varlen_func=wrong), device)
+
+
+def test_capped_scores_are_written_out_on_processors_and_without_the_package() -> None:
+    pattern = AttentionPattern(SCALE, 0, 2.0)
+    assert not capped_attention.takes(torch.ones(1, 1, 1, 8), pattern)
+    assert capped_attention.kernel_fault(torch.device("cpu")) is None
+    assert "flash_attn" in str(capped_attention.kernel_fault(torch.device("cuda", 7)))
 
 
 def test_the_operator_with_sinks_is_one_that_the_compiler_can_trust() -> None:

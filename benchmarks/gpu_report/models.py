@@ -23,7 +23,7 @@ from tests.support.training.models import (
 from workers.base.load import initial_adapter, plain_name
 from workers.data.batches import batch_of_step
 
-FAMILIES = ("llama", "gemma2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "gemma2", "qwen3", "qwen3_moe", "gpt_oss")
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"default": "bf16"},
     "nf4": {"default": "nf4"},
@@ -86,7 +86,7 @@ def job(
             "lr_scheduler_type": "constant",
             "warmup_ratio": 0.0,
         },
-        lora={"r": 4, "target_modules": ATTENTION if family == "qwen3_moe" else "all-linear"},
+        lora={"r": 4, "target_modules": ATTENTION if family in ("qwen3_moe", "gpt_oss") else "all-linear"},
         distributed=distributed,
         checkpoint={"save_steps": 10_000},
     )

@@ -32,7 +32,11 @@ def measure(context: Context) -> None:
         "head and loss of a chunk",
         lambda: _head(device, min(tokens, chunk_rows(llama.vocabulary)), llama.vocabulary, llama.hidden),
     )
-    context.rows.run("attention of packed rows", lambda: _attention(device, tokens, llama.heads, llama.groups or llama.heads))
+    for name in (None, "FA3", "FA4"):
+        case = f"attention of packed rows{f', {name}' if name else ''}"
+        context.rows.run(
+            case, lambda n=name: _attention(device, tokens, llama.heads, llama.groups or llama.heads, implementation=n)
+        )
     _elementwise(context, device, tokens, llama.hidden, llama.intermediate)
 
 
@@ -82,12 +86,32 @@ def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict
     return {"rows": rows, **_figures(seconds(act), 4 * rows * vocabulary * hidden, 0)}
 
 
-def _attention(device: torch.device, tokens: int, heads: int, groups: int) -> dict[str, float]:
-    from workers.layers.scored_attention import AttentionPattern
-    from workers.layers.segment_attention import _varlen
+def _attention(
+    device: torch.device, tokens: int, heads: int, groups: int, *, implementation: str | None = None
+) -> dict[str, float]:
+    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None: its own."""
+    from torch.nn import attention
 
     if device.type != "cuda":
         raise SkippedError("processors have no kernel for packed rows")
+    if implementation is None:
+        return _packed_attention(device, tokens, heads, groups)
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        raise SkippedError(f"PyTorch {torch.__version__} knows none but its own")
+    try:
+        attention.activate_flash_attention_impl(implementation)
+    except ImportError as error:
+        raise SkippedError(str(error)) from None
+    try:
+        return _packed_attention(device, tokens, heads, groups)
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+def _packed_attention(device: torch.device, tokens: int, heads: int, groups: int) -> dict[str, float]:
+    from workers.layers.scored_attention import AttentionPattern
+    from workers.layers.segment_attention import _varlen
+
     starts = torch.arange(0, tokens + 1, LENGTH, dtype=torch.int32)
     bounds = Bounds(starts, starts.to(device), LENGTH)
     query, key, value = (_drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups))

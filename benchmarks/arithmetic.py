@@ -34,8 +34,8 @@ ASSUMED = {
 ESTIMATED_BYTES: dict[str, dict[str, int]] = {"eager": {}, "compiled": {"LoRA": 660_000, "norms, RoPE, SwiGLU": 500_000}}
 """Moved a token and layer, where it is not counted: compiled layers are fused by the compiler, and add the adapter's part to
 the frozen product."""
-LOGIT_BYTES = 24
-"""Moved a logit: log-softmax 6, the largest 4, exponential 8, to bf16 6."""
+LOGIT_BYTES = 6
+"""Moved a logit by the loss: read twice and overwritten by its gradient, in bf16."""
 OPTIMIZER_BYTES = 40
 """Moved a number of the adapters in a step: norm, clip, AdamW's five tensors read and four written."""
 HOST_SECONDS = 0.005

@@ -55,6 +55,7 @@ from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
 from workers.layers import capped_attention, dropout
+from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
@@ -278,6 +279,9 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     fault = nf4.kernel_fault(device) if "nf4" in built.formats.values() else None
     if fault is not None:
         reporter.message(f"NF4 weights are dequantised by several kernels instead of one: {fault}")
+    fault = head.kernel_fault(device) if spec.precision.compute == "bf16" else None
+    if fault is not None:
+        reporter.message(f"Cross entropies are computed by several operations instead of one kernel: {fault}")
     capped = getattr(text_decoder(built.peft_model.get_base_model()).config, "attn_logit_softcapping", None)
     fault = capped_attention.kernel_fault(device) if capped else None
     if fault is not None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.gpu_report.ceilings import seconds
 from benchmarks.gpu_report.rows import SkippedError
@@ -16,6 +15,7 @@ from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY
 from ft_service.plan.memory import chunk_rows
 from workers.layers import fused
 from workers.layers.segments import Bounds
+from workers.model import head
 from workers.quant import fp8_products, nf4
 from workers.quant.weights import FP8Weight
 
@@ -75,15 +75,11 @@ def _drawn(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
 
-def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict[str, float]:
-    x, weight = _drawn(device, rows, hidden), _drawn(device, vocabulary, hidden)
+def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict[str, Any]:
+    x, weight = _drawn(device, rows, hidden).requires_grad_(), _drawn(device, vocabulary, hidden)
     targets = torch.zeros(rows, dtype=torch.int64, device=device)
-
-    def act() -> Tensor:
-        logs = F.linear(x, weight).log_softmax(dim=-1, dtype=torch.float32)
-        return logs.exp_().scatter_(1, targets[:, None], 0).to(x.dtype) @ weight
-
-    return {"rows": rows, **_figures(seconds(act), 4 * rows * vocabulary * hidden, 0)}
+    took = seconds(lambda: head._HeadLoss.apply(x, weight, None, targets, None, 1.0))
+    return {"rows": rows, **_figures(took, 4 * rows * vocabulary * hidden, 0), "note": head.kernel_fault(device) or ""}
 
 
 def _attention(

@@ -49,6 +49,7 @@ from workers.quant.rowwise import RowQuantized
 
 KERNEL_MODULES = (
     "workers.layers.fused_kernels",
+    "workers.layers.loss_kernel",
     "workers.layers.mask_kernel",
     "workers.quant.fp8_kernels",
     "workers.quant.nf4_kernels",

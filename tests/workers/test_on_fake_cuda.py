@@ -53,6 +53,7 @@ def test_every_storage_format_stays_on_the_gpu(stored: str, packed: bool, tmp_pa
     assert launched["triton._normed"] == 5
     assert launched["triton._normed_grad"] == 4, "nothing before the first adapter has a gradient"
     assert launched["triton._rotated"] == 2 * 2
+    assert launched["triton._cross_entropy"] == 1
     assert launched["triton._gated"] == launched["triton._gated_grad"] == 2
     assert (launched["aten._scaled_mm"] > 0) == (stored == "fp8")
     assert (launched["torch_attn._varlen_attn"] > 0) == packed

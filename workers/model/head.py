@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from ft_service.plan.memory import chunk_rows
 from workers.model.multimodal import text_decoder
 from workers.patches.head_forward import CAP, head_replaced
+from workers.quant import gpu_kernels
 
 _IN_CHUNKS = "_ft_loss_in_chunks"
 
@@ -175,18 +176,32 @@ class _Head:
         height = chunk_rows(self.weight.shape[0])
         for start in range(0, hidden.shape[0], height):
             span = slice(start, start + height)
-            rows, right = hidden[span], targets[span, None]
-            logs, through = _log_softmax(rows, self.weight, self.bias, self.cap)
-            yield _Chunk(span, logs.gather(1, right).squeeze(1), logs.argmax(dim=-1) == right.squeeze(1))
-            if gradients.any:
-                of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
-                del through  # before a copy is made: at most two in fp32 exist at once
-                if of_tokens is not None:
-                    of_logits.mul_(of_tokens[span, None])
-                of_logits = of_logits.to(rows.dtype)
-                gradients.add(span, rows, of_logits, self.weight, scale)
-                del of_logits
-            del logs  # before the next chunk's are made
+            factors = None if of_tokens is None else of_tokens[span]
+            logs, correct, of_logits = self._chunk(hidden[span], targets[span], factors, graded=gradients.any)
+            yield _Chunk(span, logs, correct)
+            if of_logits is not None:
+                gradients.add(span, hidden[span], of_logits, self.weight, scale)
+            del of_logits  # before the next chunk's are made
+
+    def _chunk(
+        self, rows: Tensor, right: Tensor, factors: Tensor | None, *, graded: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities of the targets, which of them are the most likely word, and the gradient in the logits, if it is
+        wanted: in the dtype of rows [n, h]."""
+        kernels = _kernels(rows.device)[0] if rows.is_cuda and rows.dtype == torch.bfloat16 and self.cap is None else None
+        if kernels is not None:
+            logits = F.linear(rows, self.weight, self.bias)
+            return *kernels.cross_entropy(logits, right, factors, graded=graded), logits if graded else None
+        right = right.unsqueeze(1)
+        logs, through = _log_softmax(rows, self.weight, self.bias, self.cap)
+        found = logs.gather(1, right).squeeze(1), logs.argmax(dim=-1) == right.squeeze(1)
+        if not graded:
+            return *found, None
+        of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+        del through  # before a copy is made: at most two in fp32 exist at once
+        if factors is not None:
+            of_logits.mul_(factors.unsqueeze(1))
+        return *found, of_logits.to(rows.dtype)
 
 
 @dataclass(frozen=True)
@@ -254,6 +269,43 @@ class _HeadLogProbabilities(torch.autograd.Function):
         for _ in _Head(weight, bias, ctx.cap).chunks(hidden, targets, gradients, -1, grads[0]):
             pass
         return gradients.hidden, *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype), None, None
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """Why cross entropies on a GPU are computed by several operations; None: by one kernel, or the device is none."""
+    return _kernels(device)[1] if device.type == "cuda" else None
+
+
+def _kernels(device: torch.device) -> tuple[Any, str | None]:
+    return gpu_kernels.checked("workers.layers.loss_kernel", _compare, device)
+
+
+def _compare(kernels: Any, device: torch.device) -> None:
+    """Raise AssertionError if the kernel computes something else than PyTorch's operations."""
+    generator = torch.Generator().manual_seed(0)
+    for words in (100, 20_000):
+        logits = 4 * torch.randn(6, words, generator=generator)
+        right = torch.randint(0, words, (6,), generator=generator)
+        right[0] = 50
+        logits[0, 50], logits[1, :90], logits[2, right[2]] = 40.0, float("-inf"), 30.0
+        logits[3, 7:9], right[3] = 50.0, 8  # two are the most likely, and the first is not the target
+        for factors in (None, torch.rand(6, generator=generator)):
+            own, places = logits.to(device).bfloat16(), right.to(device)
+            weights = None if factors is None else factors.to(device)
+            logs = own.log_softmax(dim=-1, dtype=torch.float64)  # in fp32 what is missing to a probability near 1 is rounded
+            expected = logs.gather(1, places[:, None])[:, 0].float(), logs.argmax(dim=-1) == places
+            graded = _gradient(logs, places[:, None]) * (1 if weights is None else weights[:, None])
+            alone, found = (kernels.cross_entropy(own, places, weights, graded=graded) for graded in (False, True))
+            for ours in (alone, found):
+                assert torch.allclose(ours[0], expected[0], rtol=1e-5, atol=1e-5), "it gives other log-probabilities"
+                assert torch.equal(ours[1], expected[1]), "it takes others for the most likely words"
+            apart = float((own != graded.bfloat16()).float().mean())
+            same = apart <= _MOST_OTHER and torch.allclose(own.double(), graded, rtol=2**-7, atol=2**-30)
+            assert same, f"its gradient has {apart:.1%} other numbers"
+
+
+_MOST_OTHER = 0.02
+"""Share of the gradient's numbers that may differ, by one step of bf16."""
 
 
 def _in_dtype(sums: Sequence[Tensor | None], scale: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:

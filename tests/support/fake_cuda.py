@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch._functorch.config
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd

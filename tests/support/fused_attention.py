@@ -122,11 +122,11 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[heads, queries, keys] of one sample, and its keys and values, one a head."""
     assert window_size_right == 0
-    wide = [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1).transpose(0, 1) for tensor in (key, value)]
+    keys, values = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1).transpose(0, 1) for t in (key, value))
     places = torch.arange(query.shape[0])
     distance = places[:, None] - places
     seen = (distance >= 0) & (distance <= (window_size_left if window_size_left >= 0 else len(places)))
-    return (query.transpose(0, 1) @ wide[0].mT * scale).masked_fill(~seen, float("-inf")), *wide
+    return (query.transpose(0, 1) @ keys.mT * scale).masked_fill(~seen, float("-inf")), keys, values
 
 
 @contextmanager

@@ -35,7 +35,8 @@ def step(
         record = Record()
         with compiling(record) if compiled else recording(record):
             if compiled:
-                compile_layers(decoder_layers(model.get_base_model()), pytest.fail)
+                base_model: Any = model.get_base_model()
+                compile_layers(decoder_layers(base_model), pytest.fail)
             loss, _ = cross_entropies(model, batch)
             record.backward = True
             return record, backward(loss)

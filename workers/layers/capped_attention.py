@@ -53,16 +53,16 @@ def _compare(package: Any, device: torch.device) -> None:
     starts = torch.tensor([0, 70, 300, 301], dtype=torch.int32)
     shapes = (1, 4, 301, 64), (1, 2, 301, 64), (1, 2, 301, 64), (1, 4, 301, 64)
     query, key, value, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
     for window in (0, 50):
         pattern = AttentionPattern(0.2, window, 2.0)
         out = _by(package, *inputs, Bounds(starts, starts.to(device), 256), pattern).transpose(1, 2)
         found = [out, *torch.autograd.grad(out, inputs, grad)]
         places = [slice(start, end) for start, end in pairwise(starts.tolist())]
         parts = [[tensor.detach()[:, :, own] for tensor in (query, key, value, grad)] for own in places]
-        expected = [[scored(q, k, v, pattern) for q, k, v, _ in parts]]
-        expected += zip(*(scored_grad(g, q, k, v, pattern) for q, k, v, g in parts), strict=True)
+        grads = zip(*(scored_grad(g, q, k, v, pattern) for q, k, v, g in parts), strict=True)
+        expected = [tuple(scored(q, k, v, pattern) for q, k, v, _ in parts), *grads]
         for name, ours, own in zip(("output", "query", "key", "value"), found, expected, strict=True):
-            theirs = torch.cat(tuple(own), dim=2).float().unflatten(1, (ours.shape[1], -1)).sum(dim=2)
+            theirs = torch.cat(own, dim=2).float().unflatten(1, (ours.shape[1], -1)).sum(dim=2)
             apart = float((ours.detach().float() - theirs).norm() / theirs.norm())
             assert apart < 2e-2, f"capped scores, {name}: {apart:.1%} apart"

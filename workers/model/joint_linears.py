@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,15 @@ def join(model: nn.Module) -> None:
     """
     for module in model.modules():
         layers = {name: own for name, own in module.named_children() if isinstance(own, LoraLinear) and _is_plain(own)}
-        widths = [own.in_features for own in layers.values()]
+        widths = [_columns(own) for own in layers.values()]
         for width in dict.fromkeys(width for width in widths if widths.count(width) > 1):
             for together in _with_one_input(module, layers, width):
                 Joint(together)
+
+
+def _columns(layer: LoraLinear) -> int:
+    base: Any = layer.base_layer
+    return base.in_features
 
 
 def _is_plain(layer: LoraLinear) -> bool:
@@ -58,6 +64,7 @@ class _Looking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         (layer,) = self._own
-        assert x.shape[-1] == layer.in_features
+        base: Any = layer.base_layer
+        assert x.shape[-1] == base.in_features
         self._given.append((layer, x))
-        return x.new_empty(*x.shape[:-1], layer.out_features)
+        return x.new_empty(*x.shape[:-1], base.out_features)

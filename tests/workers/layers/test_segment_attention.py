@@ -241,8 +241,8 @@ def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *re
     assert options["causal"]
     left, right = options["window_size"]
     assert right == 0
-    own = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return written_out(*own, lengths, left + 1, options["softcap"], None, scale=options["softmax_scale"])[0]
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return written_out(q, k, v, lengths, left + 1, options["softcap"], None, scale=options["softmax_scale"])[0]
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,14 @@ def given_one_tensor(base: Path, names: set[str]) -> set[frozenset[str]]:
     given: dict[tuple[str, int], list[str]] = {}
     kept = []
 
-    def look(name: str, x: torch.Tensor) -> None:
-        kept.append(x)
-        given.setdefault((name.rpartition(".")[0], id(x)), []).append(name)
+    def look(name: str, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        kept.append(inputs[0])
+        given.setdefault((name.rpartition(".")[0], id(inputs[0])), []).append(name)
 
     for name, module in model.named_modules():
         if name in names:
             assert isinstance(module, nn.Linear)
-            module.register_forward_pre_hook(lambda _module, inputs, name=name: look(name, inputs[0]))
+            module.register_forward_pre_hook(partial(look, name))
     model(input_ids=torch.arange(6)[None])
     return {frozenset(group) for group in given.values() if len(group) > 1}
 

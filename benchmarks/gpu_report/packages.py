@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("annotated-types", "bitsandbytes", "google-re2", "pydantic", "pydantic_core", "typing-inspection")
+NAMES = ("annotated-types", "bitsandbytes", "google-re2", "protobuf", "pydantic", "pydantic_core", "typing-inspection")
 LIGER = "liger-kernel==0.8.5"
 """For the comparison alone: nothing of the project uses it."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,50 @@ def test_work_is_that_of_the_formula() -> None:
 
 def test_overlapping_kernels_count_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1.5, 1.75)]) == 4
+
+
+IMPORTS = """
+import importlib, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+waiting, there = ["torch", "transformers", "peft", "accelerate", *sys.argv[1:]], set()
+while waiting:
+    name = canonicalize_name(waiting.pop())
+    if name not in there:
+        there.add(name)
+        try:
+            needed = [Requirement(line) for line in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        waiting += [own.name for own in needed if own.marker is None or own.marker.evaluate({"extra": ""})]
+owners = {top: {canonicalize_name(name) for name in names} for top, names in packages_distributions().items()}
+
+class Finder:
+    def __init__(self, own):
+        self._own = own
+
+    def find_spec(self, name, path=None, target=None):
+        of = owners.get(name.partition(".")[0], {"ft-service"})
+        return self._own.find_spec(name, path, target) if of & there or "ft-service" in of else None
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+sys.meta_path[:] = [Finder(own) for own in sys.meta_path]
+from benchmarks.gpu_report.sections import SECTIONS
+for section in SECTIONS.values():
+    importlib.import_module(f"benchmarks.gpu_report.{section.module}")
+import workers.train
+"""
+
+
+@pytest.mark.slow
+def test_the_sections_need_no_package_that_is_not_carried() -> None:
+    """Beside what an image with PyTorch, transformers, PEFT and accelerate has."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *NAMES], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_packages_for_another_machine_are_pinned_and_trimmed(tmp_path: Path) -> None:

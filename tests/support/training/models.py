@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -238,6 +237,8 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
 
 def family_params(*left_out: str) -> list[Any]:
     """The families as parameters of a test, the rare ones marked slow."""
+    import pytest  # here: the GPU report uses this module where there is none
+
     families = [family for family in FAMILIES if family not in left_out]
     return [pytest.param(family, marks=pytest.mark.slow if family in RARE else ()) for family in families]
 

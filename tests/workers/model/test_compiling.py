@@ -88,13 +88,14 @@ def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(model: Path, w
         assert torch.float8_e4m3fn in {dtype for _, dtype, _ in saved}, "but the storage is"
 
 
-def kept_by_one_linear(rank: int, world: int, spec: JobSpec) -> list[str]:
-    """What a LoRA linear keeps for backward beyond its input, A(x), the storage of its weight, A and B."""
+def kept_by_linears(rank: int, world: int, spec: JobSpec, names: str) -> list[str]:
+    """What LoRA linears with one input keep for backward beyond it, A(x), the storage of their weights, A and B."""
     built = constructed(spec, world)
-    linear: Any = built.layers[0].get_submodule("self_attn.q_proj")
+    linears: list[Any] = [built.layers[0].get_submodule(f"self_attn.{name}_proj") for name in names]
     x = torch.randn(3, 24, 64, dtype=torch.bfloat16, requires_grad=True)
-    storage = {part.data_ptr() for part in linear.base_layer.weight.parts}
-    allowed = {(4, 64), (64, 4), (3, 24, 4), (72, 4)}  # A, B, A(x)
+    storage = {part.data_ptr() for linear in linears for part in linear.base_layer.weight.parts}
+    rank_of_all = 4 * len(names)
+    allowed = {(rank_of_all, 64), (64, 4), (32, 4), (3, 24, rank_of_all), (72, rank_of_all)}  # A, B, A(x)
     found: list[str] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,12 +105,14 @@ def kept_by_one_linear(rank: int, world: int, spec: JobSpec) -> list[str]:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        linear(x)
+        for linear in linears:
+            linear(x)
     return found
 
 
-def test_a_lora_linear_keeps_its_input_and_little_else(model: Path) -> None:
-    assert run_on_ranks(kept_by_one_linear, 1, job(model, 1, "bf16")) == [[]]
+@pytest.mark.parametrize("names", ["o", "qkv"])
+def test_lora_linears_keep_their_input_and_little_else(names: str, model: Path) -> None:
+    assert run_on_ranks(kept_by_linears, 1, job(model, 1, "bf16"), names) == [[]]
 
 
 def steps_without_compiler(rank: int, world: int, spec: JobSpec) -> tuple[list[Step], list[str]]:

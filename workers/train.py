@@ -54,12 +54,12 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers import capped_attention, dropout
+from workers.layers import dropout
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
+from workers.model.attention import attention_faults
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
-from workers.model.multimodal import text_decoder
 from workers.model.probes import Probed
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
@@ -282,10 +282,8 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     fault = head.kernel_fault(device) if spec.precision.compute == "bf16" else None
     if fault is not None:
         reporter.message(f"Cross entropies are computed by several operations instead of one kernel: {fault}")
-    capped = getattr(text_decoder(built.peft_model.get_base_model()).config, "attn_logit_softcapping", None)
-    fault = capped_attention.kernel_fault(device) if capped else None
-    if fault is not None:
-        reporter.message(f"Attention with capped scores is written out, more slowly than by flash-attn: {fault}")
+    for what, fault in attention_faults(built.peft_model, device):
+        reporter.message(f"Attention with {what} writes its scores, and is slower than a fused kernel: {fault}")
     if built.arithmetic.not_fused is not None:
         why = built.arithmetic.not_fused
         reporter.message(f"precision.fused_kernels: the model's own operations are used, more slowly: {why}", "warn")

@@ -14,7 +14,6 @@ from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY
 from ft_service.plan.memory import chunk_rows
 from workers.layers import fused
-from workers.layers.segments import Bounds
 from workers.model import head
 from workers.quant import fp8_products, nf4
 from workers.quant.weights import FP8Weight
@@ -109,17 +108,17 @@ def _packed_attention(device: torch.device, tokens: int, heads: int, groups: int
     from workers.layers.segment_attention import _varlen
 
     starts = torch.arange(0, tokens + 1, LENGTH, dtype=torch.int32)
-    bounds = Bounds(starts, starts.to(device), LENGTH)
-    query, key, value = (_drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups))
+    ends = starts.to(device)
+    query, key, value = (_drawn(device, tokens, n, 128).requires_grad_() for n in (heads, groups, groups))
     pattern = AttentionPattern(128**-0.5)
-    grad = torch.ones_like(_varlen(query, key, value, bounds, pattern))
+    grad = torch.ones_like(_varlen(query, key, value, ends, LENGTH, pattern))
 
     def both() -> None:
-        torch.autograd.grad(_varlen(query, key, value, bounds, pattern), [query, key, value], grad)
+        torch.autograd.grad(_varlen(query, key, value, ends, LENGTH, pattern), [query, key, value], grad)
 
     work = 2 * LENGTH * tokens * heads * 128
     with torch.no_grad():
-        forward = seconds(lambda: _varlen(query, key, value, bounds, pattern))
+        forward = seconds(lambda: _varlen(query, key, value, ends, LENGTH, pattern))
     return {"forward_ms": 1e3 * forward, "forward_tflops": work / forward / 1e12, "both_ms": 1e3 * seconds(both)}
 
 

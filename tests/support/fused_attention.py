@@ -102,10 +102,10 @@ def _kernel_grad(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for own in _samples(starts, longest):
         scores, wide_key, wide_value = _scores(query[own], key[own], value[own], **seen)
-        shares, g = (scores - sums[:, own, None]).exp(), grad[own].transpose(0, 1)
+        shares, g = (scores - sums[:, own, None]).exp(), grad[own].float().transpose(0, 1)
         taken = (g * out[own].transpose(0, 1)).sum(dim=-1, keepdim=True)
         of_scores = shares * (g @ wide_value.mT - taken) * seen["scale"]
-        parts = of_scores @ wide_key, of_scores.mT @ query[own].transpose(0, 1), shares.mT @ g
+        parts = of_scores @ wide_key, of_scores.mT @ query[own].float().transpose(0, 1), shares.mT @ g
         for all_of, part in zip(grads, parts, strict=True):
             all_of[own] = part.unflatten(0, (all_of.shape[1], -1)).sum(dim=1).transpose(0, 1)
     return grads
@@ -122,11 +122,12 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[heads, queries, keys] of one sample, and its keys and values, one a head."""
     assert window_size_right == 0
-    keys, values = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1).transpose(0, 1) for t in (key, value))
+    shared = query.shape[1] // key.shape[1]
+    keys, values = (tensor.float().repeat_interleave(shared, dim=1).transpose(0, 1) for tensor in (key, value))
     places = torch.arange(query.shape[0])
     distance = places[:, None] - places
     seen = (distance >= 0) & (distance <= (window_size_left if window_size_left >= 0 else len(places)))
-    return (query.transpose(0, 1) @ keys.mT * scale).masked_fill(~seen, float("-inf")), keys, values
+    return (query.float().transpose(0, 1) @ keys.mT * scale).masked_fill(~seen, float("-inf")), keys, values
 
 
 @contextmanager

@@ -5,14 +5,12 @@ PyTorch's fused kernels know no caps. Its FlexAttention does, and would write al
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.layers.scored_attention import AttentionPattern, scored, scored_grad
-from workers.layers.segments import Bounds
+from workers.layers.scored_attention import AttentionPattern, assert_same
 from workers.quant import gpu_kernels
 
 PACKAGE = "flash_attn"
@@ -30,39 +28,22 @@ def kernel_fault(device: torch.device) -> str | None:
     return _kernels(device)[1] if device.type == "cuda" else None
 
 
-def capped_segments(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
-    """query [1, heads, tokens, d], key and value [1, groups, tokens, d] → [1, tokens, heads, d]. `bounds`: on the device."""
-    return _by(_kernels(query.device)[0], query, key, value, bounds, pattern)
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+    """A row of samples (`scored_attention.Kernel`)."""
+    return _by(_kernels(query.device)[0], query, key, value, starts, longest, pattern)
 
 
 def _kernels(device: torch.device) -> tuple[Any, str | None]:
     return gpu_kernels.checked(PACKAGE, _compare, device)
 
 
-def _by(package: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
-    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    starts, longest = bounds.on_device, bounds.longest
-    options = {"softmax_scale": pattern.scale, "causal": True, "softcap": pattern.softcap}
+def _by(
+    package: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern
+) -> Tensor:
     seen = (pattern.window - 1 if pattern.window else -1, 0)
-    return package.flash_attn_varlen_func(*rows, starts, starts, longest, longest, window_size=seen, **options).unsqueeze(0)
+    options = {"softmax_scale": pattern.scale, "causal": True, "window_size": seen, "softcap": pattern.softcap}
+    return package.flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **options)
 
 
 def _compare(package: Any, device: torch.device) -> None:
-    """Raise AssertionError if the package computes something else than explicit scores, forward or backward."""
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.tensor([0, 70, 300, 301], dtype=torch.int32)
-    shapes = (1, 4, 301, 64), (1, 2, 301, 64), (1, 2, 301, 64), (1, 4, 301, 64)
-    query, key, value, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
-    inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
-    for window in (0, 50):
-        pattern = AttentionPattern(0.2, window, 2.0)
-        out = _by(package, *inputs, Bounds(starts, starts.to(device), 256), pattern).transpose(1, 2)
-        found = [out, *torch.autograd.grad(out, inputs, grad)]
-        places = [slice(start, end) for start, end in pairwise(starts.tolist())]
-        parts = [[tensor.detach()[:, :, own] for tensor in (query, key, value, grad)] for own in places]
-        grads = zip(*(scored_grad(g, q, k, v, pattern) for q, k, v, g in parts), strict=True)
-        expected = [tuple(scored(q, k, v, pattern) for q, k, v, _ in parts), *grads]
-        for name, ours, own in zip(("output", "query", "key", "value"), found, expected, strict=True):
-            theirs = torch.cat(own, dim=2).float().unflatten(1, (ours.shape[1], -1)).sum(dim=2)
-            apart = float((ours.detach().float() - theirs).norm() / theirs.norm())
-            assert apart < 2e-2, f"capped scores, {name}: {apart:.1%} apart"
+    assert_same(lambda *row: _by(package, *row), AttentionPattern(0.2, softcap=2.0), device)

@@ -4,8 +4,9 @@ backward are written by hand, since both run inside operators, below autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,6 +85,32 @@ def scored_grad(
         of_query[:, :, own] = of_scores @ k
         of_key[:, :, seen] += of_scores.transpose(-2, -1) @ q
     return of_query, of_key, of_value
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionPattern], Tensor]
+"""Of a GPU for a row of samples: query [tokens, heads, d], key and value [tokens, groups, d], int32 first token of each sample
+and the end, tokens of the longest at most → [tokens, heads, d]."""
+
+
+def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device) -> None:
+    """Raise AssertionError if a kernel computes something else than explicit scores, in bf16, forward or backward. A pattern of
+    four heads, with and without a window."""
+    generator = torch.Generator().manual_seed(0)
+    starts, heads = torch.tensor([0, 70, 300, 301], dtype=torch.int32), (4, 2, 2, 4)
+    query, key, value, grad = (torch.randn(301, n, 64, generator=generator).bfloat16().to(device) for n in heads)
+    inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+    for window in (0, 50):
+        own = replace(pattern, window=window)
+        out = kernel(*inputs, starts.to(device), 256, own)
+        found = [out, *torch.autograd.grad(out, inputs, grad)]
+        samples = [slice(start, end) for start, end in pairwise(starts.tolist())]
+        parts = [[tensor.detach()[sample].transpose(0, 1)[None] for tensor in (*inputs, grad)] for sample in samples]
+        grads = zip(*(scored_grad(g, q, k, v, own) for q, k, v, g in parts), strict=True)
+        expected = [tuple(scored(q, k, v, own) for q, k, v, _ in parts), *grads]
+        for name, ours, theirs in zip(("output", "query", "key", "value"), found, expected, strict=True):
+            whole = torch.cat(theirs, dim=2)[0].float().unflatten(0, (ours.shape[1], -1)).sum(dim=1).transpose(0, 1)
+            apart = float((ours.detach().float() - whole).norm() / whole.norm())
+            assert apart < 2e-2, f"{name}: {apart:.1%} apart from explicit scores"
 
 
 def one_a_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

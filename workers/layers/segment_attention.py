@@ -28,10 +28,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers import capped_attention
-from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, scored, scored_grad
+from workers.layers import capped_attention, sinks
+from workers.layers.scored_attention import (
+    AttentionPattern,
+    Kernel,
+    attention_pattern,
+    is_causal,
+    one_a_head,
+    scored,
+    scored_grad,
+)
 from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
-from workers.layers.sinks import add_sinks, packed_with_sinks
+from workers.layers.sinks import add_sinks
 
 NAME = "ft_segments"
 """Name of this attention among transformers' implementations."""
@@ -56,10 +64,9 @@ def segment_attention(
     bounds = CURRENT.bounds(query.shape[2], chunk)
     width = value.shape[-1]
     query, key, value = _of_one_width(tempered(module, query), key, value)
-    if pattern.is_plain and CURRENT.fused and _fits_kernel(query):
-        out = _varlen(query, key, value, bounds, pattern)
-    elif CURRENT.fused and _fits_kernel(query) and capped_attention.takes(query, pattern):
-        out = capped_attention.capped_segments(query, key, value, bounds, pattern)
+    packed = _packed_kernel(query, pattern)
+    if packed is not None:
+        out = _attend_packed(packed, query, key, value, bounds, pattern)
     elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
     else:
@@ -133,24 +140,37 @@ def _fits_kernel(query: Tensor) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
-    """The fused kernel of a GPU for one row of segments."""
+def _packed_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
+    """The fused kernel that computes this for packed rows on a GPU; None: there is none, or the rows are not packed."""
+    if not CURRENT.fused or not _fits_kernel(query):
+        return None
+    if not pattern.is_plain:
+        return capped_attention.attend_packed if capped_attention.takes(query, pattern) else None
+    if pattern.sinks is None:
+        return _varlen
+    return sinks.attend_packed if CURRENT.fused_sinks else None
+
+
+def _attend_packed(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern
+) -> Tensor:
+    # Not tensor[0], whose backward writes zeros as large as the tensor and copies the gradient into them.
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    assert bounds.on_device is not None, "Segments.fused"
+    return kernel(q, k, v, bounds.on_device, bounds.longest, pattern).unsqueeze(0)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+    """PyTorch's kernel for packed rows (`scored_attention.Kernel`)."""
     assert varlen_attn is not None, "Segments.fused"
     options: dict[str, Any] = {"scale": pattern.scale, "window_size": (pattern.window - 1 if pattern.window else -1, 0)}
     if "enable_gqa" in VARLEN_OPTIONS:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
         key, value = one_a_head(query, key, value)
-    # Not tensor[0], whose backward writes zeros as large as the tensor and copies the gradient into them.
-    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    starts, longest = bounds.on_device, bounds.longest
-    assert starts is not None, "Segments.fused"
-    if pattern.sinks is not None:
-        out, _sums = packed_with_sinks(q, k, v, pattern.sinks, starts, longest, pattern.scale, pattern.window)
-    else:
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
     assert isinstance(out, Tensor)
-    return out.unsqueeze(0)
+    return out
 
 
 def _without_window(bounds: Bounds, window: int) -> bool:
@@ -198,7 +218,7 @@ def attend(
         if _by_kernel(q, shape_of_own):
             k, v = _for_kernel(k, v, heads)
             part, own_sums = _kernel(q, k, v, 0.0, True, scale=scale)
-            sums[:, :, own] = own_sums if sinks is None else add_sinks(part, own_sums, sinks)
+            sums[:, :, own] = own_sums if shape.sinks is None else add_sinks(part, own_sums, shape.sinks)
         else:
             part = scored(q, k, v, shape_of_own)
         out[:, own] = part.transpose(1, 2)

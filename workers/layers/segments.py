@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workers.layers import sinks
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # builds without it
@@ -48,6 +50,8 @@ class Segments:
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
         """Whether the segments are on a GPU that has a fused kernel for them."""
+        self.fused_sinks = False
+        """Whether it computes attention with sinks too."""
         self.choosing = False
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
         self.faults: list[str] | None = None
@@ -61,6 +65,7 @@ class Segments:
         """
         self.lengths = lengths
         self.fused = on_device is not None and _has_kernel(on_device.device)
+        self.fused_sinks = self.fused and on_device is not None and sinks.kernel_fault(on_device.device) is None
         self._whole = None if starts is None else Bounds(starts, on_device, rounded(longest) if self.fused else longest)
         self._cut = {}
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.layers.scored_attention import AttentionPattern, assert_same
+from workers.quant import gpu_kernels
+
 _kernel = torch.ops.aten._flash_attention_forward
 _kernel_grad = torch.ops.aten._flash_attention_backward
 
@@ -27,6 +30,21 @@ def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
     whole = torch.logaddexp(sums, sinks.float().unsqueeze(-1))
     out.mul_((sums - whole).exp_().unsqueeze(-1))
     return whole
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """Why scores with sinks are written out on a GPU; None: they are not, or the device is none."""
+    return gpu_kernels.checked(__name__, _compare, device)[1] if device.type == "cuda" else None
+
+
+def _compare(_: Any, device: torch.device) -> None:
+    assert_same(attend_packed, AttentionPattern(0.2, sinks=torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)), device)
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+    """A row of samples (`scored_attention.Kernel`)."""
+    assert pattern.sinks is not None
+    return packed_with_sinks(query, key, value, pattern.sinks, starts, longest, pattern.scale, pattern.window)[0]
 
 
 @torch.library.custom_op("ft_service::packed_with_sinks", mutates_args=())

@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 
 from tests.support.fused_attention import fused_attention
-from workers.layers import capped_attention, scored_attention
+from workers.layers import capped_attention, scored_attention, sinks
 from workers.layers import segment_attention as attention
 from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
@@ -224,13 +224,24 @@ class Called(TorchDispatchMode):
 def test_sinks_are_added_to_what_a_fused_kernel_gives(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly, and in the gradients too, which the kernel computes by what it is given of the output."""
     monkeypatch.setattr(attention, "_fits_kernel", lambda query: True)
-    own, sinks = drawn(1, sum(LENGTHS), 16), torch.tensor([-2.0, 0.0, 1.0, 5.0])
+    own, values = drawn(1, sum(LENGTHS), 16), torch.tensor([-2.0, 0.0, 1.0, 5.0])
     with fused_attention(), Called() as called:
         CURRENT.use(STARTS, STARTS, max(LENGTHS))
-        ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=sinks)
+        ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=values)
     assert "ft_service::packed_with_sinks" in called.names
     with fused_attention():
-        assert_same(ours, written_out(*own, LENGTHS, window, None, sinks), own)
+        assert_same(ours, written_out(*own, LENGTHS, window, None, values), own)
+
+
+def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    with fused_attention():
+        sinks._compare(None, device)
+        monkeypatch.setattr(sinks, "add_sinks", lambda out, sums, own: sums)
+        with pytest.raises(AssertionError, match=r"output: .* apart from explicit scores"):
+            sinks._compare(None, device)
+    CURRENT.use(STARTS)
+    assert not CURRENT.fused_sinks
 
 
 def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -263,7 +274,7 @@ def test_capped_scores_are_computed_by_a_package_that_computes_them_right(
         wrong = partial(
             lambda *rows, changed, **options: capped_kernel(*rows, **{**options, **changed}), changed={option: what}
         )
-        with pytest.raises(AssertionError, match="capped scores"):
+        with pytest.raises(AssertionError, match="apart from explicit scores"):
             capped_attention._compare(SimpleNamespace(flash_attn_varlen_func=wrong), device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.layers import dropout
+from workers.layers import dropout, fused, sinks
+from workers.model import head
 from workers.quant import fp8, grouped_linear, nf4
 from workers.quant.fp8_products import kernel_fault, why_not
 from workers.quant.weights import FP8Weight, NF4Weight
@@ -39,6 +41,11 @@ def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
     for rate in (0.0, 0.05, 0.999):
         found = dropout.kept_mask(tokens.cuda(), module.cuda(), channels, rate)
         assert torch.equal(found.cpu(), dropout.kept_mask(tokens, module, channels, rate))
+
+
+@pytest.mark.parametrize("kernels", [fused, sinks, head], ids=["layers", "sinks", "loss"])
+def test_kernels_compute_what_they_are_compared_with(kernels: Any) -> None:
+    assert kernels.kernel_fault(torch.device("cuda", 0)) is None
 
 
 def test_linear_forward_and_backward_on_cuda() -> None:

@@ -23,7 +23,7 @@ TOKENS, LENGTH = 8192, 2048
 """Of a micro-batch, and of each of its samples."""
 RANK = 16
 RANKS = (RANK, 2 * RANK, 3 * RANK)
-"""Of the adapters of one layer, of gate and up, and of q, k and v."""
+"""Ranks of the adapters of one layer, of gate and up, and of q, k and v."""
 CATEGORIES = ("frozen products", "LoRA", "dequantise", "rounding to FP8, transposing", "attention", "norms, RoPE, SwiGLU")
 """Of a layer's operators: what they are for."""
 

@@ -208,7 +208,7 @@ _RECORDS: list[Record] = []
 
 @contextmanager
 def compiling(record: Record) -> Iterator[None]:
-    """While it is entered, torch.compile makes its graphs, forward and backward, whose operators are recorded one by one: a
+    """Let torch.compile make its graphs, forward and backward, while this is entered, and record their operators one by one: a
     GPU's compiler would fuse them."""
 
     def backend(graph: Any, _: Any) -> Any:
@@ -340,7 +340,7 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], **_: Any
 ) -> tuple[Tensor | None, ...]:
-    """What torch.autograd.grad returns, without its engine."""
+    """Return what torch.autograd.grad does, without its engine."""
     given: dict[Any, dict[int, Tensor]] = {}
     for output, grad in zip(outputs, grad_outputs, strict=True):
         edge = get_gradient_edge(output)

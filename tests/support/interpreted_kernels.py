@@ -52,7 +52,7 @@ def compare(base: Path, *, packed: bool, **options: Any) -> Counter[str]:
 
 
 CLOSE = 1e-3
-"""Of gradients in bf16. Sums in another order change the last bit of a number in some thousand."""
+"""Largest relative distance of gradients in bf16. Sums in another order change the last bit of a number in some thousand."""
 
 
 def step(spec: JobSpec, *, packed: bool) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def step(spec: JobSpec, *, packed: bool) -> dict[str, Tensor]:
 
 @contextmanager
 def kernels_in_place() -> Iterator[Counter[str]]:
-    """While it is entered, tensors on the processor are computed with the kernels. Yields how often each was called."""
+    """Let tensors on the processor be computed with the kernels while this is entered. Yields how often each was called."""
     from workers.layers import fused_kernels, mask_kernel
     from workers.quant import nf4_kernels
 

@@ -17,14 +17,14 @@ PACKAGE = "flash_attn"
 
 
 def takes(query: Tensor, pattern: AttentionPattern) -> bool:
-    """Whether the package computes it: the scores are capped, and there are no sinks, no chosen keys, and no compiler."""
+    """Return whether the package computes it: the scores are capped, and there are no sinks, no chosen keys, and no compiler."""
     if not pattern.softcap or pattern.sinks is not None or pattern.chosen is not None or torch.compiler.is_compiling():
         return False
     return query.device.type == "cuda" and kernel_fault(query.device) is None
 
 
 def kernel_fault(device: torch.device) -> str | None:
-    """Why capped scores are written out on a GPU; None: they are not, or the device is none."""
+    """The reason why capped scores are written out on a GPU; None: they are not, or the device is none."""
     return _kernels(device)[1] if device.type == "cuda" else None
 
 

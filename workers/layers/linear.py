@@ -155,7 +155,7 @@ class Joint:
             layer.joint = self
 
     def output(self, layer: LoraLinear, x: Tensor) -> Tensor:
-        """What one of the layers makes of x."""
+        """Return what one of the layers makes of x."""
         known = self._input is not None and self._input() is x and self._version == x._version
         if not known or layer not in self._waiting:
             arguments = [own._arguments(own.base_layer.bias, None) for own in self._layers]  # pyright: ignore
@@ -180,7 +180,7 @@ class _Call:
     parts: int
     """Number of tensors that store W."""
     keys: Keys | None
-    """Of dropout, with its `rate`; None: nothing is dropped. Only where one layer is computed."""
+    """Keys of dropout, with its `rate`; None: nothing is dropped. Only where one layer is computed."""
     rate: float
 
 

@@ -33,7 +33,7 @@ def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
 
 
 def kernel_fault(device: torch.device) -> str | None:
-    """Why scores with sinks are written out on a GPU; None: they are not, or the device is none."""
+    """The reason why scores with sinks are written out on a GPU; None: they are not, or the device is none."""
     return gpu_kernels.checked(__name__, _compare, device)[1] if device.type == "cuda" else None
 
 

@@ -86,7 +86,7 @@ def own_attention(decoder: Any) -> str:
 
 
 def attention_faults(model: nn.Module, device: torch.device) -> Iterator[tuple[str, str]]:
-    """What of a model's attention a GPU computes by explicit scores, and why."""
+    """Yield what of a model's attention a GPU computes by explicit scores, with the reason."""
     kinds = {"soft-capped scores": ("attn_logit_softcapping", capped_attention), "sinks": ("sinks", sinks)}
     for what, (name, kernel) in kinds.items():
         has_any = any(getattr(module, name, None) is not None for module in model.modules())

@@ -1,4 +1,4 @@
-"""Which adapted layers are given one input: found by calling their module on meta, with something in their place that looks."""
+"""Adapted layers that are given one input, found by calling their module on meta, with something in their place that looks."""
 
 from __future__ import annotations
 

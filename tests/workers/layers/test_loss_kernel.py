@@ -74,7 +74,7 @@ def test_the_kernel_computes_what_several_operations_do(tmp_path: Path) -> None:
 
 
 def by_operations(logits: Any, targets: Any, factors: Any, *, graded: bool) -> tuple[Any, Any]:
-    """In place of the kernel."""
+    """A stand-in of the kernel."""
     logs = logits.log_softmax(dim=-1, dtype=torch.float64)
     found = logs.gather(1, targets[:, None])[:, 0].float(), logs.argmax(dim=-1) == targets
     if graded:

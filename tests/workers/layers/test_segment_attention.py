@@ -245,7 +245,7 @@ def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatc
 
 
 def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """In place of flash-attn's function, by whole scores. query [tokens, heads, d]."""
+    """A stand-in of flash-attn's function, by whole scores. query [tokens, heads, d]."""
     _starts, longest, _longest = rest
     lengths = tuple(starts.diff().tolist())
     assert max(lengths) <= longest

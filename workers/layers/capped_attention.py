@@ -17,7 +17,7 @@ PACKAGE = "flash_attn"
 
 
 def takes(query: Tensor, pattern: AttentionPattern) -> bool:
-    """Return whether the package computes it: the scores are capped, and there are no sinks, no chosen keys, and no compiler."""
+    """Return whether the package computes it: scores are capped, and there are no sinks, no chosen keys and no compiler."""
     if not pattern.softcap or pattern.sinks is not None or pattern.chosen is not None or torch.compiler.is_compiling():
         return False
     return query.device.type == "cuda" and kernel_fault(query.device) is None

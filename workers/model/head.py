@@ -272,7 +272,7 @@ class _HeadLogProbabilities(torch.autograd.Function):
 
 
 def kernel_fault(device: torch.device) -> str | None:
-    """The reason why cross entropies on a GPU are computed by several operations; None: by one kernel, or the device is none."""
+    """The reason why cross entropies on a GPU take several operations; None: they take one kernel, or the device is none."""
     return _kernels(device)[1] if device.type == "cuda" else None
 
 

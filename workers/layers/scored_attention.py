@@ -88,8 +88,8 @@ def scored_grad(
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionPattern], Tensor]
-"""Function of a GPU for a row of samples: query [tokens, heads, d], key and value [tokens, groups, d], int32 first token of each
-sample and the end, tokens of the longest at most → [tokens, heads, d]."""
+"""Function of a GPU for a row of samples: query [tokens, heads, d], key and value [tokens, groups, d], the first token of each
+and the end, int32, tokens of the longest at most, and the pattern → [tokens, heads, d]."""
 
 
 def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device) -> None:

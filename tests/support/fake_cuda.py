@@ -28,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo
 import torch._functorch.config
 from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from peft import PeftModel
@@ -225,6 +226,7 @@ def compiling(record: Record) -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # by Dynamo, which hides it where it is no error
+        torch._dynamo.reset()  # else the tests of a process compile one layer together, which has a limit
         yield
 
 

@@ -98,7 +98,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
     assert found.keys() == expected.keys()
     assert max(float(tensor.abs().max()) for tensor in expected.values()) > 0.1, "there is something to compare"
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=0, atol=bound)
+        torch.testing.assert_close(found[key], tensor, rtol=bound, atol=bound)  # some are larger than 1
 
 
 @pytest.fixture(scope="module")

@@ -274,9 +274,9 @@ def refuse_weights_beyond(job: Job, limits: TenantLimits, store: Store, places: 
         raise SpecError(text, param="path", code="storage_limit")
 
 
-def delete_weights(run: RunDir, path: WeightsPath) -> bool:
-    """Remove saved weights. Returns whether there were any."""
-    return delete_saved(run, path.name) if path.kind == "weights" else delete_sampler(run, path.name)
+def delete_weights(run: RunDir, path: WeightsPath) -> None:
+    """Remove saved weights, if there are any."""
+    (delete_saved if path.kind == "weights" else delete_sampler)(run, path.name)
 
 
 def is_model(job: Job) -> bool:

@@ -9,11 +9,9 @@ trainer has left beside them: how far the two are apart is a metric, and a warni
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +24,7 @@ from ft_service.meters import Meters
 from ft_service.rundir.evaluations import Probe
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.served_verdict import OTHER_PRECISION, judge
-from ft_service.serving.token_sampler import Sampler
+from ft_service.serving.token_sampler import SampleOrders, Sampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent, Principal
@@ -52,13 +50,12 @@ def run(
     SampleLoop(store, sampler, Places.of(settings), Catalogue.from_settings(settings, descriptions), meters).run(stop)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Asked:
     """A request that is under way."""
 
     sample: TinkerSample | None
     """None: it measures how far the sampler is from the trainer."""
-    sampled: Sampled
     sampler: TinkerSampler
     job: Job | None
     probe: Probe | None = None
@@ -73,11 +70,9 @@ class SampleLoop:
     places: Places
     catalogue: Catalogue
     meters: Meters
-    asked: dict[str, _Asked] = field(default_factory=dict[str, _Asked])
-    """What is under way, by the sample's id."""
 
     def __post_init__(self) -> None:
-        self._parts: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._orders = SampleOrders[_Asked](self.sampler)
         self._measured: dict[str, list[tuple[Probe, list[float]]]] = {}
         """Sampler's id → its probes so far, with its log-probabilities of them."""
         self._known: set[str] = set()
@@ -98,11 +93,12 @@ class SampleLoop:
                 log.exception("requests for samples wait")
 
     def _ask_waiting(self) -> None:
-        room = AT_ONCE - len(self.asked)
+        room = AT_ONCE - len(self._orders.under_way)
         if room <= 0:
             return
-        of_project = Counter(asked.sampler.project_id for asked in self.asked.values())
-        for sample in self.store.tinker.unanswered(set(self.asked), room):
+        of_project = Counter(asked.sampler.project_id for asked in self._orders.under_way)
+        asked = {asked.sample.id for asked in self._orders.under_way if asked.sample is not None}
+        for sample in self.store.tinker.unanswered(asked, room):
             if of_project[sample.project_id] >= AT_ONCE_OF_PROJECT:
                 continue
             of_project[sample.project_id] += 1
@@ -121,17 +117,7 @@ class SampleLoop:
         if job is not None and sampler.logprob_gap is None and sampler.id not in self._known:
             self._known.add(sampler.id)
             self._measure(sampler, model, str(adapter), job)
-        self._submit(sample.id, _Asked(sample, Sampled(request), sampler, job), model, adapter)
-
-    def _submit(self, key: str, asked: _Asked, model: PreviewModel, adapter: str | None) -> None:
-        order = asked.sampled.request.order(adapter)
-        project = asked.sampler.project_id
-        deliver = partial(self._deliver, key)
-        self.sampler.submit(model, order, deliver, project_id=project, on_processor=True)
-        self.asked[key] = asked
-
-    def _deliver(self, key: str, part: dict[str, Any]) -> None:
-        self._parts.put((key, part))
+        self._orders.submit(_Asked(sample, sampler, job), model, adapter, request, sampler.project_id)
 
     def _model(self, sampler: TinkerSampler) -> tuple[PreviewModel, str | None, Job | None]:
         """The base with its formats, the folder of the adapter, and the job that trained it. Raises NotFoundError."""
@@ -150,53 +136,35 @@ class SampleLoop:
         assert sampler.model_path is not None
         key = f"{sampler_key(WeightsPath.parse(sampler.model_path).name)}/{PROBES}"
         document = self.places.run(job.id).readable(key, SamplerProbes)
-        for number, probe in enumerate(document.probes if document else ()):
+        for probe in document.probes if document else ():
             chunk = TextChunk(tokens=probe.tokens)
             params = SamplingParams(max_tokens=1, temperature=0.0)
             request = SampleRequest(prompt=ModelInput(chunks=[chunk]), sampling_params=params, prompt_logprobs=True)
-            asked = _Asked(None, Sampled(request), sampler, job, probe)
-            self._submit(f"{sampler.id}/probe-{number}", asked, model, adapter)
+            self._orders.submit(_Asked(None, sampler, job, probe), model, adapter, request, sampler.project_id)
 
     def _take(self, seconds: float) -> None:
         """Take the parts of answers that have come, waiting for the first, and store the answers that are whole."""
         answers: dict[str, bytes | dict[str, Any]] = {}
-        try:
-            key, part = self._parts.get(timeout=seconds)
-            while True:
-                self._take_part(key, part, answers)
-                key, part = self._parts.get_nowait()
-        except queue.Empty:
-            pass
+        for asked, outcome in self._orders.ended(seconds):
+            if isinstance(outcome, Sampled):
+                if asked.sample is None:
+                    self._compare(asked, outcome)
+                else:
+                    answers[asked.sample.id] = outcome.message()
+            elif asked.sample is not None and not isinstance(outcome, UnavailableError):  # that is asked again
+                category = "user" if isinstance(outcome, SpecError) else "server"
+                answers[asked.sample.id] = {"error": outcome.message, "category": category}
         if answers:
             self.store.tinker.answer_samples(answers)
 
-    def _take_part(self, key: str, part: dict[str, Any], answers: dict[str, bytes | dict[str, Any]]) -> None:
-        asked = self.asked.get(key)
-        if asked is None:
-            return
-        if part["kind"] == "error":
-            del self.asked[key]
-            error: FtError = part["error"]
-            if asked.sample is not None and not isinstance(error, UnavailableError):  # that is asked again
-                answers[key] = {"error": error.message, "category": "user" if isinstance(error, SpecError) else "server"}
-            return
-        asked.sampled.take(part)
-        if not asked.sampled.done:
-            return
-        del self.asked[key]
-        if asked.sample is not None:
-            answers[key] = asked.sampled.message()
-        else:
-            self._compare(asked)
-
-    def _compare(self, asked: _Asked) -> None:
+    def _compare(self, asked: _Asked, sampled: Sampled) -> None:
         """Compare the log-probabilities of one sequence with the trainer's; of all of them, store the mean distance."""
         assert asked.probe is not None
         assert asked.job is not None
-        sampler_id, own = asked.sampler.id, [asked.sampled.prompt[place][0] for place in sorted(asked.sampled.prompt)]
+        sampler_id, own = asked.sampler.id, [sampled.prompt[place][0] for place in sorted(sampled.prompt)]
         measured = self._measured.setdefault(sampler_id, [])
         measured.append((asked.probe, own))
-        if any(other.sampler.id == sampler_id and other.sample is None for other in self.asked.values()):
+        if any(other.sampler.id == sampler_id and other.sample is None for other in self._orders.under_way):
             return
         probes, served = zip(*self._measured.pop(sampler_id), strict=True)
         pairs = [pair for probe, own in zip(probes, served, strict=True) for pair in zip(probe.tuned, own, strict=True)]

@@ -1,18 +1,20 @@
-"""Samplers of tokens, and answers to many prompts from one as one blocking call."""
+"""Samplers of tokens, the requests that they answer, and answers to many prompts as one blocking call."""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ft_service.errors import FtError, UnavailableError
 from ft_service.serving.inference_server import InferenceServerError
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.preview_process import Deliver
 from ft_service.tinker.sample_calls import Sampled, SampleRequest
+
+K = TypeVar("K", bound=Hashable)
 
 AT_ONCE = 32
 """Requests of one call at once."""
@@ -41,6 +43,46 @@ class Sampler(Protocol):
         ...
 
 
+class SampleOrders(Generic[K]):
+    """Requests that are under way at a sampler, by keys of the caller's. For one thread."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._parts: queue.SimpleQueue[tuple[K, dict[str, Any]]] = queue.SimpleQueue()
+        self.under_way: dict[K, tuple[Sampled, object]] = {}
+        """Key → the parts of the answer so far, and the sampler's ticket."""
+
+    def submit(
+        self, key: K, model: PreviewModel, adapter: str | None, request: SampleRequest, project_id: str, *, texts: bool = False
+    ) -> None:
+        """Have a request answered. `adapter`: a PEFT folder; None: the base alone. Raises UnavailableError."""
+        order = {**request.order(adapter), "texts": texts}
+        deliver: Deliver = lambda part: self._parts.put((key, part))  # noqa: E731
+        ticket = self._sampler.submit(model, order, deliver, project_id=project_id, on_processor=True)
+        self.under_way[key] = Sampled(request), ticket
+
+    def ended(self, seconds: float) -> Iterator[tuple[K, Sampled | FtError]]:
+        """Take the parts of answers that have come, waiting for the first. Yields each request that has ended: with its whole
+        answer, or the error that came instead."""
+        try:
+            key, part = self._parts.get(timeout=seconds)
+            while True:
+                if key in self.under_way:
+                    sampled, _ = self.under_way[key]
+                    sampled.take(part)
+                    if sampled.done or part["kind"] == "error":
+                        del self.under_way[key]
+                        yield key, part.get("error", sampled)
+                key, part = self._parts.get_nowait()
+        except queue.Empty:
+            return
+
+    def cancel(self) -> None:
+        """Drop all that are under way."""
+        for _, ticket in self.under_way.values():
+            self._sampler.cancel(ticket)
+
+
 @dataclass(frozen=True)
 class TokenSampler:
     """A sampler for one project."""
@@ -62,9 +104,9 @@ class TokenSampler:
 
         Raises SamplingStopped, and FtError for a model that cannot be sampled from.
         """
-        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        sampled = [Sampled(request) for request in requests]
-        waiting, under_way = list(range(len(requests)))[::-1], dict[int, object]()
+        orders = SampleOrders[int](self.sampler)
+        answers: dict[int, Sampled] = {}
+        waiting = list(range(len(requests)))[::-1]
         not_before = 0.0
         refused_since: float | None = None
 
@@ -73,56 +115,27 @@ class TokenSampler:
             now = time.monotonic()
             refused_since = now if refused_since is None else refused_since
             not_before = now + BUSY_SECONDS
-            sampled[number] = Sampled(requests[number])
             waiting.append(number)
             refused(error, now - refused_since)
 
         try:
-            while waiting or under_way:
+            while waiting or orders.under_way:
                 if stop():
                     raise SamplingStopped
-                while waiting and len(under_way) < AT_ONCE and time.monotonic() >= not_before:
+                while waiting and len(orders.under_way) < AT_ONCE and time.monotonic() >= not_before:
                     number = waiting.pop()
                     try:
-                        under_way[number] = self._submitted(model, adapter, number, requests[number], parts)
+                        orders.submit(number, model, adapter, requests[number], self.project_id, texts=True)
                     except NOT_NOW as error:
                         again(number, error)
-                for number, part in _taken(parts):
-                    if number not in under_way:
-                        continue
-                    if part["kind"] != "error":
+                for number, outcome in orders.ended(LOOK_SECONDS):
+                    if isinstance(outcome, Sampled):
                         refused_since = None
-                        sampled[number].take(part)
-                        if sampled[number].done:
-                            del under_way[number]
-                    elif isinstance(part["error"], NOT_NOW):
-                        del under_way[number]
-                        again(number, part["error"])
+                        answers[number] = outcome
+                    elif isinstance(outcome, NOT_NOW):
+                        again(number, outcome)
                     else:
-                        raise part["error"]
-            return sampled
+                        raise outcome
+            return [answers[number] for number in range(len(requests))]
         finally:
-            for ticket in under_way.values():
-                self.sampler.cancel(ticket)
-
-    def _submitted(
-        self,
-        model: PreviewModel,
-        adapter: str,
-        number: int,
-        request: SampleRequest,
-        parts: queue.SimpleQueue[tuple[int, dict[str, Any]]],
-    ) -> object:
-        order = request.order(adapter) | {"texts": True}
-        deliver = lambda part: parts.put((number, part))  # noqa: E731
-        return self.sampler.submit(model, order, deliver, project_id=self.project_id, on_processor=True)
-
-
-def _taken(parts: queue.SimpleQueue[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The parts that have come, after a while for the first one."""
-    try:
-        yield parts.get(timeout=LOOK_SECONDS)
-        while True:
-            yield parts.get_nowait()
-    except queue.Empty:
-        return
+            orders.cancel()

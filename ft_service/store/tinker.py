@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Table, delete, insert, select, update
 
 from ft_service.errors import LimitError, SpecError
 from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.rows import columns_of, not_found
 from ft_service.store.tables import UNANSWERED, tinker_samplers, tinker_samples, tinker_sessions
 from ft_service.store.tenants.audit import record
+
+R = TypeVar("R")
 
 MOST_UNANSWERED = 4096
 """Limit of a project's samples that wait."""
@@ -74,13 +76,17 @@ class TinkerStore(StorePart):
         with self._database.writing() as connection:
             connection.execute(insert(tinker_sessions).values(**values, **now))
 
-    def get_session(self, project_id: str, session_id: str) -> TinkerSession:
-        query = select(*_SESSION).where(tinker_sessions.c.id == session_id, tinker_sessions.c.project_id == project_id)
+    def _read(self, record: type[R], table: Table, noun: str, project_id: str, row_id: str) -> R:
+        """A project's own record. Raises NotFoundError."""
+        query = select(*columns_of(record, table)).where(table.c.id == row_id, table.c.project_id == project_id)
         with self._database.reading() as connection:
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
-            raise not_found("session", session_id)
-        return TinkerSession(**row)
+            raise not_found(noun, row_id)
+        return record(**row)
+
+    def get_session(self, project_id: str, session_id: str) -> TinkerSession:
+        return self._read(TinkerSession, tinker_sessions, "session", project_id, session_id)
 
     def open_session(self, project_id: str, session_id: str) -> TinkerSession:
         """A session in which something may be created. Raises SpecError if its client has finished it."""
@@ -127,12 +133,7 @@ class TinkerStore(StorePart):
         return self.get_sampler(sampler.project_id, sampler.id)
 
     def get_sampler(self, project_id: str, sampler_id: str) -> TinkerSampler:
-        query = select(*_SAMPLER).where(tinker_samplers.c.id == sampler_id, tinker_samplers.c.project_id == project_id)
-        with self._database.reading() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise not_found("sampler", sampler_id)
-        return TinkerSampler(**row)
+        return self._read(TinkerSampler, tinker_samplers, "sampler", project_id, sampler_id)
 
     def samplers_of(self, session_id: str) -> list[str]:
         """Ids of a session's samplers, the oldest first."""
@@ -187,12 +188,7 @@ class TinkerStore(StorePart):
         self._database.changed.set()
 
     def get_sample(self, project_id: str, sample_id: str) -> TinkerSample:
-        query = select(*_SAMPLE).where(tinker_samples.c.id == sample_id, tinker_samples.c.project_id == project_id)
-        with self._database.reading() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise not_found("request", sample_id)
-        return TinkerSample(**row)
+        return self._read(TinkerSample, tinker_samples, "request", project_id, sample_id)
 
     def answered(self, sample_ids: Collection[str]) -> set[str]:
         """Those of some samples that are answered, or are not there."""

@@ -123,19 +123,22 @@ class AdamParams(Body):
         return value
 
 
-class OptimStep(Body):
-    """The body of `optim_step`."""
+class OfCommand(Body):
+    """A body of a command."""
 
     model_id: str
     seq_id: Seq
+
+
+class OptimStep(OfCommand):
+    """The body of `optim_step`."""
+
     adam_params: AdamParams = AdamParams()
 
 
-class SaveWeights(Body):
+class SaveWeights(OfCommand):
     """The body of `save_weights`."""
 
-    model_id: str
-    seq_id: Seq
     path: str | None = None
     """The name; None: the request's number."""
     ttl_seconds: Ttl | None = None
@@ -143,11 +146,9 @@ class SaveWeights(Body):
     user_metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
-class SaveForSampler(Body):
+class SaveForSampler(OfCommand):
     """The body of `save_weights_for_sampler`."""
 
-    model_id: str
-    seq_id: Seq
     path: str | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0, le=999_999_999)
     """The sampler that is made of the weights if they have no name."""
@@ -156,11 +157,9 @@ class SaveForSampler(Body):
     user_metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
-class SaveExternal(Body):
+class SaveExternal(OfCommand):
     """The body of `save_weights_external`."""
 
-    model_id: str
-    seq_id: Seq
     path: str | None = None
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,11 @@ SESSION = "session-"
 KEY_PREFIX = "tml-"
 """Beginning of a key of ours as Tinker's client takes it."""
 Kind = Literal["weights", "sampler_weights"]
+_OTHER_KIND: Mapping[Kind, tuple[str, str]] = {
+    "weights": ("train on", "To sample, take those of save_weights_for_sampler"),
+    "sampler_weights": ("sample from", "To train on, take those of save_state"),
+}
+"""Kind → what such weights are for, and what to take for the other purpose."""
 _MODEL = re.compile(r"(session-[0-9A-Za-z]{1,64}):train:([0-9]{1,9})")
 _SAMPLER = re.compile(r"(session-[0-9A-Za-z]{1,64}):sample:([0-9]{1,9})")
 _REQUEST = re.compile(r"(session-[0-9A-Za-z]{1,64}:(train|sample):[0-9]{1,9})#([0-9]{1,12})")
@@ -99,12 +105,9 @@ class WeightsPath:
             form = "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
             raise SpecError(f"path = {given[:200]!r}: a path of saved weights is {form}.", param="path")
         path = cls(match[1], "weights" if match[2] == "weights" else "sampler_weights", match[3])
-        if kind == "weights" and path.kind != kind:
-            text = f"path = {path}: these weights were saved to sample from. To train on, take those of save_state."
-            raise SpecError(text, param="path")
-        if kind == "sampler_weights" and path.kind != kind:
-            text = f"path = {path}: these weights were saved to train on. To sample, take those of save_weights_for_sampler."
-            raise SpecError(text, param="path")
+        if kind not in (None, path.kind):
+            purpose, instead = _OTHER_KIND[path.kind]
+            raise SpecError(f"path = {path}: these weights were saved to {purpose}. {instead}.", param="path")
         return path
 
 

@@ -116,17 +116,11 @@ def saved_bytes(run: RunDir) -> int:
     return sum(saved.bytes for saved in saved_weights(run)) + sum(sampler_bytes(run, name) for name in samplers_of(run))
 
 
-def delete_saved(run: RunDir, name: str) -> bool:
-    """Remove the pointer of saved weights; their checkpoint goes after the next one. Returns whether there was a pointer."""
-    path = run.path(saved_key(name))
-    there = path.is_file()
-    path.unlink(missing_ok=True)
-    return there
+def delete_saved(run: RunDir, name: str) -> None:
+    """Remove the pointer of saved weights; their checkpoint goes after the next one."""
+    run.path(saved_key(name)).unlink(missing_ok=True)
 
 
-def delete_sampler(run: RunDir, name: str) -> bool:
-    """Remove the weights of a sampler. Returns whether there were any."""
-    path = run.path(sampler_key(name))
-    there = path.is_dir()
-    shutil.rmtree(path, ignore_errors=True)
-    return there
+def delete_sampler(run: RunDir, name: str) -> None:
+    """Remove the weights of a sampler."""
+    shutil.rmtree(run.path(sampler_key(name)), ignore_errors=True)

@@ -22,21 +22,21 @@ def alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def from_first(value: T) -> T:
-    """Rank 0's value, on every rank. Called by all together."""
+def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value, on every rank. Called by all together. `group`: of all ranks; None: the one of collectives at large."""
     if alone():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
-def from_all(value: T) -> list[T]:
-    """Every rank's value, in rank order. Called by all together."""
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in rank order. Called by all together. `group`: as of `from_first`."""
     if alone():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

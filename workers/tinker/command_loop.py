@@ -29,7 +29,7 @@ from ft_service.spec import JobSpec
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
 from ft_service.tinker.saved_weights import PROBES, SamplerProbes, SavedWeights, sampler_key, saved_key
-from workers.base.rank_objects import from_first
+from workers.base.rank_objects import from_all, from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState, learning_rate_at
 from workers.output.checkpoint import read_position, take_weights
@@ -152,7 +152,7 @@ class CommandLoop:
             order = Order(command, command is not None and self._log.has_result(command.seq), due)
         else:
             order = Order(None)
-        return self._from_first(order)
+        return from_first(order, runtime.groups.stop)
 
     def _stops_or_is_due(self) -> bool:
         """Whether there is something to do, on any rank; looked for during a tick."""
@@ -161,14 +161,10 @@ class CommandLoop:
         while rank == 0 and not due and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
             due = self._is_due()
-        group = self.context.runtime.groups.stop
-        if group is None:
-            return due
-        flag = torch.tensor([due], dtype=torch.uint8)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if flag.item():
-            self.context.stop.agree(requested=self._anywhere(self.context.stop.is_requested))
-        return bool(flag.item())
+        if not self._anywhere(due):
+            return False
+        self.context.stop.agree(requested=self._anywhere(self.context.stop.is_requested))
+        return True
 
     def _is_due(self) -> bool:
         self.context.reporter.heartbeat()
@@ -176,17 +172,13 @@ class CommandLoop:
         return self.context.stop.is_requested or (self.context.runtime.rank == 0 and (is_over or self._log.has(self._next)))
 
     def _anywhere(self, here: bool) -> bool:
-        flag = torch.tensor([here], dtype=torch.uint8)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.context.runtime.groups.stop)
-        return bool(flag.item())
-
-    def _from_first(self, order: Order) -> Order:
+        """Whether something holds on any rank."""
         group = self.context.runtime.groups.stop
         if group is None:
-            return order
-        box = [order]
-        dist.broadcast_object_list(box, src=0, group=group)
-        return box[0]
+            return here
+        flag = torch.tensor([here], dtype=torch.uint8)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return bool(flag.item())
 
     # What is done
 
@@ -224,14 +216,7 @@ class CommandLoop:
         load = command.options.get("load")
         if load is not None:
             self._load(command.seq, load)
-        return self._created(command)
-
-    @staticmethod
-    def _created(command: Command) -> CommandResult:
-        """A model that begins with saved weights is created by their load."""
-        load = command.options.get("load")
-        kind = {"type": "create_model"} if load is None else {"type": "load_weights", "path": load["path"]}
-        return CommandResult({"model_id": command.options.get("model_id"), **kind})
+        return _begun(command)
 
     def _refuse(self, order: Order, command: Command) -> CommandResult | None:
         return CommandResult.failed(str(command.options.get("error")))
@@ -278,11 +263,7 @@ class CommandLoop:
                 read |= dict(zip(own, zip(losses, logprobs, strict=True), strict=True))
         if call.forward_only:
             reshard(context.model)  # what a forward leaves gathered, only a backward would free
-        if runtime.world == 1:
-            return read
-        everyone: list[Any] = [None] * runtime.world
-        dist.all_gather_object(everyone, read, group=runtime.groups.stop)
-        return {position: of_datum for own in everyone for position, of_datum in own.items()}
+        return {position: of_datum for own in from_all(read, runtime.groups.stop) for position, of_datum in own.items()}
 
     def _optim_step(self, order: Order, command: Command) -> CommandResult | None:
         began, job, context = time.perf_counter(), self.job, self.context
@@ -385,7 +366,7 @@ class CommandLoop:
 
     def _load_weights(self, order: Order, command: Command) -> CommandResult | None:
         self._load(command.seq, command.options)
-        return _loaded(command)
+        return _begun(command)
 
     def _load(self, seq: int, options: Mapping[str, Any]) -> None:
         source = RunDir(options["run_dir"])
@@ -404,10 +385,8 @@ class CommandLoop:
         if self.context.runtime.rank != 0 or self.job.command < 0 or self._log.has_result(self.job.command):
             return
         command = self._log.command(self.job.command)
-        if command is not None and command.op == "load_weights":
-            self._log.put_result(command.seq, _loaded(command))
-        if command is not None and command.op == "create_model":
-            self._log.put_result(command.seq, self._created(command))
+        if command is not None and command.op in ("create_model", "load_weights"):
+            self._log.put_result(command.seq, _begun(command))
 
     # What is saved
 
@@ -492,8 +471,13 @@ def _data_together(spec: JobSpec) -> int:
 _NO_CALL = LossCall("cross_entropy", {}, [], forward_only=False)
 
 
-def _loaded(command: Command) -> CommandResult:
-    return CommandResult({"path": command.options["path"], "type": "load_weights"})
+def _begun(command: Command) -> CommandResult:
+    """The result of a command that creates a model, loads weights into one, or creates one that begins with saved weights."""
+    options = command.options
+    model = {} if command.op == "load_weights" else {"model_id": options.get("model_id")}
+    load = options if command.op == "load_weights" else options.get("load")
+    kind = {"type": "create_model"} if load is None else {"type": "load_weights", "path": load["path"]}
+    return CommandResult({**model, **kind})
 
 
 def _add_gap(sums: StepSums, call: LossCall, read: Mapping[int, tuple[float, np.ndarray]]) -> None:

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
-from fastapi import Query, Response
+from fastapi import Query, Request, Response
 
 from api.http.dependencies import JsonBody, Services, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
@@ -136,44 +136,24 @@ def _own(model: str, kind: Kind, name: str, caller: Principal, services: Service
 
 
 @router.delete("/training_runs/{model}/checkpoints/{kind}/{name}")
-def delete_checkpoint(
-    model: str, kind: Literal["weights", "sampler_weights"], name: str, caller: TinkerCaller, services: Svc
-) -> Response:
+def delete_checkpoint(model: str, kind: Kind, name: str, caller: TinkerCaller, services: Svc) -> Response:
     run, path = _own(model, kind, name, caller, services)
     services.store.tinker.record_weights(caller.project_id, "deleted", str(path))
     delete_weights(run, path)
     return Response(status_code=204)
 
 
-@router.post("/training_runs/{model}/checkpoints/{kind}/{name}/publish")
-def publish(
-    model: str, kind: Literal["weights", "sampler_weights"], name: str, caller: TinkerCaller, services: Svc
-) -> Response:
-    """Let every project of the organization load the weights, whoever knows their path."""
-    return _publish(*_own(model, kind, name, caller, services), caller, services, public=True)
-
-
-@router.delete("/training_runs/{model}/checkpoints/{kind}/{name}/publish")
-def unpublish(
-    model: str, kind: Literal["weights", "sampler_weights"], name: str, caller: TinkerCaller, services: Svc
-) -> Response:
-    return _publish(*_own(model, kind, name, caller, services), caller, services, public=False)
-
-
-def _publish(run: RunDir, path: WeightsPath, caller: Principal, services: Services, *, public: bool) -> Response:
+@router.api_route("/training_runs/{model}/checkpoints/{kind}/{name}/publish", methods=["POST", "DELETE"])
+def publish(request: Request, model: str, kind: Kind, name: str, caller: TinkerCaller, services: Svc) -> Response:
+    """Let every project of the organization load the weights, whoever knows their path; DELETE: no longer."""
+    run, path = _own(model, kind, name, caller, services)
+    public = request.method == "POST"
     services.store.tinker.record_weights(caller.project_id, "published" if public else "unpublished", str(path))
     return _change(run, path, public=public)
 
 
 @router.put("/training_runs/{model}/checkpoints/{kind}/{name}/ttl")
-def set_ttl(
-    model: str,
-    kind: Literal["weights", "sampler_weights"],
-    name: str,
-    body: JsonBody,
-    caller: TinkerCaller,
-    services: Svc,
-) -> Response:
+def set_ttl(model: str, kind: Kind, name: str, body: JsonBody, caller: TinkerCaller, services: Svc) -> Response:
     seconds = WeightsTtl.parse(body).ttl_seconds
     expires_at = None if seconds is None else time.time() + seconds
     return _change(*_own(model, kind, name, caller, services), expires_at=expires_at)

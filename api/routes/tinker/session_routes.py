@@ -18,13 +18,9 @@ router = tinker_router()
 
 
 @router.post("/client/config")
+@router.post("/client/dynamic_config")
 def client_config(caller: TinkerCaller) -> dict[str, Any]:
     """The client's own defaults hold."""
-    return {}
-
-
-@router.post("/client/dynamic_config")
-def dynamic_config(caller: TinkerCaller) -> dict[str, Any]:
     return {}
 
 

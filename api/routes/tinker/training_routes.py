@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ _SHORTEST, _LONGEST = 0.01, 0.2
 """Pauses in seconds between two looks for a result."""
 _JOB_SECONDS = 1.0
 """Interval at which a request looks whether its model has ended."""
+
+_COMMANDS: Mapping[str, type[Body]] = {
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveForSampler,
+    "save_weights_external": SaveExternal,
+    "load_weights": LoadWeights,
+}
+"""Command, as its path ends → its body."""
 
 
 def _future(owner: str, seq: int) -> dict[str, Any]:
@@ -124,17 +134,17 @@ def _check_seq(seq: int) -> None:
         raise SpecError(f"seq_id = {seq}: 1 to 999,999,999 are possible.", param="seq_id")
 
 
-def _accept(body: Any, form: type[Body], op: str, caller: Principal, services: Services) -> dict[str, Any]:
+def _accept(body: Any, op: str, caller: Principal, services: Services) -> dict[str, Any]:
     """Store a command. One whose options are wrong is stored as refused: its number must not be missing."""
     given = body if isinstance(body, dict) else {}
     model, seq = given.get("model_id"), given.get("seq_id")
     if not isinstance(model, str) or not isinstance(seq, int):
-        form.parse(body)
+        _COMMANDS[op].parse(body)
         raise SpecError("model_id and seq_id are needed.", param="seq_id")
     _check_seq(seq)
     job = find_model(services.store, caller.project_id, model)
     try:
-        command = Command(seq, op, _options(form.parse(body), job, model, seq, caller, services))
+        command = Command(seq, op, _options(_COMMANDS[op].parse(body), job, model, seq, caller, services))
     except (SpecError, NotFoundError) as error:
         command = Command(seq, "refused", {"error": error.message})
     tinker_models.accept(job, command, services.store, services.places)
@@ -198,31 +208,18 @@ def _save_as(given: SaveWeights | SaveForSampler, path: WeightsPath, job: Job, c
 
 
 @router.post("/optim_step")
-def optim_step(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    return _accept(body, OptimStep, "optim_step", caller, services)
-
-
 @router.post("/save_weights")
-def save_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    return _accept(body, SaveWeights, "save_weights", caller, services)
-
-
 @router.post("/save_weights_for_sampler")
-def save_weights_for_sampler(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    return _accept(body, SaveForSampler, "save_weights_for_sampler", caller, services)
-
-
 @router.post("/save_weights_external")
-def save_weights_external(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    """Refused, as the result: the client counts it as a command."""
-    return _accept(body, SaveExternal, "refused", caller, services)
+def accept_command(request: Request, body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+    return _accept(body, request.url.path.rpartition("/")[2], caller, services)
 
 
 @router.post("/load_weights")
 def load_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     """Load saved weights into a model, or create a model that begins with them."""
     if isinstance(body, dict) and body.get("session_id") is None:
-        return _accept(body, LoadWeights, "load_weights", caller, services)
+        return _accept(body, "load_weights", caller, services)
     given = LoadWeights.parse(body)
     if given.session_id is None or given.model_seq_id is None:
         raise SpecError("session_id and model_seq_id, or model_id and seq_id, are needed.", param="session_id")

@@ -27,6 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
 CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
+COOKBOOK := $(VENV)/clients/cookbook
 TRITON := $(VENV)/triton
 GPU := $(wildcard /dev/nvidia0)
 # Three test processes, since a test often waits for its own; each has whole modules, in the order of tests/conftest.py.
@@ -52,7 +53,7 @@ wheel: $(READY)
 test: $(READY) $(TRITON)
 	@$(PYTEST) -m "not slow$(if $(GPU),, and not gpu)"
 
-test-all: $(READY) $(TRITON) $(CLIENTS)
+test-all: $(READY) $(TRITON) $(CLIENTS) $(COOKBOOK)
 	@$(PYTEST) $(if $(GPU),,-m "not gpu")
 
 bench: $(READY)
@@ -99,6 +100,15 @@ $(CLIENTS): $(VENV)/clients/%: $(READY)
 	@echo "Installing openai $*.x into $@"
 	@rm -rf $@
 	@$(PIP_INSTALL) --target $@ "openai>=$*,<$$(($* + 1))" $(SHOW)
+	@touch $@
+
+# Recipes of tinker-cookbook, with what they import beyond the packages of .venv; not every index has all that it requires.
+$(COOKBOOK): $(READY)
+	@echo "Installing tinker-cookbook into $@"
+	@rm -rf $@ && mkdir -p $@
+	@$(PIP_INSTALL) -q --no-deps --target $@ 'tinker-cookbook>=0.6,<0.7' antlr4-python3-runtime blobfile chz datasets dill \
+		latex2sympy2_extended math-verify multiprocess pandas pycryptodomex pylatexenc pyrage termcolor tiktoken \
+		|| echo "tinker-cookbook cannot be had: the tests of its recipes are skipped."
 	@touch $@
 
 # Compiles kernels for GPUs on a processor, beside a PyTorch that has not brought it; the release that PyTorch 2.11 brings.

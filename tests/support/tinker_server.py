@@ -18,13 +18,15 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 @contextlib.contextmanager
-def serving(folder: Path, models: Path, slots: int, ranks: int = 2, **settings: str) -> Iterator[Server]:
-    """A server for clients of these bases, on the same port after a kill."""
+def serving(
+    folder: Path, models: Path, slots: int, ranks: int = 2, together: int = 1, precision: str = "nf4", **settings: str
+) -> Iterator[Server]:
+    """A server for clients of these bases, on the same port after a kill. `together`: sequences of a micro-batch."""
     (folder / "home").mkdir(parents=True)
     options = folder / "options.yaml"
     options.write_text(
-        "precision: {default: nf4, compute: fp32}\n"
-        "training: {max_length: 256, per_device_train_batch_size: 1}\n"
+        f"precision: {{default: {precision}, compute: fp32}}\n"
+        f"training: {{max_length: 256, per_device_train_batch_size: {together}}}\n"
         f"distributed: {{nproc_per_node: {ranks}}}\n"
     )
     own: Any = {"FT_TINKER_OPTIONS": str(options), "FT_TINKER_IDLE_SECONDS": "5", "FT_PORT": str(free_port()), **settings}

@@ -87,8 +87,7 @@ def padded(rows: list[torch.Tensor]) -> torch.Tensor:
 
 def conversation(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Tokens:
     """The recipe's example and some sums, as the cookbook's renderer `role_colon` writes them."""
-    ids: list[int] = [tokenizer.bos_token_id]
-    learned = [False]
+    ids, learned = list[int](), list[bool]()
 
     def say(*texts: str, learn: bool = False) -> None:
         for text in texts:
@@ -96,7 +95,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Toke
             ids.extend(tokens)
             learned.extend([learn] * len(tokens))
 
-    say("User:", " What is 4 + 5?\n\n", "Assistant:", " 9\n\n", "User:")
+    say(str(tokenizer.bos_token), "User:", " What is 4 + 5?\n\n", "Assistant:", " 9\n\n", "User:")
     for _ in range(SUMS):
         one, other = rng.randint(0, LARGEST), rng.randint(0, LARGEST)
         say(f" What is {one} + {other}?\n\n", "Assistant:")

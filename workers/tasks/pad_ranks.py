@@ -1,4 +1,4 @@
-"""An adapter without patterns of rank and alpha: `python -m workers.tasks.pad_ranks ADAPTER OUT`.
+"""An adapter without patterns of rank and alpha: `python -m workers.tasks.pad_ranks ADAPTER OUT [BASE]`.
 
 vLLM and others read one rank and one alpha and ignore patterns without a word. Here every matrix is padded with zeros to the
 largest rank and each module's own scale is folded into B, so that one scale of 1 has the same effect.
@@ -82,8 +82,8 @@ def _compare(modules: Sequence[str], before: PeftAdapter, after: PeftAdapter) ->
 
 def main(arguments: list[str]) -> int:
     """Print one line of JSON: the rank, or the error. Exit code 0 or 64."""
-    source, out = map(Path, arguments)
-    return print_result(lambda: {"r": pad_ranks(source, out)})
+    source, out, *base = map(Path, arguments)
+    return print_result(lambda: {"r": pad_ranks(source, out, *base)})
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def test_a_base_published_quantised_takes_what_was_planned(
 
 
 def nvfp4_experts(base: Path) -> Path:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 160}
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 160}
     nvfp4_of_modelopt(save_tiny("qwen3_moe", base, **sizes))
     return base
 

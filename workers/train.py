@@ -61,6 +61,7 @@ from workers.model.attention import attention_faults
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.model.probes import Probed
+from workers.model.whole_modules import EmbeddedRows
 from workers.output import checkpoint
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
 from workers.output.event_files import FOLDER, EventFile
@@ -182,7 +183,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     if evaluator is not None and not evaluator.begin():
         return _stopped(context, "before the first step, while the prompts of the evaluation were answered")
     _resume(runtime, reporter, job, schedule.total_steps)
-    watch, saver = AdapterWatch(job.parameters, reporter.warn), _saver(context)
+    watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
+    saver = _saver(context)
     stopped_at = Trainer(context, job, train_data, valid_data, schedule, saver, watch, evaluator).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
@@ -222,7 +224,7 @@ def _carry_out_commands(
         steps = RolloutSchedule.of(runtime.spec, *map(len, data)).total_steps
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
-    watch = AdapterWatch(job.parameters, reporter.warn)
+    watch = AdapterWatch(job, reporter.warn)
     loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
     finished, checkpoint = loop.run()
     if not finished:

@@ -109,9 +109,10 @@ class ServedQuality(_QualityDocument):
 FORGETTING = "forgetting.json"
 """Key in the run directory, written with the outcome."""
 MOST_PERPLEXITY_RISE = 0.10
-"""Share by which perplexity on general text may rise without a warning; learning a format or a style usually costs less."""
+"""Share by which perplexity on general text may rise without a warning; a convention of this service."""
 MOST_DIVERGENCE = 0.5
-"""Nats per token by which the tuned model may diverge from its base, on the base's own answers, without a warning."""
+"""Nats per token by which the tuned model may diverge from its base, on the base's own answers, without a warning; a
+convention of this service. That forgetting follows from this divergence: arXiv 2509.04259, on the new task's inputs."""
 
 
 class Forgetting(_QualityDocument):

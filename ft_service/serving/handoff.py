@@ -104,7 +104,7 @@ class Handoff:
             return False
         try:
             refuse_damaged(source, name)
-            put_adapter(source, target)
+            put_adapter(source, target, job.stored_spec.base_folder)
         except (FtError, OSError) as error:
             self._report(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
             return False
@@ -118,7 +118,7 @@ class Handoff:
             return  # tried again when the server answers
         except FtError as error:
             self._refused.add((server.url, name))
-            verdict = Verdict(False, f"not served: {error.message}")
+            verdict = Verdict(False, f"not served: {error.message}{_instead(job)}")
         log.info("%s on %s: %s", name, server.url, verdict.text)
         self._report(job, verdict)
 
@@ -144,26 +144,35 @@ def inference_servers(settings: Settings) -> list[InferenceServer]:
     return [InferenceServer(url, key.get_secret_value() if key else None) for url in settings.inference_urls]
 
 
-def put_adapter(source: Path, target: Path) -> None:
-    """Copy an adapter, whole, to where inference servers see it, unless it is there. Raises OSError and FtError."""
+def put_adapter(source: Path, target: Path, base: str = "") -> None:
+    """Copy an adapter, whole, to where inference servers see it, unless it is there. `base`: the folder of its base, which
+    adapters on stacks of experts need. Raises OSError and FtError.
+    """
     if target.is_dir():
         return
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        _fill(source, temporary)
+        _fill(source, temporary, base)
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fill(source: Path, target: Path) -> None:
-    """Copy an adapter in a form that vLLM reads, which does not support rank and alpha patterns."""
+def _fill(source: Path, target: Path, base: str) -> None:
+    """Copy an adapter in a form that vLLM reads, which knows neither patterns of rank and alpha nor PEFT's names of experts."""
     config = json.loads((source / "adapter_config.json").read_text())
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        run_worker("workers.tasks.pad_ranks", [str(source), str(target)])
+    if any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "target_parameters")):
+        run_worker("workers.tasks.pad_ranks", [str(source), str(target), *([base] if base else [])])
         return
     for path in source.iterdir():
         if path.is_file() and not path.is_symlink():
             shutil.copyfile(path, target / path.name)
+
+
+def _instead(job: Job) -> str:
+    """What to do with an adapter that a server refuses."""
+    if not job.stored_spec.adapts_experts:
+        return ""
+    return " vLLM computes adapters on experts on GPUs only: merge the tuned model (ft export --format merged) and serve that."

@@ -326,7 +326,8 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
         raise _refused(
             "target_parameters",
             lora.target_parameters,
-            "adapters on stacks of experts were not tried on it (ft export --format vllm writes them). Leave them out, or",
+            "it computes adapters on stacks of experts on GPUs only, where none was tried (ft export --format vllm writes "
+            "them). Leave them out, or",
         )
     for name in ("use_dora", "modules_to_save"):
         if given := getattr(lora, name, None):

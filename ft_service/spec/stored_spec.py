@@ -41,3 +41,13 @@ class StoredSpec:
     def base(self) -> str:
         """Name of the base model."""
         return self.document["model"]["name"]
+
+    @property
+    def base_folder(self) -> str:
+        """Folder of the base model where ranks run; empty: not known yet."""
+        return self.document["model"].get("path", "")
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether its adapters are on stacks of experts, too."""
+        return bool(self.document.get("lora", {}).get("target_parameters"))

@@ -23,15 +23,17 @@ ABSENT = "vLLM is not here: FT_TEST_VLLM names a Python that has it, or a server
 START_SECONDS = 900
 
 
-def command(python: str, port: int) -> list[str]:
+def command(python: str, port: int, model: Path = SAMPLE) -> list[str]:
+    """`model`: a folder, by the name of which it is served; the sample base with adapters, another without."""
     program = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    base = ["--model", str(SAMPLE), "--served-model-name", SAMPLE.name, "--dtype", "float32", "--max-model-len", "512"]
-    return [*program, *base, "--enable-lora", "--max-lora-rank", "16", "--enforce-eager"]
+    base = ["--model", str(model), "--served-model-name", model.name, "--dtype", "float32", "--max-model-len", "512"]
+    adapters = ["--enable-lora", "--max-lora-rank", "16"] if model == SAMPLE else []
+    return [*program, *base, *adapters, "--enforce-eager"]
 
 
 @contextmanager
-def vllm_serving(folder: Path) -> Iterator[str]:
-    """Yield the URL of a server of the sample base. `folder`: its home, and its log."""
+def vllm_serving(folder: Path, model: Path = SAMPLE) -> Iterator[str]:
+    """Yield the URL of a server of a model (`command`). `folder`: its home, and its log."""
     if VLLM.startswith("http"):
         yield VLLM
         return
@@ -41,7 +43,7 @@ def vllm_serving(folder: Path) -> Iterator[str]:
     own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "HOME": str(folder)}
     with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(command(VLLM, port), env=environment, stdout=log, stderr=log, cwd=folder)
+        server = subprocess.Popen(command(VLLM, port, model), env=environment, stdout=log, stderr=log, cwd=folder)
     try:
         url = f"http://127.0.0.1:{port}/v1"
         deadline = time.monotonic() + START_SECONDS

@@ -19,7 +19,7 @@ from tests.support.bases import plan_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
-from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, mxfp4, nvfp4
+from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, mxfp4, nvfp4, nvfp4_of_modelopt
 from tests.support.training.published import save_published
 from workers.base.load import adapters
 from workers.data.batches import Tokens
@@ -203,15 +203,34 @@ def test_a_base_published_quantised_takes_what_was_planned(
         assert received == pytest.approx(plan.wire.gather, rel=0.02)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_experts_published_in_mxfp4_take_what_was_planned(world: int, tmp_path: Path) -> None:
+def nvfp4_experts(base: Path) -> Path:
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 160}
+    nvfp4_of_modelopt(save_tiny("qwen3_moe", base, **sizes))
+    return base
+
+
+@pytest.mark.parametrize(
+    ("publish", "published", "default", "world"),
+    [
+        (partial(save_published, "gpt-oss"), "mxfp4", "as_published", 1),
+        (partial(save_published, "gpt-oss"), "mxfp4", "as_published", 3),
+        (nvfp4_experts, "nvfp4", "as_published", 3),
+        (nvfp4_experts, "nf4", "nf4", 2),
+    ],
+    ids=["gpt-oss", "gpt-oss on three", "qwen3 on three", "qwen3 in nf4 on two"],
+)
+def test_experts_published_in_four_bits_take_what_was_planned(
+    publish: Any, published: str, default: str, world: int, tmp_path: Path
+) -> None:
     training = {"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH}
-    base = save_published("gpt-oss", tmp_path / "base")
-    spec = spec_for(base, ranks=world, precision={"default": "as_published"}, training=training)
+    base = publish(tmp_path / "base")
+    spec = spec_for(base, ranks=world, precision={"default": default}, training=training)
     plan = plan_of(spec, MACHINES["H100"])
-    assert {module.format for module in plan.modules if module.kind == "experts"} == {"mxfp4"}
+    assert {module.format for module in plan.modules if module.kind == "experts"} == {published}
     for result in run_on_ranks(measure, world, spec):
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
+        received = sum(sent * (ranks - 1) for kind, _, sent, ranks in result["collectives"] if kind == "gather")
+        assert received == pytest.approx(plan.wire.gather, rel=0.02)
 
 
 def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:

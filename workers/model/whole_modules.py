@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -18,6 +21,7 @@ from transformers import PreTrainedModel
 from ft_service.bases.adapter_names import is_lora
 from ft_service.bases.module_rules import OuterModules
 from workers.base.frozen_weights import original_of
+from workers.base.load import plain_name, rows_of
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.sharding import reshard
 
@@ -73,6 +77,49 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     for module in {id(module): module for module, _ in _trained(model)}.values():
         module.register_forward_pre_hook(cast)
         module.register_forward_hook(put_back, always_call=True)
+
+
+class EmbeddedRows:
+    """The rows of an embedding for which gradients have come, of any rank: the others are not trained by the tokens so far."""
+
+    def __init__(self, name: str, embedding: nn.Embedding, device: torch.device) -> None:
+        """`name`: of the weight. `device`: for collectives."""
+        self.name = name
+        self._padding = embedding.padding_idx
+        self._rows = torch.zeros(embedding.num_embeddings, dtype=torch.int32, device=device)
+        self._hook = embedding.register_forward_hook(self._expect)
+
+    @classmethod
+    def of(cls, model: PeftModel) -> EmbeddedRows | None:
+        """Those of a model whose embedding is trained whole. None: it is not, or is the head too."""
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        weight = embedding.weight
+        if not weight.requires_grad or head.weight is weight:
+            return None
+        name = next(name for name, module in model.named_modules() if module is embedding)
+        return cls(f"{plain_name(name)}.weight", embedding, weight.device)
+
+    def _expect(self, _embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(self._mark, inputs[0]))
+
+    def _mark(self, ids: Tensor, gradient: Tensor) -> None:
+        came = gradient.ne(0).any(dim=-1).flatten().to(self._rows)
+        self._rows.scatter_reduce_(0, ids.flatten().to(self._rows.device), came, "amax")
+
+    def reached(self, parameter: nn.Parameter) -> bool:
+        """Whether gradients have come for rows of this rank's shard. Called by all ranks together."""
+        rows = self._rows.clone()
+        dist.all_reduce(rows, dist.ReduceOp.MAX)
+        if self._padding is not None:
+            rows[self._padding] = 0  # which the embedding never trains
+        start, end = rows_of(parameter)
+        return bool(rows[start:end].any())
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._hook.remove()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""An adapter without patterns of rank and alpha: `python -m workers.tasks.pad_ranks ADAPTER OUT`.
+"""An adapter without patterns of rank and alpha: `python -m workers.tasks.pad_ranks ADAPTER OUT [BASE]`.
 
 vLLM and others read one rank and one alpha and ignore patterns without a word. Here every matrix is padded with zeros to the
 largest rank and each module's own scale is folded into B, so that one scale of 1 has the same effect.
@@ -21,6 +21,7 @@ from workers.tasks import print_result
 from workers.tasks.served_experts import ServedExperts, served_experts
 
 CONFIG = "adapter_config.json"
+_NOT_READ = "which vLLM does not read: merge the tuned model (ft export --format merged)"
 
 
 def pad_ranks(source: Path, out: Path, base: Path | None = None) -> int:
@@ -29,7 +30,7 @@ def pad_ranks(source: Path, out: Path, base: Path | None = None) -> int:
     """
     adapter = PeftAdapter(source)
     if adapter.replaced:
-        raise SpecError(f"The adapter replaces whole weights ({next(iter(adapter.replaced))}), which no padding covers.")
+        raise SpecError(f"The adapter replaces whole weights ({next(iter(adapter.replaced))}), {_NOT_READ}.")
     experts = _experts(adapter, base)
     plain = [module for module in adapter.modules if not _is_stack(module)] if experts else adapter.modules
     rank = max([*(adapter.shape(f"{module}.lora_A.weight")[0] for module in plain), *(own.a.shape[1] for own in experts)])
@@ -37,7 +38,7 @@ def pad_ranks(source: Path, out: Path, base: Path | None = None) -> int:
     for module in plain:
         update = adapter.update(module)
         if update.magnitude is not None:
-            raise SpecError(f"The adapter has a magnitude for {module} (DoRA), which no padding covers.")
+            raise SpecError(f"The adapter has a magnitude for {module} (DoRA), {_NOT_READ}.")
         missing = rank - update.a.shape[0]
         tensors[f"{module}.lora_A.weight"] = torch.cat([update.a, update.a.new_zeros(missing, update.a.shape[1])])
         b = update.b * update.scaling
@@ -82,8 +83,8 @@ def _compare(modules: Sequence[str], before: PeftAdapter, after: PeftAdapter) ->
 
 def main(arguments: list[str]) -> int:
     """Print one line of JSON: the rank, or the error. Exit code 0 or 64."""
-    source, out = map(Path, arguments)
-    return print_result(lambda: {"r": pad_ranks(source, out)})
+    source, out, *base = map(Path, arguments)
+    return print_result(lambda: {"r": pad_ranks(source, out, *base)})
 
 
 if __name__ == "__main__":

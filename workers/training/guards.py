@@ -7,7 +7,7 @@ what a gather delivers is what the ranks read, and while it trains each step's n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ft_service.bases.adapter_names import is_lora
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import SpecError
 from workers.base.load import own_rows, plain_name
+from workers.job.training_state import JobState
+from workers.model.whole_modules import EmbeddedRows
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import TrainingError
 from workers.training.objective import BatchSums
 
 STEPS_UNTIL_CHANGE = 3
-"""Optimizer steps of an attempt after which some lora_B must have changed, and each of these on all ranks with rows of it."""
+"""Optimizer steps of an attempt after which some lora_B must have changed, and each of these on all ranks with rows of it; of
+what is trained whole all must, but for rows of an embedding whose tokens did not occur."""
 _CHUNK = 1 << 22
 
 
@@ -121,15 +125,20 @@ def _checksums_by_rows(weight: Tensor, ranks: int) -> list[list[int]]:
 
 
 class AdapterWatch:
-    """Whether training changes the adapter at all, every part of it, and each part on every rank that holds rows of it.
+    """Whether training changes the adapter at all, every part of it, and each part on every rank that holds rows of it; and so
+    what is trained whole (`lora.modules_to_save`).
 
     A rank whose gradients get lost does not show in the loss: the others' rows learn, and 1/N of every lora_B is trained.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], warn: Callable[[str], None]) -> None:
-        """`warn`: called with a sentence on the modules whose adapters do not change."""
-        self._names = [name.partition(".lora_B.")[0] for name in parameters if ".lora_B." in name]
-        self._parameters = [p for name, p in parameters.items() if ".lora_B." in name]
+    def __init__(self, job: JobState, warn: Callable[[str], None], embedded: EmbeddedRows | None = None) -> None:
+        """`warn`: called with a sentence on the modules whose adapters do not change. `embedded`: None: no embedding is trained
+        whole, or it is the head too, of which every row has a gradient.
+        """
+        moments = job.optimizer.exp_avg
+        self._adapters = [_Watched(name, p) for name, p in job.parameters.items() if ".lora_B." in name]
+        self._whole = [_Watched(name, p, moments[name]) for name, p in job.parameters.items() if not is_lora(name)]
+        self._embedded = embedded
         self._warn = warn
         self._before = self._checksums()
         self._steps = 0
@@ -143,15 +152,21 @@ class AdapterWatch:
         if learning_rate <= 0 or self._steps >= STEPS_UNTIL_CHANGE:
             return
         self._steps += 1
-        ranks = self._ranks_by_adapter()
-        changed = [count.changed > 0 for count in ranks]
+        ranks = self._ranks()
+        adapters, whole = ranks[: len(self._adapters)], ranks[len(self._adapters) :]
+        changed = [count.changed > 0 for count in adapters]
+        missing = [it for it, count in zip(self._whole, whole, strict=True) if not count.changed]
         partly = [i for i, count in enumerate(ranks) if 0 < count.changed < count.holding]
-        if (partly or not any(changed)) and self._steps < STEPS_UNTIL_CHANGE:
+        if (partly or missing or not any(changed)) and self._steps < STEPS_UNTIL_CHANGE:
             return
         self._steps = STEPS_UNTIL_CHANGE
+        if self._embedded is not None:
+            self._embedded.close()
         if partly:
-            raise _partly_changed([self._names[i] for i in partly], ranks[partly[0]])
-        unchanged = [_module(name) for name, it in zip(self._names, changed, strict=True) if not it]
+            raise _partly_changed([self._watched[i] for i in partly], ranks[partly[0]])
+        if missing:
+            raise _unchanged(missing[0].what)
+        unchanged = [it.module for it, is_changed in zip(self._adapters, changed, strict=True) if not is_changed]
         if any(changed) and unchanged:
             more = f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else ""
             self._warn(
@@ -159,36 +174,65 @@ class AdapterWatch:
                 f"{more}. Leave them out of lora.target_modules."
             )
         if not any(changed):
-            raise TrainingError(
-                f"No lora_B has changed in {STEPS_UNTIL_CHANGE} optimizer steps with a learning rate above 0: "
-                "nothing reaches the adapter.",
-                code="adapter_unchanged",
-            )
+            raise _unchanged("lora_B")
 
-    def _ranks_by_adapter(self) -> list[_Ranks]:
-        """How many ranks hold rows of each adapter, and on how many of them these have changed."""
-        here = [now != before for now, before in zip(self._checksums(), self._before, strict=True)]
-        holds = [_local(parameter).numel() > 0 for parameter in self._parameters]
-        counts = torch.tensor([here, holds], dtype=torch.int32, device=_device(self._parameters))
+    @property
+    def _watched(self) -> list[_Watched]:
+        return [*self._adapters, *self._whole]
+
+    def _ranks(self) -> list[_Ranks]:
+        """How many ranks hold rows of each that is watched, and on how many of them these have changed."""
+        here = [
+            all(new != old for new, old in zip(now, before, strict=True))
+            for now, before in zip(self._checksums(), self._before, strict=True)
+        ]
+        holds = [_local(it.parameter).numel() > 0 for it in self._watched]
+        if self._embedded is not None:  # rows without a gradient stay as they were in a healthy job, too
+            i = [it.name for it in self._watched].index(self._embedded.name)
+            holds[i] = self._embedded.reached(self._watched[i].parameter) or here[i]
+        counts = torch.tensor([here, holds], dtype=torch.int32, device=_device(self._watched))
         dist.all_reduce(counts)
         return [_Ranks(*of_adapter) for of_adapter in counts.t().tolist()]
 
-    def _checksums(self) -> list[int]:
-        return [checksum(_local(parameter)) for parameter in self._parameters]
+    def _checksums(self) -> list[list[int]]:
+        return [[checksum(_local(tensor)) for tensor in it.tensors] for it in self._watched]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A lora_B, or a parameter that is trained whole."""
+
+    name: str
+    parameter: nn.Parameter
+    moment: Tensor | None = None
+    """The first moment of what is trained whole: weight decay alone changes the parameter, and leaves this at zero."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that all change once a gradient has come."""
+        return [self.parameter] if self.moment is None else [self.parameter, self.moment]
+
+    @property
+    def module(self) -> str:
+        return self.name.removeprefix("base_model.model.").partition(".lora_B.")[0]
+
+    @property
+    def what(self) -> str:
+        return f"the lora_B of {self.module}" if self.moment is None else f"{self.module} (lora.modules_to_save)"
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Numbers of ranks: those on which an adapter has changed, and those that hold rows of it."""
+    """Numbers of ranks: those on which a parameter has changed, and those that hold rows of it which should."""
 
     changed: int
     holding: int
 
 
-def _partly_changed(names: list[str], ranks: _Ranks) -> TrainingError:
-    """The error for adapters that have changed on some of their ranks. `ranks`: those of the first."""
+def _partly_changed(watched: list[_Watched], ranks: _Ranks) -> TrainingError:
+    """The error for parameters that have changed on some of their ranks. `ranks`: those of the first."""
     return TrainingError(
-        f"{len(names)} adapters are trained on some ranks only, the first: of the lora_B of {_module(names[0])} the rows on "
+        f"{len(watched)} parameters are trained on some ranks only, the first: of {watched[0].what} the rows on "
         f"{ranks.changed} of {ranks.holding} ranks have changed in {STEPS_UNTIL_CHANGE} optimizer steps, those on the others "
         "never. Gradients are lost between the ranks. This is a fault of the service or of its torch version, not of the job; "
         "please report it.",
@@ -196,16 +240,20 @@ def _partly_changed(names: list[str], ranks: _Ranks) -> TrainingError:
     )
 
 
-def _module(name: str) -> str:
-    return name.removeprefix("base_model.model.")
+def _unchanged(what: str) -> TrainingError:
+    return TrainingError(
+        f"Nothing of {what} has changed in {STEPS_UNTIL_CHANGE} optimizer steps with a learning rate above 0: no gradient "
+        "reaches it.",
+        code="adapter_unchanged",
+    )
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _device(parameters: list[nn.Parameter]) -> torch.device:
-    return parameters[0].device if parameters else torch.device("cpu")
+def _device(watched: list[_Watched]) -> torch.device:
+    return watched[0].parameter.device if watched else torch.device("cpu")
 
 
 def check_step(step: int, sums: BatchSums, grad_norm: float) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ft_service.errors import SpecError
+from tests.support.announced import save_gpt_oss, save_qwen3
 from tests.support.bases import LLAMA_8B, TINY, llama_shapes, plan_of, save_base, save_fp8_index, spec_on
 from tests.support.plans import H100, plan_8b
 
@@ -29,6 +31,32 @@ def test_a_base_in_fp8_by_blocks_keeps_them_in_fp8_and_else_takes_what_the_job_a
     assert {module.format for module in linears} == {stored}
     parameters = sum(module.shape[0] * module.shape[1] for module in linears)
     assert 8 * sum(module.bytes for module in linears) / parameters == pytest.approx(bits, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("save", "stacks", "published", "extra"),
+    [
+        (save_gpt_oss, [(32 * 2 * 2880, 2880), (32 * 2880, 2880)], "mxfp4", (1 / 32, 0)),
+        (save_qwen3, [(128 * 2 * 768, 2048), (128 * 2048, 768)], "nvfp4", (1 / 16, 8)),
+    ],
+    ids=["gpt-oss 20B", "Qwen3 30B"],
+)
+def test_experts_of_published_sizes_take_on_a_rank_what_their_file_holds_or_what_nf4_does(
+    save: Callable[..., Path], stacks: list[tuple[int, int]], published: str, extra: tuple[float, float], tmp_path: Path
+) -> None:
+    """Two layers of each on eight ranks. `stacks`: rows and columns of a layer's; `extra`: bytes of a number and of a row."""
+    base = save(tmp_path, num_hidden_layers=2)
+
+    def on_a_rank(default: str) -> tuple[set[str], int]:
+        modules = plan_of(spec_on(base, 8, precision={"default": default}), H100).modules
+        experts = [module for module in modules if module.kind == "experts"]
+        return {module.format for module in experts}, sum(module.bytes_per_rank for module in experts)
+
+    def bytes_of(numbers: float, row: float) -> float:
+        return 2 * sum(rows // 8 * (cols * (1 / 2 + numbers) + row) for rows, cols in stacks)
+
+    assert on_a_rank("as_published") == ({published}, bytes_of(*extra))
+    assert on_a_rank("nf4") == ({"nf4"}, bytes_of(1 / 64, 4))
 
 
 def test_such_a_base_may_be_resharded_to_a_number_of_ranks_in_bf16(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from sqlalchemy import text
 
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
+from ft_service.serving import handoff as handoff_module
 from ft_service.serving.handoff import Handoff
 from ft_service.settings import Settings
+from ft_service.spec import LoraOptions
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.reconciling import PROJECT, add_job, new_store
@@ -45,11 +47,14 @@ def settings(tmp_path: Path, replicas: list[FakeVllm]) -> Settings:
     )
 
 
-def succeeded(store: Store, home: Path, *, r: int = 8, probes: bool = True) -> Job:
-    job = add_job(store)
+def succeeded(
+    store: Store, home: Path, *, r: int = 8, probes: bool = True, lora: LoraOptions | None = None, **config: object
+) -> Job:
+    """`config`: more of the adapter's."""
+    job = add_job(store, lora=lora or LoraOptions())
     store_state(store, job)
     run = Places(home).run(job.id)
-    run.put("adapter/adapter_config.json", json.dumps({"r": r}).encode())
+    run.put("adapter/adapter_config.json", json.dumps({"r": r, **config}).encode())
     run.put("adapter/adapter_model.safetensors", b"weights")
     if probes:
         document = Probes(step=1, probes=[Probe(tokens=TOKENS, tuned=TUNED, base=BASE)] * 4)
@@ -111,6 +116,29 @@ def test_a_refusal_is_told_in_the_servers_words_and_not_repeated(
     assert replicas[0].asked.count("/v1/load_lora_adapter") == 1
     [message] = told(store, job)
     assert "LoRA rank 64 is greater than max_lora_rank 16" in message
+
+
+def test_an_adapter_on_experts_is_put_in_vllms_form_and_where_that_is_refused_merging_is_said(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form itself: tests/workers/tasks/test_served_experts.py."""
+    asked: list[list[str]] = []
+
+    def worker(module: str, arguments: list[str]) -> dict[str, int]:
+        asked.append([module, *arguments])
+        Path(arguments[1], "adapter_config.json").write_text(json.dumps({"r": 64}))
+        return {"r": 64}
+
+    monkeypatch.setattr(handoff_module, "run_worker", worker)
+    stacks = ["mlp.experts.gate_up_proj"]
+    job = succeeded(store, tmp_path, lora=LoraOptions(target_parameters=stacks), target_parameters=stacks)
+    Handoff(settings, store, tmp_path / "served").look()
+    [[module, source, _, base]] = asked
+    assert (module, base) == ("workers.tasks.pad_ranks", "/models/tiny")
+    assert source == str(Places(tmp_path).run(job.id).path("adapter"))
+    [message] = told(store, job)
+    assert "max_lora_rank 16" in message
+    assert "on GPUs only: merge the tuned model (ft export --format merged)" in message
 
 
 def test_a_replica_that_is_away_gets_it_later(

@@ -26,6 +26,7 @@ from tests.support.training.adapters import merged_by_peft, save_adapter
 from tests.support.training.models import save_tiny
 from workers.exports import to_gguf
 from workers.exports.to_gguf import export_adapter, export_model
+from workers.tasks.merge import merge
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 EXACT: dict[str, dict[str, Any]] = {
@@ -116,6 +117,24 @@ def test_an_adapter_of_patterns_says_in_gguf_what_peft_computes(tmp_path: Path) 
         weight = f"model.layers.0.self_attn.{name}.weight"
         torch.testing.assert_close(change, after[weight] - before[weight].float(), atol=1e-5, rtol=1e-4)
     assert "ADAPTER ./adapter.gguf" in (tmp_path / "Modelfile").read_text()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_trained_whole_is_in_the_merged_models_file_and_in_no_adapters(tied: bool, tmp_path: Path) -> None:
+    base = save_base("llama", tmp_path / "base", tie_word_embeddings=tied)
+    whole = {"modules_to_save": ["embed_tokens"] if tied else ["embed_tokens", "lm_head"], "ensure_weight_tying": tied}
+    adapter = save_adapter(base, tmp_path / "adapter", **whole)
+    merge(base, adapter, tmp_path / "merged", to="bf16")
+    export_model(tmp_path / "merged", tmp_path, "bf16", title="x")
+    there, exact = values(tmp_path / "model.gguf"), merged_by_peft(base, adapter).state_dict()
+    before = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    assert not torch.equal(there["token_embd.weight"], before.float())
+    assert torch.equal(there["token_embd.weight"], exact["model.embed_tokens.weight"].bfloat16().float())
+    assert ("output.weight" in there) is not tied, "llama.cpp takes the embedding where there is no head"
+    if not tied:
+        assert torch.equal(there["output.weight"], exact["lm_head.weight"].bfloat16().float())
+    with pytest.raises(SpecError, match=r"replaces whole weights .*export the merged model \(gguf\)"):
+        export_adapter(base, adapter, tmp_path, title="x")
 
 
 @pytest.mark.parametrize(

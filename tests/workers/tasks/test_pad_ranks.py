@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from ft_service.errors import SpecError
+from tests.support.training.adapters import save_adapter
 from tests.support.training.models import adapter_value, save_tiny
 from workers.tasks.pad_ranks import pad_ranks
 
@@ -34,3 +37,12 @@ def test_a_padded_adapter_computes_the_same(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 9, 100, 3]])
     with torch.inference_mode():
         torch.testing.assert_close(padded(ids).logits, tuned.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "what"), [({"modules_to_save": ["lm_head"]}, "lm_head"), ({"use_dora": True}, "DoRA")])
+def test_what_is_more_than_a_and_b_is_refused_with_the_way_to_serve_it(
+    options: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    adapter = save_adapter(save_tiny("llama", tmp_path / "base"), tmp_path / "a", **options)
+    with pytest.raises(SpecError, match=rf"{what}.*vLLM does not read: merge the tuned model"):
+        pad_ranks(adapter, tmp_path / "out")

@@ -11,13 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ft_service.spec import JobSpec
+from ft_service.data.tokens.sample import Tokens
+from ft_service.spec import JobSpec, TrainingOptions
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import VOCABULARY, save_tiny_llama, spec_for
 from tests.support.training.parity import batches_of, constructed, samples
 from workers.base.load import adapters, load
 from workers.job.training_state import JobState
 from workers.model.build import build
+from workers.model.whole_modules import EmbeddedRows
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import COMPUTE_DTYPE, TrainingError
 from workers.ranks.sharding import Gradients, shard
@@ -112,7 +114,8 @@ def watch(rank: int, world: int, changes_on: list[int], learning_rate: float, ch
     parameter, other = (nn.Parameter(torch.zeros(4 if rank < 2 else 0)) for _ in range(2))
     told: list[str] = []
     name = "base_model.model.{}.lora_B.default.weight"
-    watched = AdapterWatch({name.format("layer"): parameter, name.format("dt_proj"): other}, told.append)
+    job = JobState({name.format("layer"): parameter, name.format("dt_proj"): other}, TrainingOptions())
+    watched = AdapterWatch(job, told.append)
     step = 0
     try:
         for step in range(1, STEPS_UNTIL_CHANGE + 1):
@@ -145,17 +148,20 @@ def test_an_adapter_that_never_changes_is_noticed(
     assert run_on_ranks(watch, 3, changes_on, learning_rate, changes_at) == [expected] * 3
 
 
-def train_with_lost_gradients(rank: int, world: int, spec: JobSpec, lost_on: int) -> str:
-    """Optimizer steps on sharded adapters, of which the gradients of every lora_B get lost on one rank; the error's text."""
+def train_with_lost_gradients(rank: int, world: int, spec: JobSpec, of: str, lost_on: list[int], below: int) -> str:
+    """Optimizer steps on sharded parameters, of which the gradients of all named so get lost on these ranks; the error's text.
+    `below`: ids of the samples' tokens.
+    """
     built = constructed(spec, world)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
-    watched = AdapterWatch(job.parameters, pytest.fail)
-    batches, targets = batches_of(samples(), rank, world, spec), sum(sample.target_count for sample in samples())
+    watched = AdapterWatch(job, pytest.fail, EmbeddedRows.of(built.peft_model))
+    data = [Tokens(sample.ids % below, sample.targets) for sample in samples()]
+    batches, targets = batches_of(data, rank, world, spec), sum(sample.target_count for sample in data)
     try:
         for _ in range(STEPS_UNTIL_CHANGE):
             forward_backward(built.peft_model, batches, targets, world, gradients=Gradients(built.peft_model, world))
             for name, parameter in job.parameters.items():
-                if ".lora_B." in name and rank == lost_on:
+                if of in name and rank in lost_on:
                     assert isinstance(parameter.grad, DTensor)
                     parameter.grad.to_local().zero_()
             job.update(1e-3, max_grad_norm=1.0)
@@ -165,12 +171,34 @@ def train_with_lost_gradients(rank: int, world: int, spec: JobSpec, lost_on: int
     return ""
 
 
+def said_on_all(world: int, spec: JobSpec, of: str, lost_on: list[int], below: int = VOCABULARY) -> str:
+    said, *others = run_on_ranks(train_with_lost_gradients, world, spec, of, lost_on, below)
+    assert others == [said] * len(others)
+    return said
+
+
 def test_an_adapter_of_which_one_ranks_rows_stay_untrained_fails_the_job(tmp_path: Path) -> None:
     """The fault by which 1/N of every lora_B was trained: losses fall, and every adapter changes on some rank."""
     model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY)
     spec = spec_for(model, ranks=2, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4})
-    (said, *others), whole = (run_on_ranks(train_with_lost_gradients, 2, spec, lost_on) for lost_on in (1, -1))
-    assert others == [said], "all ranks say the same"
-    assert "14 adapters are trained on some ranks only, the first: of the lora_B of model.layers.0.self_attn.q_proj" in said
+    said = said_on_all(2, spec, ".lora_B.", [1])
+    assert "14 parameters are trained on some ranks only, the first: of the lora_B of model.layers.0.self_attn.q_proj" in said
     assert "the rows on 1 of 2 ranks have changed in 3 optimizer steps, those on the others never" in said
-    assert whole == ["", ""]
+    assert said_on_all(2, spec, "", []) == ""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_trained_whole_are_watched_on_every_rank(tied: bool, tmp_path: Path) -> None:
+    """Weight decay alone, which changes all rows, is no training."""
+    model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY, tie_word_embeddings=tied)
+    lora = {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
+    decay = {"weight_decay": 0.1}
+    spec = spec_for(model, ranks=3, precision={"default": "nf4", "compute": "fp32"}, lora=lora, training=decay)
+    for module in ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]:
+        said = said_on_all(3, spec, module, [2])
+        assert "1 parameters are trained on some ranks only, the first: of " in said
+        assert f"{module}.weight (lora.modules_to_save) the rows on 2 of 3 ranks have changed" in said
+        assert f"{module}.weight (lora.modules_to_save) has changed in 3 optimizer steps" in said_on_all(
+            3, spec, module, [0, 1, 2]
+        )
+    assert said_on_all(3, spec, "", [], below=VOCABULARY // 3) == "", "no token of the other ranks' rows occurs"

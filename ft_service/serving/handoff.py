@@ -161,7 +161,7 @@ def put_adapter(source: Path, target: Path, base: str = "") -> None:
 
 
 def _fill(source: Path, target: Path, base: str) -> None:
-    """Copy an adapter in a form that vLLM reads, which knows neither patterns of rank and alpha nor PEFT's names of experts."""
+    """Copy an adapter in a form that every vLLM reads: none knows PEFT's names of experts, and older ones no patterns."""
     config = json.loads((source / "adapter_config.json").read_text())
     if any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "target_parameters")):
         run_worker("workers.tasks.pad_ranks", [str(source), str(target), *([base] if base else [])])

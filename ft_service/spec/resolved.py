@@ -344,5 +344,5 @@ def note_served(lora: LoraOptions) -> str:
     step = next(step for step in RANK_STEPS if step >= rank)
     text = f"vLLM serves it with --enable-lora --max-lora-rank {step} or more."
     if lora.rank_pattern or lora.alpha_pattern:
-        text += f" It reads no patterns: the adapter is handed over padded to rank {rank}, each module's scale folded in."
+        text += f" Older than 0.32 it may read no patterns: it gets the adapter padded to rank {rank}, each scale folded in."
     return text

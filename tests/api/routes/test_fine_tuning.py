@@ -179,9 +179,8 @@ def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, trai
 def test_a_running_job_shows_progress_and_when_it_may_end(service: Service, client: openai.OpenAI, training_file: str) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     event = NewEvent(level="info", message="Step 5/20", metrics=METRICS)
+    before = service.store.now()  # the remaining time counts from the step, not from the question
     put(service, job_id, event, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
-
-    before = service.store.now()
     job = client.fine_tuning.jobs.retrieve(job_id)
 
     assert (job.status, job.trained_tokens) == ("running", None)

@@ -12,8 +12,9 @@ ratios are of one repeat, and their median counts, since other programs may use 
     together  all at once in such an engine
     long      two jobs of rows of LONG tokens in an engine that has trained before: at once, and one after the other
 
-Memory is the largest sum of PSS of all ranks. `seconds_to_first_step`: from a job's order to the end of its first step, in an
-engine that waits. The losses of every job are compared between engine and cold.
+Memory is the largest sum of PSS of all ranks. `planned_…` is what `ft plan` says of the same jobs on this host, starts of ranks
+included, and its ratio to what was measured: below 1 it promised too much. `seconds_to_first_step`: from a job's order to the
+end of its first step, in an engine that waits. The losses of every job are compared between engine and cold.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
 
 from benchmarks.machine import machine, save
 from ft_service.data.examiner import Examiner
+from ft_service.plan.job import plan_job
+from ft_service.plan.machines import host_cpu
+from ft_service.plan.seat import START_SECONDS, engine_seconds, lanes_of
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
@@ -48,6 +52,7 @@ from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
 from ft_service.rundir.events import Event, read_segments
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, parse_request, resolve
 from workers.data.token_sets import tokenise
+from workers.describe import describe
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "examples/models/tiny-llama"
@@ -74,6 +79,7 @@ def main() -> None:
             for spec in (specs[0], long_specs[0]):
                 tokenise(spec, spec.data_files[0], examiner)
         supervise(prepared(specs[0], Path(folder, "first", specs[0].job_id)))  # nobody has to quantise the base later
+        result |= planned(specs)
         rows = []
         for number in range(options.repeats):
             rows.append(repeated(specs, long_specs, Path(folder), number))
@@ -82,7 +88,24 @@ def main() -> None:
         of_repeats = [row[name] for row in rows]
         result[name] = round(statistics.median(of_repeats), 3)
         result[f"{name}_of_repeats"] = of_repeats
+    for way in ("engine", "cold"):
+        result[f"planned_ratio_of_{way}"] = round(result[f"planned_{way}_seconds"] / result[f"{way}_seconds"], 3)
     save("engine", result)
+
+
+def planned(specs: Sequence[JobSpec]) -> dict[str, float]:
+    """Seconds of the jobs in one engine, and one after the other, as the planner estimates them."""
+    plans = [plan_job(describe(spec.model.path), spec, host_cpu()) for spec in specs]
+    steps = [spec.training.max_steps or 0 for spec in specs]
+    trainings = [
+        (plan.speed, n * plan.speed.step_seconds) for plan, n in zip(plans, steps, strict=True) if plan.speed is not None
+    ]
+    lanes = lanes_of([plan.seat for plan in plans], plans[0].batches.tokens, specs[0])
+    cold = sum(START_SECONDS + seconds for _, seconds in trainings)
+    return {
+        "planned_engine_seconds": round(engine_seconds(trainings, lanes), 2),
+        "planned_cold_seconds": round(cold, 2),
+    }
 
 
 def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Path, number: int) -> dict[str, float]:
@@ -104,6 +127,8 @@ def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Pa
         "engine_pss_mb": engine["pss_mb"],
         "memory_ratio_to_as_many_jobs_at_once": round(engine["pss_mb"] / (len(specs) * cold["pss_mb"]), 3),
         "seconds_to_first_step": first_step,
+        "long_at_once_seconds": at_once,
+        "long_in_turn_seconds": in_turn,
         "speed_of_long_rows_at_once": round(in_turn / at_once, 3),
         "jobs_with_equal_losses": sum(equal),
     }

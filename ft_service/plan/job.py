@@ -15,7 +15,7 @@ from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
-from ft_service.plan.seat import seat_size
+from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
     CollectiveBytes,
     Speed,
@@ -153,6 +153,9 @@ def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLen
     likely = _cost(job, machine, mean) if mean else None
     usual = likely or most
     seconds = lengths and whole_training(lengths.of_training(spec), usual.flops_per_token, usual.speed).seconds
+    seat = seat_size(job, machine, most.rank, most.batches.tokens)
+    if usual.speed is not None:
+        seat = replace(seat, gain=sharing_gain(usual.speed, seconds, lanes_of([seat] * 2, usual.batches.tokens, spec)))
     return Plan(
         machine=machine.name,
         memory=memory,
@@ -162,7 +165,7 @@ def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLen
         adapter_parameters=sum(adapter.numel for adapter in job.adapters),
         **vars(most),
         likely=likely,
-        seat=seat_size(job, machine, most.rank, most.batches.tokens, usual.speed, seconds),
+        seat=seat,
         fits=None if memory is None else most.rank.total <= memory,
         chosen=tuple(sentences(spec).values()),
         changes=(),

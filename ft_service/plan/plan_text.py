@@ -83,13 +83,14 @@ def time_text(time: Mapping[str, Any]) -> str:
     if most is None:
         return f"{text}."
     if likely is None:
-        return f"{text} take at most {_about(most)}, if all were training.max_length tokens long."
+        return f"{text} take at most {about(most)}, if all were training.max_length tokens long."
     worst = duration_text(most)
     end = "" if worst == duration_text(likely) else f" (at worst {worst}, if all were as long as the longest)"
-    return f"{text} take {_about(likely)}{end}."
+    return f"{text} take {about(likely)}{end}."
 
 
-def _about(seconds: float) -> str:
+def about(seconds: float) -> str:
+    """A duration as text, with "about" before it unless it is less than a second."""
     text = duration_text(seconds)
     return text if seconds < 1 else f"about {text}"
 

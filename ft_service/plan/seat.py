@@ -1,4 +1,4 @@
-"""A job's seat in an engine: its bytes on each rank, and whether it gains by sharing the base with others.
+"""A job's seat in an engine: its bytes on each rank, and the time of jobs that share the base.
 
 An engine (workers/engine/) holds the base once. A rank then has
 
@@ -12,22 +12,23 @@ its input for a moment, are there for one of them at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ft_service.plan.machines import Machine, usable_bytes
-from ft_service.plan.memory import RankBytes
+from ft_service.plan.memory import UNKNOWN_BUDGET, RankBytes
 from ft_service.plan.speed import Speed
 from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob
 from ft_service.rundir.engine import SeatSize
+from ft_service.spec import JobSpec
 
 START_SECONDS = 20.0
 """Time of a job before its first step and after its last, on two cores with a base of 119 million parameters in the cache
 (benchmarks/engine.py)."""
 
 
-def seat_size(
-    job: ShardedJob, machine: Machine, rank: RankBytes, tokens: int, speed: Speed | None, seconds: float | None
-) -> SeatSize:
-    """The seat of a job. `rank`: its bytes when it trains alone, with micro-batches of at most `tokens` tokens. `speed`,
-    `seconds`: of its steps, and of its whole training; None: not known."""
+def seat_size(job: ShardedJob, machine: Machine, rank: RankBytes, tokens: int) -> SeatSize:
+    """The seat of a job, without its gain. `rank`: its bytes when it trains alone, with micro-batches of at most `tokens`
+    tokens."""
     numel = sum(adapter.numel for adapter in job.adapters)
     sharded = job.layout.shard > 1
     outside = (job.compute_bytes + FP32_BYTES) * numel if sharded else rank.accumulation
@@ -41,22 +42,64 @@ def seat_size(
         batch=int(rank.heap_factor * (alone.activations + alone.rows + passing)),
         batch_tokens=tokens,
         room=None if usable is None else usable - int(rank.heap_factor * base),
-        gain=None if speed is None else sharing_gain(speed, seconds),
+        gain=None,
         passing=int(rank.heap_factor * passing),
     )
 
 
-def sharing_gain(speed: Speed, seconds: float | None) -> float:
-    """Time of two equal jobs one after the other, divided by that of both in an engine. `seconds`: of the training of one;
-    None: not known, and the start is left out.
-
-    A step alone takes max(c + d, w, l): arithmetic and dequantising, the wire, and launches. In an engine two of them take
-    max(2 c + d, w, 2 l), since their micro-batches share dequantised and gathered weights but no product.
+def lanes_of(seats: Sequence[SeatSize], tokens: int, spec: JobSpec) -> int:
+    """The most micro-batches that a round of these jobs takes, at least one: their bytes fit beside the base, and their tokens
+    the budget of a micro-batch. `tokens`: of a usual micro-batch; `spec`: that of the job which the engine was begun for.
     """
-    both = max(2 * speed.compute_seconds + speed.dequantise_seconds, speed.wire_seconds, 2 * speed.launch_seconds)
+    budget = spec.training.tokens_per_micro_batch
+    lanes = min(len(seats), (UNKNOWN_BUDGET if budget == "auto" else budget) // tokens)
+    room = seats[0].room
+    if room is not None:
+        sizes = [seat.batch_bytes(tokens) for seat in seats]
+        passing = max(passing for _, passing in sizes)
+        kept = max(batch - passing for batch, passing in sizes)
+        lanes = min(lanes, (room - sum(seat.held for seat in seats) - passing) // max(1, kept))
+    return max(1, lanes)
+
+
+def engine_seconds(trainings: Sequence[tuple[Speed, float]], lanes: int) -> float:
+    """Seconds of jobs that share an engine, the start of its ranks included. `trainings`: the speed of each, and the seconds of
+    its whole training alone; `lanes`: the most micro-batches of a round.
+    """
+    left = sorted((seconds / speed.step_seconds, number, speed) for number, (speed, seconds) in enumerate(trainings))
+    total, done = START_SECONDS, 0.0
+    while left:
+        speeds = [speed for _, _, speed in left]
+        steps = left[0][0]
+        total += (steps - done) * _seconds_of_steps(speeds, lanes)
+        done, left = steps, [one for one in left if one[0] > steps]
+    return total
+
+
+def sharing_gain(speed: Speed, seconds: float | None, lanes: int) -> float:
+    """Time of two equal jobs one after the other, divided by that of both in an engine. `seconds`: of the training of one;
+    None: not known, and the start is left out. `lanes`: as in engine_seconds.
+    """
     if seconds is None:
-        return 2 * speed.step_seconds / both
-    return 2 * (START_SECONDS + seconds) / (START_SECONDS + seconds * both / speed.step_seconds)
+        return 2 * speed.step_seconds / _seconds_of_steps([speed] * 2, lanes)
+    return 2 * (START_SECONDS + seconds) / engine_seconds([(speed, seconds)] * 2, lanes)
+
+
+def _seconds_of_steps(speeds: Sequence[Speed], lanes: int) -> float:
+    """Seconds of a step of each job.
+
+    A step alone takes max(c + d, w, l): arithmetic and dequantising, the wire, and launches. N of them in a round take
+    max(sum of c + d, w, sum of l), since their micro-batches share dequantised and gathered weights but no product.
+    """
+    rounds = [speeds[first : first + lanes] for first in range(0, len(speeds), lanes)]
+    return sum(
+        max(
+            sum(speed.compute_seconds for speed in together) + max(speed.dequantise_seconds for speed in together),
+            max(speed.wire_seconds for speed in together),
+            sum(speed.launch_seconds for speed in together),
+        )
+        for together in rounds
+    )
 
 
 def _dequantised_layer(job: ShardedJob) -> int:

@@ -56,6 +56,14 @@ def _number(value: object) -> object:
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 
 
+def _word_off(value: object) -> object:
+    """Convert False to "off": YAML 1.1 reads `off` as false."""
+    return "off" if value is False else value
+
+
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_word_off)]
+
+
 def match_pattern(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that an RE2 pattern matches as a whole, in their order."""
     compiled = compile_pattern(pattern)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
-from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn
+from ft_service.spec.option_types import AutoOrOff, Number, Pattern, Strict, TrainOn
 from ft_service.spec.templates import check_template
 from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
 
@@ -107,15 +107,15 @@ class PrecisionOptions(Strict):
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
     """Element type of activations and matrix products in all modules: FSDP2 has one type per group. Adapters are fp32 masters
     in either case."""
-    fp8_products: Literal["auto", "off"] = "auto"
+    fp8_products: AutoOrOff = "auto"
     """auto: layers stored in fp8 multiply in FP8 if the GPU supports it and compute is bf16; inputs and gradients are rounded
     to FP8 row by row. off: they are always dequantised first, as fp8_blocks are. The job's events say which applies."""
-    fused_kernels: Literal["auto", "off"] = "auto"
+    fused_kernels: AutoOrOff = "auto"
     """auto: on GPUs, RMS norms, rotary positions and gated feed-forwards in bf16 are computed by Triton kernels that round
     where the model's own operations do, if they give the same results on the GPU when the job starts, and no layer is compiled.
     They have not been timed on a GPU. The plan's memory counts the model's own operations, which need more. off: the model's
     own operations. The job's events say which applies."""
-    compare_served: Literal["auto", "off"] = "auto"
+    compare_served: AutoOrOff = "auto"
     """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
     base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by
     more than 0.02 nats. Needs a validation file and, for a quantised base, memory for the base in bf16 in addition to the
@@ -399,7 +399,7 @@ class JobOptions(Strict):
     """Seconds that the job may hold its slots, over all its attempts and their start-up. Then it stops at a checkpoint and
     fails with reason `time_limit`; a job with that checkpoint as its model continues there. None: no limit. With `ft run` the
     limit of each call, which stops at a checkpoint."""
-    engine: Literal["auto", "off"] = "auto"
+    engine: AutoOrOff = "auto"
     """auto: the job may be trained in an engine, where jobs of its project on the same base, with the same precision and ranks,
     share the base's weights where slots are short and they gain by it. Its results are those of training alone. off: the
     job has ranks of its own. `ft run` always trains alone."""

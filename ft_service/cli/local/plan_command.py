@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,16 +17,18 @@ from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, 
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_note, print_table, print_text
 from ft_service.client.responses import shown
+from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
-from ft_service.plan.auto_options import within_context
+from ft_service.plan.auto_options import settle_on, within_context
 from ft_service.plan.job import Plan, plan_job, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
-from ft_service.plan.plan_text import advice_lines, memory_table, modules_table, time_text, verdict, work_lines
+from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.seat import START_SECONDS, engine_seconds, lanes_of
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 
@@ -108,28 +110,34 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     base = describe_base(Path(first.model.path), first.model.name, settings, print_note)
     examples = _examples(data)
     planned: list[tuple[Plan, dict[str, Any]]] = []
+    settled: list[JobSpec] = []
     for job in sweep.jobs:
         its_spec = replace(spec, request=job.request)
         own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first)
         own = within_context(base, own)
         its_plan = plan_job(base, own, machine, data.lengths(own))
         planned.append((its_plan, training_time(its_plan, own, examples)))
+        settled.append(settle_on(base, own, machine, data.lengths(own)))
     total = {
         "examples": examples,
         "steps": sum(time["steps"] for _, time in planned),
         **{name: _sum(time[name] for _, time in planned) for name in ("seconds_at_most", "seconds_likely")},
     }
+    shared = _seconds_in_engine(settled, planned, settings.seats)
     if as_json:
         jobs = [
             {"values": job.values, "fits": its_plan.fits, "bytes_per_rank": its_plan.rank.total, "time": time}
             for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
         ]
-        print_json({"jobs": jobs, "time": total, "data": _counts(data)})
+        print_json({"jobs": jobs, "time": total | {"seconds_in_engine": shared}, "data": _counts(data)})
         return
     largest = max(planned, key=lambda one: one[0].rank.total)[0]
     its_verdict = verdict(largest)
     print_text(f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}")
     print_text(f"One after the other, their {time_text(total)}")
+    if shared is not None:
+        alone, together = (about(seconds) for seconds in (total["seconds_likely"] + len(planned) * START_SECONDS, shared))
+        print_text(f"With the starts of their ranks {alone}; in one engine, all at once on one base, {together}.")
     if sweep.settings["eta"] is not None:
         print_text("Jobs without hope are stopped early, which saves a part of that.")
     for line in advice_lines(largest):
@@ -141,6 +149,20 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
         for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
     ]
     print_table((*sweep.settings["options"], "STEPS", "PER RANK", "FITS"), rows)
+
+
+def _seconds_in_engine(
+    specs: Sequence[JobSpec], planned: Sequence[tuple[Plan, dict[str, Any]]], most_jobs: int
+) -> float | None:
+    """Return the likely seconds of jobs that share one engine; None: they do not all share one, or the speed is not known."""
+    keys = {share_key(spec, its_plan.seat) for spec, (its_plan, _) in zip(specs, planned, strict=True)}
+    usual = [(its_plan.likely or its_plan, time["steps"]) for its_plan, time in planned]
+    if most_jobs == 0 or len(keys) > 1 or None in keys:
+        return None
+    trainings = [(cost.speed, steps * cost.speed.step_seconds) for cost, steps in usual if cost.speed is not None]
+    seats = [its_plan.seat for its_plan, _ in planned[:most_jobs]]
+    lanes = lanes_of(seats, max(cost.batches.tokens for cost, _ in usual), specs[0])
+    return engine_seconds(trainings, lanes) if len(trainings) == len(usual) else None
 
 
 def _sum(seconds: Iterable[float | None]) -> float | None:

@@ -9,9 +9,10 @@ import pytest
 from ft_service.engines.sharing import WORTH_GAIN
 from ft_service.plan.job import Plan
 from ft_service.plan.machines import MACHINES, Machine
-from ft_service.plan.seat import START_SECONDS, sharing_gain
+from ft_service.plan.seat import START_SECONDS, engine_seconds, lanes_of, sharing_gain
 from ft_service.plan.speed import Speed
-from tests.support.plans import H100, plan_8b
+from ft_service.rundir.engine import SeatSize
+from tests.support.plans import H100, open_spec, plan_8b
 
 QLORA: dict[str, Any] = {
     "precision": {"default": "nf4"},
@@ -75,27 +76,49 @@ def test_selective_checkpointing_is_full_in_an_engine(tmp_path: Path) -> None:
     ],
 )
 def test_what_two_jobs_gain_in_a_step(step: Speed, both: float) -> None:
-    assert sharing_gain(step, None) == pytest.approx(2 * step.step_seconds / both)
+    assert sharing_gain(step, None, lanes=2) == pytest.approx(2 * step.step_seconds / both)
+    assert sharing_gain(step, None, lanes=1) == pytest.approx(
+        step.step_seconds
+        / max(step.compute_seconds + step.dequantise_seconds, step.wire_seconds, step.launch_seconds)  # each in its own round
+    )
 
 
 def test_short_jobs_gain_by_the_start_that_they_share() -> None:
     """Where each has its arithmetic to itself."""
     step = replace(STEP, compute_seconds=1.0, dequantise_seconds=0.0)
-    assert sharing_gain(step, 0.0) == 2.0
-    assert sharing_gain(step, START_SECONDS) == pytest.approx(4 / 3)
-    assert sharing_gain(step, 1e6) == pytest.approx(1.0, abs=1e-4)
+    assert sharing_gain(step, 0.0, lanes=2) == 2.0
+    assert sharing_gain(step, START_SECONDS, lanes=2) == pytest.approx(4 / 3)
+    assert sharing_gain(step, 1e6, lanes=2) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_seconds_of_an_engine_are_those_of_its_rounds() -> None:
+    """Of jobs that take 10 and 30 steps of 0.8 s alone, in which 0.6 s go to what a round does once."""
+    step = replace(STEP, wire_seconds=0.0, step_seconds=0.8)
+    trainings = [(step, 24.0), (step, 8.0), (step, 8.0)]
+    together, by_two, in_turn = (engine_seconds(trainings, lanes) - START_SECONDS for lanes in (3, 2, 1))
+    assert together == pytest.approx(10 * (3 * 0.2 + 0.6) + 20 * 0.8)
+    assert by_two == pytest.approx(10 * (3 * 0.2 + 2 * 0.6) + 20 * 0.8)
+    assert in_turn == pytest.approx(24 + 8 + 8)
+
+
+def test_a_round_takes_what_fits_its_tokens_and_its_memory(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b", training={"tokens_per_micro_batch": 8192})
+    seat = SeatSize(held=10, batch=1000, batch_tokens=8192, room=None, gain=None, passing=200)
+    assert [lanes_of([seat] * 8, tokens, spec) for tokens in (100, 1024, 3000, 8192)] == [8, 8, 2, 1]
+    assert [lanes_of([replace(seat, room=room)] * 4, 1024, spec) for room in (10_000, 40 + 25 + 300, 0)] == [4, 3, 1]
 
 
 def test_the_gain_of_an_8b_falls_with_the_tokens_of_its_micro_batches(tmp_path: Path) -> None:
     """On a card that takes long to dequantise."""
-    card, training = MACHINES["L4"], {"batch_size": 2, "max_steps": 50_000}
-    short, long = (
-        sharded(tmp_path, 2, card, training={**training, "max_length": tokens, "tokens_per_micro_batch": tokens}).seat.gain
-        for tokens in (512, 8192)
+    card, training = MACHINES["L4"], {"batch_size": 2, "max_steps": 50_000, "tokens_per_micro_batch": 16_384}
+    short, long, alone = (
+        sharded(tmp_path, 2, card, training={**training, "max_length": tokens, **more}).seat.gain
+        for tokens, more in ((512, {}), (8192, {}), (512, {"tokens_per_micro_batch": 512}))
     )
     assert short is not None
     assert long is not None
     assert short > WORTH_GAIN > long
+    assert alone == 1.0, "no round takes two of its micro-batches"
 
 
 def test_a_plan_in_json_has_its_seat(tmp_path: Path) -> None:

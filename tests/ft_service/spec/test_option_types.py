@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from ft_service.errors import SpecError
 from ft_service.spec import (
@@ -15,6 +16,19 @@ BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
 
 def test_yaml_numbers_are_numbers() -> None:
     assert parse_request(BODY | {"training": {"learning_rate": "2e-4"}}).resolved_training().learning_rate == 2e-4
+
+
+@pytest.mark.parametrize("option", ["engine", "precision.fp8_products", "precision.fused_kernels", "precision.compare_served"])
+def test_off_needs_no_quotes_in_yaml(option: str) -> None:
+    """YAML 1.1 reads it as false."""
+    *sections, name = option.split(".")
+    said = yaml.safe_load(f"{name}: off")
+    parsed: Any = parse_request(BODY | ({sections[0]: said} if sections else said))
+    for part in option.split("."):
+        parsed = getattr(parsed, part)
+    assert parsed == "off"
+    with pytest.raises(SpecError, match="must be auto or off"):
+        parse_request(BODY | ({sections[0]: {name: True}} if sections else {name: True}))
 
 
 def test_patterns_match_whole_names_in_linear_time() -> None:

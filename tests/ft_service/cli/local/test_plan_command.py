@@ -12,6 +12,7 @@ import pytest
 from ft_service.host.running_servers import announced
 from ft_service.installation import SAMPLE_SPEC
 from ft_service.plan.plan_text import time_text
+from ft_service.plan.seat import START_SECONDS
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
 from tests.support.run_directories import CHAT
@@ -160,9 +161,10 @@ def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path
 def test_a_sweep_is_planned_as_a_whole(ft: Ft, spec: Path) -> None:
     tried = "validation_split: 0.2\nsweep: {lora.r: [8, 64], training.learning_rate: [1e-4, 1e-3, 1e-2]}\n"
     spec.write_text(spec.read_text() + tried)
-    head, time, early, *rest = ft("plan", spec, "--hardware", "h100").out.splitlines()
+    head, time, together, early, *rest = ft("plan", spec, "--hardware", "h100").out.splitlines()
     assert head.startswith("6 jobs, of which the largest fits H100: at most ")
     assert time.startswith("One after the other, their 24 steps over 16 samples take ") or "steps over" in time
+    assert "; in one engine, all at once on one base, about " in together
     assert "stopped early" in early
     titles, *rows = [line.split("\t") for line in rest if "\t" in line]
     assert titles == ["lora.r", "training.learning_rate", "STEPS", "PER RANK", "FITS"]
@@ -172,6 +174,20 @@ def test_a_sweep_is_planned_as_a_whole(ft: Ft, spec: Path) -> None:
     assert plan["time"]["steps"] == sum(job["time"]["steps"] for job in plan["jobs"])
     assert plan["jobs"][3]["bytes_per_rank"] > plan["jobs"][0]["bytes_per_rank"]
     assert "did you mean lora.r?" in ft("plan", spec, "--set", "sweep.lora.rr=[1, 2]").err
+
+
+def test_a_sweep_whose_jobs_share_an_engine_is_told_its_time_there(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec.write_text(spec.read_text() + "validation_split: 0.2\nsweep: {training.learning_rate: [1e-4, 1e-3, 1e-2]}\n")
+    args = ("plan", spec, "--hardware", "cpu", "--memory", "1TiB")
+    _, alone, together, *_ = ft(*args).out.splitlines()
+    assert alone.startswith("One after the other, their ")
+    assert re.fullmatch(r"With the starts of their ranks about .*; in one engine, all at once on one base, about .*", together)
+    time = json.loads(ft(*args, "--json").out)["time"]
+    assert START_SECONDS < time["seconds_in_engine"] < START_SECONDS + time["seconds_likely"]
+
+    assert json.loads(ft(*args, "--set", "engine=off", "--json").out)["time"]["seconds_in_engine"] is None
+    monkeypatch.setenv("FT_ENGINE_JOBS", "0")
+    assert json.loads(ft(*args, "--json").out)["time"]["seconds_in_engine"] is None
 
 
 def test_options_of_the_command_line_go_before_those_of_the_spec(ft: Ft, spec: Path) -> None:

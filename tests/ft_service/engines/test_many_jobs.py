@@ -107,14 +107,15 @@ def test_none_of_many_jobs_is_lost_or_doubled(seed: int, folder: Path, store: St
     shared = 0
     for job in jobs:
         run = RunDir(folder / "runs" / job.id)
-        exits = [Attempt(run, number).read_exit() for number in range(1, job.attempt + 1)]
-        assert [ended is not None and ended.reason == "succeeded" for ended in exits] == [False] * (job.attempt - 1) + [True]
-        starts = [Attempt(run, number).read_start() for number in range(1, job.attempt + 1)]
+        attempts = [Attempt(run, number) for number in range(1, job.attempt + 1)]
+        # Not by exit records: a supervisor that is killed between the ranks' result and its record leaves none.
+        assert [attempt.read_result() is not None for attempt in attempts] == [False] * (job.attempt - 1) + [True]
+        starts = [attempt.read_start() for attempt in attempts]
         engines = [start.engine for start in starts if start is not None]
         assert len(engines) == job.attempt
         assert job.spec.engine == "auto" or not any(engines)
         shared += any(engines)
-        result = Attempt(run, job.attempt).read_result()
+        result = attempts[-1].read_result()
         assert result is not None
         assert result.attempt == job.attempt
     assert shared > JOBS // 4

@@ -136,7 +136,8 @@ def _implemented_by(implementation: str | None) -> Iterator[None]:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which takes time, and is for finding errors
+    # Filling memory that is not yet written takes time, and is for finding errors.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.use_deterministic_algorithms(wanted)
     try:
         yield

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ft_service.host.lifetime import die_with_parent, hold_rank_lock
+from ft_service.host.lifetime import hold_rank_lock
 from ft_service.host.quick_imports import begin_imports, end_imports
 from workers.patches.absent_torchao import keep_torchao_out
 
-if __name__ == "__main__":  # before torch is imported: a rank must not outlive torchrun, not even while it starts
-    die_with_parent()
+if __name__ == "__main__":
     hold_rank_lock(sys.argv[1])
     keep_torchao_out()
     begin_imports()

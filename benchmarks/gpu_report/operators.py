@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from workers.quant import fp8_products, nf4
 from workers.quant.weights import FP8Weight
 
 TOKENS, LENGTH = 8192, 2048
+REPEATS = 20
+"""Of a backward whose bits are compared."""
 
 
 def measure(context: Context) -> None:
@@ -31,11 +37,12 @@ def measure(context: Context) -> None:
         "head and loss of a chunk",
         lambda: _head(device, min(tokens, chunk_rows(llama.vocabulary)), llama.vocabulary, llama.hidden),
     )
+    heads = llama.heads, llama.groups or llama.heads
     for name in (None, "FA3", "FA4"):
-        case = f"attention of packed rows{f', {name}' if name else ''}"
-        context.rows.run(
-            case, lambda n=name: _attention(device, tokens, llama.heads, llama.groups or llama.heads, implementation=n)
-        )
+        for repeatable in (False, True):
+            case = f"attention of packed rows{f', {name}' if name else ''}{', deterministic' if repeatable else ''}"
+            chosen = partial(_attention, device, tokens, *heads, implementation=name, repeatable=repeatable)
+            context.rows.run(case, chosen)
     _elementwise(context, device, tokens, llama.hidden, llama.intermediate)
 
 
@@ -60,9 +67,25 @@ def _products(context: Context, device: torch.device, tokens: int, rows: int, co
     if fp8_products.why_not(torch.bfloat16, device) is None:
         stored, numerics = FP8Weight.quantize(weight), FP8Weight.IN_FP8
         timed("rounded to FP8", lambda: fp8_products._rounded(x), moved=3 * x.numel())
+        context.rows.run(f"{named}, rounded to FP8 by torchao", lambda: _rounded_by_torchao(x))
         timed("FP8 codes transposed", lambda: fp8_products._transposed(stored.codes), moved=2 * rows * cols)
         timed("FP8 forward", lambda: numerics.linear(x.view_as(x), list(stored.parts), cols), work)
         timed("FP8 backward", lambda: numerics.linear_grad(grad, list(stored.parts), cols), work)
+
+
+def _rounded_by_torchao(x: Tensor) -> dict[str, float]:
+    rounded = torchao_rounding()
+    return _figures(seconds(lambda: rounded(x)), 0, 3 * x.numel())
+
+
+def torchao_rounding() -> Callable[[Tensor], Any]:
+    """torchao's kernel that rounds rows to FP8, which jobs do without. Raises SkippedError where it is not installed."""
+    sys.modules.pop("torchao", None)  # kept out until here
+    try:
+        name = "torchao.prototype.moe_training.kernels.float8_rowwise"
+        return importlib.import_module(name).triton_fp8_rowwise_2d_scale_and_cast
+    except (ImportError, AttributeError) as error:
+        raise SkippedError(f"{type(error).__name__}: {error}") from None
 
 
 def _figures(took: float, flops: float, moved: float) -> dict[str, float]:
@@ -82,15 +105,23 @@ def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict
 
 
 def _attention(
-    device: torch.device, tokens: int, heads: int, groups: int, *, implementation: str | None = None
-) -> dict[str, float]:
-    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None: its own."""
-    from torch.nn import attention
-
+    device: torch.device, tokens: int, heads: int, groups: int, *, implementation: str | None, repeatable: bool
+) -> dict[str, Any]:
+    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None: its own. `repeatable`: in
+    PyTorch's deterministic mode."""
     if device.type != "cuda":
         raise SkippedError("processors have no kernel for packed rows")
-    if implementation is None:
+    with _implemented_by(implementation), _deterministic(repeatable):
         return _packed_attention(device, tokens, heads, groups)
+
+
+@contextmanager
+def _implemented_by(implementation: str | None) -> Iterator[None]:
+    from torch.nn import attention
+
+    if implementation is None:
+        yield
+        return
     if not hasattr(attention, "activate_flash_attention_impl"):
         raise SkippedError(f"PyTorch {torch.__version__} knows none but its own")
     try:
@@ -98,12 +129,23 @@ def _attention(
     except ImportError as error:
         raise SkippedError(str(error)) from None
     try:
-        return _packed_attention(device, tokens, heads, groups)
+        yield
     finally:
         attention.restore_flash_attention_impl()
 
 
-def _packed_attention(device: torch.device, tokens: int, heads: int, groups: int) -> dict[str, float]:
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    # Filling memory that is not yet written takes time, and is for finding errors.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _packed_attention(device: torch.device, tokens: int, heads: int, groups: int) -> dict[str, Any]:
     from workers.layers.scored_attention import AttentionPattern
     from workers.layers.segment_attention import _varlen
 
@@ -111,15 +153,18 @@ def _packed_attention(device: torch.device, tokens: int, heads: int, groups: int
     ends = starts.to(device)
     query, key, value = (_drawn(device, tokens, n, 128).requires_grad_() for n in (heads, groups, groups))
     pattern = AttentionPattern(128**-0.5)
-    grad = torch.ones_like(_varlen(query, key, value, ends, LENGTH, pattern))
+    grad = _drawn(device, tokens, heads, 128)
 
-    def both() -> None:
-        torch.autograd.grad(_varlen(query, key, value, ends, LENGTH, pattern), [query, key, value], grad)
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(_varlen(query, key, value, ends, LENGTH, pattern), [query, key, value], grad)
 
     work = 2 * LENGTH * tokens * heads * 128
     with torch.no_grad():
         forward = seconds(lambda: _varlen(query, key, value, ends, LENGTH, pattern))
-    return {"forward_ms": 1e3 * forward, "forward_tflops": work / forward / 1e12, "both_ms": 1e3 * seconds(both)}
+    took = {"forward_ms": 1e3 * forward, "forward_tflops": work / forward / 1e12, "both_ms": 1e3 * seconds(both)}
+    first = both()
+    same = all(torch.equal(one, own) for _ in range(REPEATS) for one, own in zip(first, both(), strict=True))
+    return {**took, "gradients_have_the_same_bits_again": same}
 
 
 def _elementwise(context: Context, device: torch.device, tokens: int, hidden: int, intermediate: int) -> None:

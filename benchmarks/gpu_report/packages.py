@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_report/packages.py FOLDER [--python 3.12] [--cuda 130]
 
-FOLDER then holds them in the versions of `constraints.txt`, some 20 MB, with bitsandbytes cut down to its libraries for
+FOLDER then holds them in the versions of `constraints.txt`, some 30 MB, with bitsandbytes cut down to its libraries for
 processors and for one version of CUDA (`torch.version.cuda` without the dot). Take it along, and set PYTHONPATH to it there.
 """
 
@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 NAMES = ("annotated-types", "bitsandbytes", "google-re2", "protobuf", "pydantic", "pydantic_core", "typing-inspection")
+COMPARED = ("torchao",)
+"""For comparison alone: no job uses it."""
 LIGER = "liger-kernel==0.8.5"
-"""For the comparison alone: nothing of the project uses it."""
+"""The same, and of no extra of the project."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 ROOT = Path(__file__).parents[2]
 
@@ -31,12 +33,14 @@ def main() -> None:
     command += [flag for platform in PLATFORMS for flag in ("--platform", platform)]
     subprocess.run([*command, *pinned((ROOT / "constraints.txt").read_text()), LIGER], check=True)
     trim(options.folder / "bitsandbytes", options.cuda)
+    for library in (options.folder / "torchao").glob("*.so"):  # of other kernels: 13 MB
+        library.unlink()
 
 
 def pinned(constraints: str) -> list[str]:
-    """NAMES with the versions that are tested."""
+    """NAMES and COMPARED with the versions that are tested."""
     lines = {line.partition("==")[0].lower().replace("_", "-"): line for line in constraints.splitlines() if "==" in line}
-    return [lines[name.replace("_", "-")] for name in NAMES]
+    return [lines[name.replace("_", "-")] for name in (*NAMES, *COMPARED)]
 
 
 def trim(package: Path, cuda: str) -> None:

@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import _registry, current_flash_attention_impl
 from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.bases import Llama
 from benchmarks.gpu_report import __main__ as harness
-from benchmarks.gpu_report import sections
+from benchmarks.gpu_report import operators, sections
 from benchmarks.gpu_report.arithmetic import Work
-from benchmarks.gpu_report.packages import NAMES, pinned, trim
+from benchmarks.gpu_report.packages import COMPARED, NAMES, pinned, trim
 from benchmarks.gpu_report.peft_speed import rows_of, steps
 from benchmarks.gpu_report.profile import covered
 from benchmarks.gpu_report.rows import Row, Rows, SkippedError, append, markdown, read
 from benchmarks.gpu_report.sections import PARTS, SECTIONS, Context, Section
 from benchmarks.gpu_report.speed_job import Shape, log_normal, shapes_of
+from tests.support.fused_attention import fused_attention
 from tests.support.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +97,52 @@ def test_ranks_are_forked_from_a_server_that_has_not_begun_cuda() -> None:
 
 def variable_on_rank(rank: int, world: int, name: str) -> str | None:
     return os.environ.get(name)
+
+
+def test_torchao_is_imported_for_the_comparison_alone() -> None:
+    program = """
+import sys
+sys.modules["torchao"] = None
+from benchmarks.gpu_report.operators import torchao_rounding
+assert "torchao.prototype" not in sys.modules
+assert torchao_rounding().__name__ == "triton_fp8_rowwise_2d_scale_and_cast"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_attention_is_measured_as_another_package_computes_it_and_in_the_deterministic_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[str | None, bool]] = []
+
+    def measured(*_: Any) -> dict[str, Any]:
+        found.append((current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()))
+        return {}
+
+    class Registered:
+        def remove(self) -> None:
+            found.append((None, False))
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "a stand-in", Registered)
+    monkeypatch.setattr(operators, "_packed_attention", measured)
+    gpu = torch.device("cuda", 7)
+    operators._attention(gpu, 64, 4, 2, implementation="a stand-in", repeatable=True)
+    operators._attention(gpu, 64, 4, 2, implementation=None, repeatable=False)
+    assert found == [("a stand-in", True), (None, False), (None, False)]
+    with pytest.raises(SkippedError, match="flash_attn"):
+        operators._attention(gpu, 64, 4, 2, implementation="FA4", repeatable=False)
+
+
+def test_gradients_that_have_other_bits_the_next_time_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "LENGTH", 16)
+    monkeypatch.setattr(operators, "seconds", lambda act: act() is None or 1.0)
+    with fused_attention():
+        same = operators._packed_attention(torch.device("cpu"), 64, 4, 2)
+        assert same["gradients_have_the_same_bits_again"]
+        stock = torch.autograd.grad
+        monkeypatch.setattr(torch.autograd, "grad", lambda *given: [own + torch.rand(()) for own in stock(*given)])
+        assert not operators._packed_attention(torch.device("cpu"), 64, 4, 2)["gradients_have_the_same_bits_again"]
 
 
 def test_the_stock_parts_compute_in_bf16(tmp_path: Path) -> None:
@@ -236,7 +284,7 @@ def test_the_sections_need_no_package_that_is_not_carried() -> None:
 
 def test_packages_for_another_machine_are_pinned_and_trimmed(tmp_path: Path) -> None:
     wanted = pinned((ROOT / "constraints.txt").read_text())
-    assert [line.partition("==")[0] for line in wanted] == list(NAMES)
+    assert [line.partition("==")[0] for line in wanted] == [*NAMES, *COMPARED]
     for name in ("cpu", "cuda128", "cuda130", "rocm72"):
         (tmp_path / f"libbitsandbytes_{name}.so").touch()
     with pytest.raises(SystemExit, match="no library for CUDA 999"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.layers import segment_attention, segments, sinks
-from workers.layers.scored_attention import AttentionPattern, scored_grad
+from workers.layers.scored_attention import AttentionPattern, gradients_like, scored_grad
 
 
 @torch.library.custom_op("ft_service_tests::packed_rows", mutates_args=())
@@ -57,11 +57,7 @@ def _packed_rows_grad(
     return grads
 
 
-@_packed_rows_grad.register_fake
-def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
+_packed_rows_grad.register_fake(gradients_like)
 _packed_rows.register_autograd(_gradients, setup_context=_keep)
 
 

@@ -197,7 +197,8 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Sequence[_Call], *tensors: Any) -> tuple[Tensor, ...]:
         own = list(_by_layer(calls, tensors))
-        factors, ctx.dtypes = [a for a, *_ in own], [(a.dtype, b.dtype) for a, b, *_ in own]
+        factors = [a for a, *_ in own]
+        ctx.of_a, ctx.of_b = factors[0].dtype, [b.dtype for _, b, *_ in own]
         a_cast = (factors[0] if len(own) == 1 else torch.cat(factors)).to(x.dtype)
         b_casts = [b.to(x.dtype) for _, b, *_ in own]
         keys, rate = calls[0].keys, calls[0].rate
@@ -234,8 +235,8 @@ class _LoraProduct(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 of_x = _input_grad(flat, dropped.flatten(0, -2), None, parts, calls).view(x.shape)
         found: list[Any] = []
-        for one, of_one, (a_type, b_type), own in zip(of_a.split(ctx.ranks), of_b, ctx.dtypes, parts, strict=True):
-            found += [one.to(a_type), of_one.to(b_type), None, *[None] * len(own)]
+        for one, of_one, b_type, own in zip(of_a.to(ctx.of_a).split(ctx.ranks), of_b, ctx.of_b, parts, strict=True):
+            found += [one, of_one.to(b_type), None, *[None] * len(own)]
         return of_x, None, *found
 
 

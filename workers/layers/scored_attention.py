@@ -87,6 +87,11 @@ def scored_grad(
     return of_query, of_key, of_value
 
 
+def gradients_like(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What an operator for attention's gradients returns, without its values: what a compiler has to know of it."""
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionPattern], Tensor]
 """Function of a GPU for a row of samples: query [tokens, heads, d], key and value [tokens, groups, d], the first token of each
 and the end, int32, tokens of the longest at most, and the pattern → [tokens, heads, d]."""

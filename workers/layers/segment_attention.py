@@ -33,6 +33,7 @@ from workers.layers.scored_attention import (
     AttentionPattern,
     Kernel,
     attention_pattern,
+    gradients_like,
     is_causal,
     one_a_head,
     scored,
@@ -262,9 +263,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(rows, length, heads, width), query.new_empty(rows, heads, length, dtype=torch.float32)
 
 
-@_attend_grad.register_fake
-def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+_attend_grad.register_fake(gradients_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

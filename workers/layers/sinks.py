@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.layers.scored_attention import AttentionPattern, assert_same
+from workers.layers.scored_attention import AttentionPattern, assert_same, gradients_like
 from workers.quant import gpu_kernels
 
 _kernel = torch.ops.aten._flash_attention_forward
@@ -91,9 +91,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
 
 
-@_grad_operator.register_fake
-def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+_grad_operator.register_fake(gradients_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

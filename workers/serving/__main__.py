@@ -20,7 +20,7 @@ from typing import Any
 from ft_service.host.quick_imports import quick_imports
 from workers.patches.absent_torchao import keep_torchao_out
 
-if __name__ == "__main__":  # before torch is imported
+if __name__ == "__main__":  # before transformers is imported
     keep_torchao_out()
 
 Inbox = queue.SimpleQueue[dict[str, Any]]

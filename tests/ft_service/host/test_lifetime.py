@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ft_service.host import processes
 from ft_service.host.lifetime import RANKS_LOCK, SUPERVISOR_PID, is_locked, try_lock, wait_unlocked
 from tests.support.attempts import wait_for
@@ -13,7 +15,7 @@ from tests.support.attempts import wait_for
 TIED = "from ft_service.host.lifetime import *; die_with_parent({}); print('tied', flush=True); input()"
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(600)
@@ -30,7 +32,7 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Popen[b
 
 
 def test_a_tied_process_dies_with_its_parent() -> None:
-    with python(PARENT, TIED.format("")) as parent:
+    with python(PARENT, "-c", TIED.format("")) as parent:
         assert parent.stdout is not None
         child = processes.of(int(parent.stdout.readline()))
         parent.kill()
@@ -45,12 +47,24 @@ def test_a_process_whose_parent_is_gone_already_does_not_go_on() -> None:
         assert child.stdout.readline() == b"tied\n"
 
 
+@pytest.mark.parametrize("module", ["workers.train", "workers.engine"])
+def test_a_rank_dies_with_its_parent_while_torch_is_imported(module: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(600)")
+    path = f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"
+    with python(PARENT, "-m", module, str(tmp_path), "1", PYTHONPATH=path) as parent:
+        assert parent.stdout is not None
+        rank = processes.of(int(parent.stdout.readline()))
+        assert processes.is_alive(rank)
+        parent.kill()
+    wait_for(lambda: not processes.is_alive(rank))
+
+
 def test_a_rank_whose_torchrun_was_replaced_by_init_does_not_go_on() -> None:
     """Its parent is then not a child of the supervisor."""
     mine = str(os.getpid())
     with python(TIED.format(""), **{SUPERVISOR_PID: mine}) as orphan:
         assert orphan.wait() == -signal.SIGKILL
-    with python(PARENT, TIED.format(""), **{SUPERVISOR_PID: mine}) as torchrun:
+    with python(PARENT, "-c", TIED.format(""), **{SUPERVISOR_PID: mine}) as torchrun:
         assert torchrun.stdout is not None
         rank = processes.of(int(torchrun.stdout.readline()))
         assert processes.is_alive(rank)

@@ -150,6 +150,8 @@ def of_training(folder: Path) -> tuple[PreTrainedModel, str | None]:
     return causal_model(model), settle_attention(model, CPU, torch.float32)
 
 
+UNREAD = ("inkling2_text", "ernie4_5_vl_moe", "shieldgemma2")
+"""Types that transformers saves in layouts which are refused: nothing can be compared."""
 SHORT = ("llama", "cohere", "deepseek_v32", "gemma3n_text", "jamba", "qwen3_next")
 
 
@@ -166,8 +168,8 @@ def test_a_random_copy_tells_what_training_finds_with_the_weights(kind: str, tmp
     except SpecError:  # its config.json says enough
         return
     found = probe(base)
-    if found.refused is not None:
-        with pytest.raises(SpecError):
+    if found.refused is not None or kind in UNREAD:
+        with pytest.raises(SpecError, match="layout" if kind in UNREAD else None):
             of_training(tmp_path)
         return
     _, reason = of_training(tmp_path)

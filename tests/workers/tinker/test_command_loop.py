@@ -99,7 +99,7 @@ def test_it_is_adam_on_the_sum_of_losses(whole: tuple[RunDir, Script, list[int]]
         adam.zero_grad()
         assert script.output(call)[0] == pytest.approx(total.item(), rel=1e-4)
         weight = sum(np.abs(arrays["weights"]).sum() for _, arrays in examples(8, seed=step))
-        assert reported[step] == pytest.approx(total.item() / weight, rel=1e-4), "a mean by weight, whatever the weights add up to"
+        assert reported[step] == pytest.approx(total.item() / weight, rel=1e-4), "a mean by weight"
     stored = {name.replace("base_model.model.", ""): tensor for name, tensor in adapter(run).items()}
     assert stored.keys() == named.keys()
     for name, parameter in named.items():

@@ -104,8 +104,7 @@ class SampleLoop:
             except UnavailableError:
                 raise
             except FtError as error:
-                category = "user" if isinstance(error, NotFoundError) else "server"
-                self.store.tinker.answer_samples({sample.id: {"error": error.message, "category": category}})
+                self.store.tinker.answer_samples({sample.id: _refusal(error)})
 
     def _ask(self, sample: TinkerSample) -> None:
         sampler = self.store.tinker.get_sampler(sample.project_id, sample.sampler_id)
@@ -161,10 +160,14 @@ class SampleLoop:
             if isinstance(outcome, Sampled):
                 answers[sample_id] = outcome.message()
             elif not isinstance(outcome, UnavailableError):  # that is asked again
-                category = "user" if isinstance(outcome, SpecError) else "server"
-                answers[sample_id] = {"error": outcome.message, "category": category}
+                answers[sample_id] = _refusal(outcome)
         if answers:
             self.store.tinker.answer_samples(answers)
+
+
+def _refusal(error: FtError) -> dict[str, Any]:
+    """The answer to a request that cannot be answered."""
+    return {"error": error.message, "category": "user" if isinstance(error, (SpecError, NotFoundError)) else "server"}
 
 
 def _wait_for_place(error: FtError, seconds: float) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from ft_service.data.tokens.tokenize import load_tokenizer
 from tests.support.bases import SAMPLE
+from tests.support.describing import put_descriptions
 from tests.support.service import Server, upload, wait_until
 from tests.support.tinker_server import PROGRAMS, environment_of, serving
 from tests.support.training.attempts import losses
@@ -40,7 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     models = folder / "models"
     shutil.copytree(SAMPLE, models / SAMPLE.name)
-    subprocess.run([sys.executable, EXAMPLES / "sums_base.py", SAMPLE, models / "tiny-sums"], check=True)
     # Sampling takes a while, and models that wait for it need not be paused.
     with serving(folder, models, 2, ranks=1, together=16, precision="bf16", FT_TINKER_IDLE_SECONDS="60") as server:
         yield server
@@ -65,9 +65,9 @@ RENDERER = "qwen3_instruct"
 """Writes what the sample base's chat template writes."""
 ROUNDING = 1e-5
 """Nats, over all steps; 6e-7 was measured."""
-NOISE = 0.06
-"""Nats. At a step, jobs that differ in the adapters they begin with are up to 0.04 apart (four seeds); what the recipe's other
-AdamW does was up to 0.02."""
+NOISE = 0.05
+"""Nats. What the recipe's other AdamW (beta2 of 0.95) changes was up to 0.025, and jobs that differ in the adapters they begin
+with are up to 0.09 apart at a step (six seeds)."""
 Sequence = tuple[tuple[int, ...], tuple[bool, ...]]
 """Token ids, and which of them are learned."""
 
@@ -92,7 +92,7 @@ def test_supervised(server: Server, tmp_path: Path) -> None:
     told = run(server, as_it_is, *recipe("chat_sl", "tiny-llama", as_it_is, *options, renderer=RENDERER))
     there, here = side_by_side(server, told, tmp_path, order)
     assert there == pytest.approx(here, abs=NOISE)
-    assert there[:2] == pytest.approx(here[:2], abs=2e-5), "betas make no difference until there are two gradients"
+    assert there[:2] == pytest.approx(here[:2], abs=1e-4), "betas make no difference until there are two gradients"
     assert there[-1] < there[0] - 4
 
 
@@ -149,6 +149,9 @@ def trained(server: Server, folder: Path, order: list[str], seed: int) -> list[f
 
 
 def test_reinforcement(server: Server, tmp_path: Path) -> None:
+    models = server.home.parent / "models"
+    subprocess.run([sys.executable, EXAMPLES / "sums_base.py", SAMPLE, models / "tiny-sums"], check=True)
+    put_descriptions(server.home, models)
     options = ["env=arithmetic", "loss_fn=importance_sampling", "learning_rate=3e-4", "max_tokens=20", "max_steps=50"]
     groups, logs = ["group_size=8", "groups_per_batch=16"], tmp_path / "logs"
     rows = run(server, logs, *recipe("math_rl", "tiny-sums", logs, *options, *groups))

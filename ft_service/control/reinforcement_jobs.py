@@ -47,7 +47,7 @@ from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from ft_service.tinker.commands import Command, CommandLog
 from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk
-from ft_service.tinker.saved_weights import PROBES, SamplerProbes, delete_sampler, sampler_key, samplers_of
+from ft_service.tinker.saved_weights import delete_sampler, sampler_key, samplers_of
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ReinforcementJobs:
         loop = RolloutLoop(
             job,
             self.places.run(job.id),
-            TokenSampler(self.sampler, job.project_id),
+            self.sampler,
             GraderContext(limits=self.limits, secrets=secrets),
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
@@ -146,7 +146,7 @@ class RolloutLoop:
 
     job: Job
     run_dir: RunDir
-    sampler: TokenSampler
+    sampler: Sampler
     graders: GraderContext
     tell: Callable[[NewEvent], object]
     stopped: Callable[[], bool]
@@ -155,6 +155,9 @@ class RolloutLoop:
         options = self.job.spec.reinforcement
         assert options is not None, "the job's method is reinforcement"
         self.options: ReinforcementOptions = options
+        spec = self.job.spec
+        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name)
+        self._sampler = TokenSampler(self.sampler, self.job.project_id, model, self.stopped, self._refused)
         self.commands = CommandLog(self.run_dir)
         self._saves: dict[int, int] = {}
         """Number of steps → number of the command that saves the weights after them."""
@@ -284,7 +287,7 @@ class RolloutLoop:
         self._require_weights_in_use(after)
         began = time.perf_counter()
         requests = [self._request(prompt, count, seed_of(self.job.spec.seed, step, number)) for number, prompt in prompts]
-        sampled = self._sample(after, requests)
+        sampled = self._sampler.sample(self._weights(after), requests)
         reference = self._reference(prompts, sampled) if self.options.beta and step > 0 else None
         sampled_at = time.perf_counter()
         answers: list[SampledAnswer] = []
@@ -325,11 +328,6 @@ class RolloutLoop:
         chunk = TextChunk(tokens=list(prompt.ids))
         return SampleRequest(num_samples=count, prompt=ModelInput(chunks=[chunk]), sampling_params=params)
 
-    def _sample(self, after: int, requests: Sequence[SampleRequest]) -> list[Sampled]:
-        spec = self.job.spec
-        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name)
-        return self.sampler.sample(model, self._weights(after), requests, self.stopped, self._refused)
-
     def _refused(self, error: FtError, seconds: float) -> None:
         """Tell the job's user, once each time, that nothing is sampled, and why; raise JobPaused after a long while."""
         reason = error.message.removesuffix(".")
@@ -345,13 +343,10 @@ class RolloutLoop:
     def _require_weights_in_use(self, after: int) -> None:
         """Compare the sampler's log-probabilities with those that the trainer has left beside its weights, once for each of
         them. Raises JobPaused if they are the base's; another distance is a warning."""
-        document = self.run_dir.readable(f"{sampler_key(sampler_name(after))}/{PROBES}", SamplerProbes)
-        probes = document.probes if document is not None else []
-        if after in self._proved or not probes:
+        if after in self._proved:
             return
         self._proved.add(after)
-        # One by one: vLLM 0.32 on processors ends when it scores a prompt by an adapter beside other requests.
-        served = [self._scored(after, [(probe.tokens, len(probe.tokens) - 1)])[0] for probe in probes]
+        probes, served = self._sampler.score_probes(self._weights(after))
         verdict = judge(probes, served)
         if is_of_base(probes, served):
             raise JobPaused(f"The weights after step {after} are not in use: {verdict.text}.")
@@ -363,24 +358,8 @@ class RolloutLoop:
         """Log-probabilities of each answer's tokens by the model that training started from: [prompts][answers][tokens]."""
         pairs = zip(prompts, sampled, strict=True)
         answers = [([*prompt.ids, *tokens], len(tokens)) for (_, prompt), own in pairs for tokens in own.tokens]
-        scored = iter(self._scored(0, answers))
+        scored = iter(self._sampler.score(self._weights(0), answers))
         return [[next(scored) for _ in own.tokens] for own in sampled]
-
-    def _scored(self, after: int, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-        """Log-probabilities of sequences' last tokens by the weights after so many steps. `sequences`: tokens, and how many of
-        them."""
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        requests = [
-            SampleRequest(
-                prompt=ModelInput(chunks=[TextChunk(tokens=list(tokens))]),
-                sampling_params=params,
-                prompt_logprobs=True,
-                prompt_logprobs_last_n=last,
-            )
-            for tokens, last in sequences
-        ]
-        found = zip(sequences, self._sample(after, requests), strict=True)
-        return [[own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))] for (tokens, last), own in found]
 
     def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:
         cases = [Case(_sample(answer), item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]

@@ -32,7 +32,7 @@ from ft_service.spec.request import parse_client_loop
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent, Principal, TenantLimits
 from ft_service.store.sql import Store
-from ft_service.tinker.bodies import LoraConfig
+from ft_service.tinker.bodies import LoadWeights, LoraConfig
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.names import WeightsPath, check_model_id, job_id_of, session_of
 from ft_service.tinker.saved_weights import (
@@ -222,12 +222,13 @@ def result_of(job: Job, seq: int, places: Places) -> CommandResult | None:
     return CommandResult.failed(ended_text(job), by_user=False) if job.state in TERMINAL else None
 
 
-def loads(path: WeightsPath, *, optimizer: bool, principal: Principal, store: Store, places: Places) -> dict[str, Any]:
-    """The options of a command that loads saved weights. Raises NotFoundError."""
+def loads(given: LoadWeights, principal: Principal, store: Store, places: Places) -> tuple[Job, dict[str, Any]]:
+    """The job of saved weights, and the options of a command that loads them. Raises SpecError, NotFoundError."""
+    path = WeightsPath.parse(given.path, "weights")
     job, saved = find_weights(path, principal, store, places)
     assert saved is not None
-    run = places.run(job.id)
-    return {"path": str(path), "run_dir": str(run.root), "checkpoint": saved.checkpoint, "optimizer": optimizer}
+    folder = str(places.run(job.id).root)
+    return job, {"path": str(path), "run_dir": folder, "checkpoint": saved.checkpoint, "optimizer": given.optimizer}
 
 
 def find_weights(path: WeightsPath, principal: Principal, store: Store, places: Places) -> tuple[Job, SavedWeights | None]:
@@ -240,10 +241,7 @@ def find_weights(path: WeightsPath, principal: Principal, store: Store, places: 
     if job is None:
         raise missing
     run = places.run(job.id)
-    options = options_of(run, path.checkpoint_id)
-    if options.expires_at is not None and options.expires_at <= time.time():
-        delete_weights(run, path)
-    if not (is_own or options.public):
+    if remove_expired(run, path) or not (is_own or options_of(run, path.checkpoint_id).public):
         raise missing
     if path.kind == "sampler_weights":
         if not run.path(sampler_key(path.name)).is_dir():
@@ -272,6 +270,15 @@ def refuse_weights_beyond(job: Job, limits: TenantLimits, store: Store, places: 
             "delete weights (delete_checkpoint) or files, or ask an administrator for more."
         )
         raise SpecError(text, param="path", code="storage_limit")
+
+
+def remove_expired(run: RunDir, path: WeightsPath) -> bool:
+    """Remove saved weights if their time is over. Returns whether it is."""
+    expires_at = options_of(run, path.checkpoint_id).expires_at
+    is_over = expires_at is not None and expires_at <= time.time()
+    if is_over:
+        delete_weights(run, path)
+    return is_over
 
 
 def delete_weights(run: RunDir, path: WeightsPath) -> None:

@@ -2,8 +2,8 @@
 by the operator's inference servers.
 
 A server that is killed loses none: what is not answered then is asked again by the next one. An answer that is stored stays.
-Where weights are sampled from for the first time, the process also computes the log-probabilities of the sequences that the
-trainer has left beside them: how far the two are apart is a metric, and a warning of the model's job if it is far.
+Before weights are sampled from for the first time, the sampler's log-probabilities of the sequences that the trainer has left
+beside them are asked for: how far the two are apart is a metric, and a warning of the model's job if it is far.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
@@ -21,18 +21,17 @@ from ft_service.control.tinker_models import find_weights
 from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.rundir.evaluations import Probe
 from ft_service.serving.preview import PreviewModel
-from ft_service.serving.served_verdict import OTHER_PRECISION, judge
-from ft_service.serving.token_sampler import SampleOrders, Sampler
+from ft_service.serving.served_verdict import OTHER_PRECISION, distance, judge
+from ft_service.serving.token_sampler import SampleOrders, Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent, Principal
 from ft_service.store.sql import Store
 from ft_service.store.tinker import TinkerSample, TinkerSampler
 from ft_service.tinker.names import WeightsPath
-from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk, parse_sample_request
-from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key
+from ft_service.tinker.sample_calls import Sampled, parse_sample_request
+from ft_service.tinker.saved_weights import sampler_key
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ BUSY_SECONDS = 1.0
 """Pause before a request is sent again that the sampler had no place for."""
 AT_ONCE = 128
 AT_ONCE_OF_PROJECT = 48
+MEASURED_AT_ONCE = 8
+"""Weights that are compared with the trainer's at once."""
 
 
 def run(
@@ -48,17 +49,6 @@ def run(
 ) -> None:
     """Have requests answered until `stop` is set."""
     SampleLoop(store, sampler, Places.of(settings), Catalogue.from_settings(settings, descriptions), meters).run(stop)
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """A request that is under way."""
-
-    sample: TinkerSample | None
-    """None: it measures how far the sampler is from the trainer."""
-    sampler: TinkerSampler
-    job: Job | None
-    probe: Probe | None = None
 
 
 @dataclass
@@ -72,11 +62,14 @@ class SampleLoop:
     meters: Meters
 
     def __post_init__(self) -> None:
-        self._orders = SampleOrders[_Asked](self.sampler)
-        self._measured: dict[str, list[tuple[Probe, list[float]]]] = {}
-        """Sampler's id → its probes so far, with its log-probabilities of them."""
+        self._orders = SampleOrders[tuple[str, str]](self.sampler)
+        """By the ids of request and project."""
         self._known: set[str] = set()
-        """Samplers that were measured, or have nothing to measure."""
+        """Samplers that were measured, or are, or have nothing to measure."""
+        self._measuring: set[str] = set()
+        """Those that are measured now; their requests wait."""
+        self._pool = ThreadPoolExecutor(MEASURED_AT_ONCE, thread_name_prefix="probes")
+        self._ends = False
 
     def run(self, stop: threading.Event) -> None:
         """Answer requests until `stop` is set. An error of one request is its answer."""
@@ -91,15 +84,19 @@ class SampleLoop:
                 log.info("requests for samples wait: %s", error.message)
             except Exception:
                 log.exception("requests for samples wait")
+        self._ends = True
+        self._pool.shutdown(cancel_futures=True)
 
     def _ask_waiting(self) -> None:
-        room = AT_ONCE - len(self._orders.under_way)
+        asked = [sample_id for sample_id, _ in self._orders.under_way]
+        room = AT_ONCE - len(asked)
         if room <= 0:
             return
-        of_project = Counter(asked.sampler.project_id for asked in self._orders.under_way)
-        asked = {asked.sample.id for asked in self._orders.under_way if asked.sample is not None}
-        for sample in self.store.tinker.unanswered(asked, room):
-            if of_project[sample.project_id] >= AT_ONCE_OF_PROJECT:
+        of_project = Counter(project_id for _, project_id in self._orders.under_way)
+        full = [project_id for project_id, count in of_project.items() if count >= AT_ONCE_OF_PROJECT]
+        measuring = tuple(self._measuring)  # which other threads change
+        for sample in self.store.tinker.unanswered(room, asked, projects=full, samplers=measuring):
+            if of_project[sample.project_id] >= AT_ONCE_OF_PROJECT or sample.sampler_id in self._measuring:
                 continue
             of_project[sample.project_id] += 1
             try:
@@ -107,8 +104,7 @@ class SampleLoop:
             except UnavailableError:
                 raise
             except FtError as error:
-                category = "user" if isinstance(error, NotFoundError) else "server"
-                self.store.tinker.answer_samples({sample.id: {"error": error.message, "category": category}})
+                self.store.tinker.answer_samples({sample.id: _refusal(error)})
 
     def _ask(self, sample: TinkerSample) -> None:
         sampler = self.store.tinker.get_sampler(sample.project_id, sample.sampler_id)
@@ -116,8 +112,10 @@ class SampleLoop:
         model, adapter, job = self._model(sampler)
         if job is not None and sampler.logprob_gap is None and sampler.id not in self._known:
             self._known.add(sampler.id)
-            self._measure(sampler, model, str(adapter), job)
-        self._orders.submit(_Asked(sample, sampler, job), model, adapter, request, sampler.project_id)
+            self._measuring.add(sampler.id)
+            self._pool.submit(self._measure, sampler, model, str(adapter), job)
+        else:
+            self._orders.submit((sample.id, sample.project_id), model, adapter, request, sampler.project_id)
 
     def _model(self, sampler: TinkerSampler) -> tuple[PreviewModel, str | None, Job | None]:
         """The base with its formats, the folder of the adapter, and the job that trained it. Raises NotFoundError."""
@@ -132,46 +130,47 @@ class SampleLoop:
         return PreviewModel(spec.model.path, spec.precision.model_dump(mode="json")), str(folder), job
 
     def _measure(self, sampler: TinkerSampler, model: PreviewModel, adapter: str, job: Job) -> None:
-        """Ask for the log-probabilities of the sequences that the trainer has left beside the weights."""
-        assert sampler.model_path is not None
-        key = f"{sampler_key(WeightsPath.parse(sampler.model_path).name)}/{PROBES}"
-        document = self.places.run(job.id).readable(key, SamplerProbes)
-        for probe in document.probes if document else ():
-            chunk = TextChunk(tokens=probe.tokens)
-            params = SamplingParams(max_tokens=1, temperature=0.0)
-            request = SampleRequest(prompt=ModelInput(chunks=[chunk]), sampling_params=params, prompt_logprobs=True)
-            self._orders.submit(_Asked(None, sampler, job, probe), model, adapter, request, sampler.project_id)
+        """Compare the sampler's log-probabilities with those that the trainer has left beside its weights, and store the mean
+        distance."""
+        try:
+            alone = TokenSampler(self.sampler, sampler.project_id, model, lambda: self._ends, _wait_for_place)
+            probes, served = alone.score_probes(adapter)
+            if not probes:
+                return
+            gap = distance([probe.tuned for probe in probes], served)
+            self.store.tinker.note_gap(sampler.id, gap)
+            self.meters.sampler_gap.observe(gap)
+            verdict = judge(probes, served)
+            if verdict.verified is False or gap > OTHER_PRECISION:
+                text = f"Samples of {sampler.model_path}: {verdict.text}. Losses that go by a ratio mean something else then."
+                self.store.jobs.add_events(job, [NewEvent(level="warn", message=text)])
+        except SamplingStopped:
+            pass
+        except FtError as error:
+            log.info("weights are not compared with the trainer's: %s", error.message, extra={"job_id": job.id})
+        except Exception:
+            log.exception("weights are not compared with the trainer's", extra={"job_id": job.id})
+        finally:
+            self._measuring.discard(sampler.id)
 
     def _take(self, seconds: float) -> None:
         """Take the parts of answers that have come, waiting for the first, and store the answers that are whole."""
         answers: dict[str, bytes | dict[str, Any]] = {}
-        for asked, outcome in self._orders.ended(seconds):
+        for (sample_id, _), outcome in self._orders.ended(seconds):
             if isinstance(outcome, Sampled):
-                if asked.sample is None:
-                    self._compare(asked, outcome)
-                else:
-                    answers[asked.sample.id] = outcome.message()
-            elif asked.sample is not None and not isinstance(outcome, UnavailableError):  # that is asked again
-                category = "user" if isinstance(outcome, SpecError) else "server"
-                answers[asked.sample.id] = {"error": outcome.message, "category": category}
+                answers[sample_id] = outcome.message()
+            elif not isinstance(outcome, UnavailableError):  # that is asked again
+                answers[sample_id] = _refusal(outcome)
         if answers:
             self.store.tinker.answer_samples(answers)
 
-    def _compare(self, asked: _Asked, sampled: Sampled) -> None:
-        """Compare the log-probabilities of one sequence with the trainer's; of all of them, store the mean distance."""
-        assert asked.probe is not None
-        assert asked.job is not None
-        sampler_id, own = asked.sampler.id, [sampled.prompt[place][0] for place in sorted(sampled.prompt)]
-        measured = self._measured.setdefault(sampler_id, [])
-        measured.append((asked.probe, own))
-        if any(other.sampler.id == sampler_id and other.sample is None for other in self._orders.under_way):
-            return
-        probes, served = zip(*self._measured.pop(sampler_id), strict=True)
-        pairs = [pair for probe, own in zip(probes, served, strict=True) for pair in zip(probe.tuned, own, strict=True)]
-        gap = fmean(abs(trainer - sampler) for trainer, sampler in pairs)
-        self.store.tinker.note_gap(sampler_id, gap)
-        self.meters.sampler_gap.observe(gap)
-        verdict = judge(probes, served)
-        if verdict.verified is False or gap > OTHER_PRECISION:
-            text = f"Samples of {asked.sampler.model_path}: {verdict.text}. Losses that go by a ratio mean something else then."
-            self.store.jobs.add_events(asked.job, [NewEvent(level="warn", message=text)])
+
+def _refusal(error: FtError) -> dict[str, Any]:
+    """The answer to a request that cannot be answered."""
+    return {"error": error.message, "category": "user" if isinstance(error, (SpecError, NotFoundError)) else "server"}
+
+
+def _wait_for_place(error: FtError, seconds: float) -> None:
+    """Raise an error that is no lack of a place: requests for samples get it as their answer."""
+    if not isinstance(error, UnavailableError):
+        raise error

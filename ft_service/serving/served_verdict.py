@@ -38,9 +38,9 @@ def judge(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> Verdict
     The tuned model answers if they are nearer to the trainer's with the adapter than to those without it, and differ from them
     by no more than another precision, or a fifth of the adapter's change, explains.
     """
-    from_tuned = _distance([probe.tuned for probe in probes], served)
-    from_base = _distance([probe.base for probe in probes], served)
-    learnt = _distance([probe.base for probe in probes], [probe.tuned for probe in probes])
+    from_tuned = distance([probe.tuned for probe in probes], served)
+    from_base = distance([probe.base for probe in probes], served)
+    learnt = distance([probe.base for probe in probes], [probe.tuned for probe in probes])
     distances = (
         f"{len(probes)} prompts' log-probabilities lie {from_tuned:.3f} nats a token from the trainer's and {from_base:.3f} "
         "from the base's"
@@ -58,11 +58,12 @@ def judge(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> Verdict
 def is_of_base(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> bool:
     """Whether the log-probabilities are those of the base, without the adapter: at most half as far from the trainer's without
     it as from those with it. What the server's precision changes is in both distances, so that it alone never is the reason."""
-    from_tuned = _distance([probe.tuned for probe in probes], served)
-    return from_tuned >= NOTHING_LEARNT and _distance([probe.base for probe in probes], served) <= from_tuned / 2
+    from_tuned = distance([probe.tuned for probe in probes], served)
+    return from_tuned >= NOTHING_LEARNT and distance([probe.base for probe in probes], served) <= from_tuned / 2
 
 
-def _distance(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+def distance(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Mean difference of log-probabilities, in nats a token. 0 without any."""
     differences = [
         abs(mine - theirs) for mines, others in zip(one, other, strict=True) for mine, theirs in zip(mines, others, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Samplers of tokens, the requests that they answer, and answers to many prompts as one blocking call."""
+"""Samplers of tokens, the requests that they answer, and calls that wait for many answers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import queue
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from ft_service.errors import FtError, UnavailableError
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import Probe
 from ft_service.serving.inference_server import InferenceServerError
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.preview_process import Deliver
-from ft_service.tinker.sample_calls import Sampled, SampleRequest
+from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes
 
 K = TypeVar("K", bound=Hashable)
 
@@ -85,25 +89,22 @@ class SampleOrders(Generic[K]):
 
 @dataclass(frozen=True)
 class TokenSampler:
-    """A sampler for one project."""
+    """A sampler for one project and one base. Its calls wait for their answers, by the adapter in a PEFT folder.
+
+    They raise SamplingStopped, what `refused` raises, and FtError for a model that cannot be sampled from.
+    """
 
     sampler: Sampler
     project_id: str
+    model: PreviewModel
+    stop: Callable[[], bool]
+    """Asked now and then whether to stop."""
+    refused: Callable[[FtError, float], object]
+    """Called with each error after which a request is sent again, and the seconds since the first one behind which nothing was
+    answered."""
 
-    def sample(
-        self,
-        model: PreviewModel,
-        adapter: str,
-        requests: Sequence[SampleRequest],
-        stop: Callable[[], bool],
-        refused: Callable[[FtError, float], object],
-    ) -> list[Sampled]:
-        """The answers to all requests, with their texts. `adapter`: a PEFT folder. `stop`: asked now and then. `refused`:
-        called with each error after which a request is sent again, and the seconds since the first one behind which nothing
-        was answered; what it raises ends the call.
-
-        Raises SamplingStopped, and FtError for a model that cannot be sampled from.
-        """
+    def sample(self, adapter: str, requests: Sequence[SampleRequest]) -> list[Sampled]:
+        """The answers to all requests, with their texts."""
         orders = SampleOrders[int](self.sampler)
         answers: dict[int, Sampled] = {}
         waiting = list(range(len(requests)))[::-1]
@@ -116,16 +117,16 @@ class TokenSampler:
             refused_since = now if refused_since is None else refused_since
             not_before = now + BUSY_SECONDS
             waiting.append(number)
-            refused(error, now - refused_since)
+            self.refused(error, now - refused_since)
 
         try:
             while waiting or orders.under_way:
-                if stop():
+                if self.stop():
                     raise SamplingStopped
                 while waiting and len(orders.under_way) < AT_ONCE and time.monotonic() >= not_before:
                     number = waiting.pop()
                     try:
-                        orders.submit(number, model, adapter, requests[number], self.project_id, texts=True)
+                        orders.submit(number, self.model, adapter, requests[number], self.project_id, texts=True)
                     except NOT_NOW as error:
                         again(number, error)
                 for number, outcome in orders.ended(LOOK_SECONDS):
@@ -139,3 +140,26 @@ class TokenSampler:
             return [answers[number] for number in range(len(requests))]
         finally:
             orders.cancel()
+
+    def score(self, adapter: str, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+        """Log-probabilities of sequences' last tokens, in nats. `sequences`: tokens, and how many of them."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        requests = [
+            SampleRequest(
+                prompt=ModelInput(chunks=[TextChunk(tokens=list(tokens))]),
+                sampling_params=params,
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=last,
+            )
+            for tokens, last in sequences
+        ]
+        found = zip(sequences, self.sample(adapter, requests), strict=True)
+        return [[own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))] for (tokens, last), own in found]
+
+    def score_probes(self, adapter: str) -> tuple[list[Probe], list[list[float]]]:
+        """The probes that the trainer has left beside its weights, and the sampler's log-probabilities of them. Both are empty
+        where it has left none."""
+        document = RunDir(Path(adapter)).readable(PROBES, SamplerProbes)
+        probes = document.probes if document is not None else []
+        # One by one: vLLM 0.32 on processors ends when it scores a prompt by an adapter beside other requests.
+        return probes, [self.score(adapter, [(probe.tokens, len(probe.tokens) - 1)])[0] for probe in probes]

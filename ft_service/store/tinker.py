@@ -196,9 +196,13 @@ class TinkerStore(StorePart):
         with self._database.reading() as connection:
             return set(sample_ids) - set(connection.scalars(query))
 
-    def unanswered(self, without: Collection[str], most: int) -> Sequence[TinkerSample]:
-        """Samples that wait, the oldest first. `without`: ids of those that are not meant."""
-        query = select(*_SAMPLE).where(UNANSWERED).order_by(tinker_samples.c.position).limit(most + len(without))
+    def unanswered(
+        self, most: int, without: Collection[str], *, projects: Collection[str], samplers: Collection[str]
+    ) -> Sequence[TinkerSample]:
+        """Samples that wait, the oldest first. Ids of those that are not meant: `without` of samples, `projects` and `samplers`
+        of all theirs."""
+        others = tinker_samples.c.project_id.not_in(projects), tinker_samples.c.sampler_id.not_in(samplers)
+        query = select(*_SAMPLE).where(UNANSWERED, *others).order_by(tinker_samples.c.position).limit(most + len(without))
         with self._database.reading() as connection:
             found = [TinkerSample(**row) for row in connection.execute(query).mappings()]
         return [sample for sample in found if sample.id not in without][:most]

@@ -136,25 +136,27 @@ class OptimStep(OfCommand):
     adam_params: AdamParams = AdamParams()
 
 
-class SaveWeights(OfCommand):
-    """The body of `save_weights`."""
+class Save(OfCommand):
+    """A body of a command that saves weights."""
 
     path: str | None = None
     """The name; None: the request's number."""
     ttl_seconds: Ttl | None = None
-    overwrite: bool = False
     user_metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
-class SaveForSampler(OfCommand):
+class SaveWeights(Save):
+    """The body of `save_weights`."""
+
+    overwrite: bool = False
+
+
+class SaveForSampler(Save):
     """The body of `save_weights_for_sampler`."""
 
-    path: str | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0, le=999_999_999)
     """The sampler that is made of the weights if they have no name."""
     kind: str = "snapshot"
-    ttl_seconds: Ttl | None = None
-    user_metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
 
 class SaveExternal(OfCommand):

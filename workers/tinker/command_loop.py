@@ -74,8 +74,8 @@ class StepSums:
 
     data: int = 0
     tokens: int = 0
-    targets: int = 0
-    """Tokens with a weight, or an advantage, other than 0."""
+    weight: float = 0.0
+    """Sum of the targets' weights without their signs; of a loss with advantages, number of those that are not 0."""
     loss: float = 0.0
     seconds: float = 0.0
     drawn: int = 0
@@ -234,7 +234,7 @@ class CommandLoop:
             sums = self._sums
             sums.data += len(call.data)
             sums.tokens += sum(len(datum.ids) for datum in call.data)
-            sums.targets += sum(_counted(datum.inputs) for datum in call.data)
+            sums.weight += math.fsum(_weight(datum.inputs) for datum in call.data)
             sums.loss += math.fsum(loss for loss, _ in read.values())
             if self.context.runtime.rank == 0:  # which has all
                 _add_gap(sums, call, read)
@@ -350,13 +350,13 @@ class CommandLoop:
         sums, report = sums or StepSums(), report or {}
         more = {**({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}), **report.get("more", {})}
         # The loss of reinforcement learning says nothing: its advantages sum up to 0, and only its gradient counts.
-        has_loss = self.context.runtime.spec.reinforcement is None and sums.targets and math.isfinite(sums.loss)
+        has_loss = self.context.runtime.spec.reinforcement is None and sums.weight and math.isfinite(sums.loss)
         return Metrics(
             step=self.job.step,
             total_steps=int(report.get("total_steps", self.job.step)),
             epoch=report.get("epoch"),
             more=more or None,
-            train_loss=sums.loss / sums.targets if has_loss else None,
+            train_loss=sums.loss / sums.weight if has_loss else None,
             learning_rate=rate,
             grad_norm=norm,
             tokens=sums.tokens or None,
@@ -494,7 +494,9 @@ def _cut(ids: np.ndarray) -> Tokens:
     return Tokens(kept.astype(np.int32), np.zeros(len(kept), dtype=bool))
 
 
-def _counted(inputs: Mapping[str, np.ndarray]) -> int:
-    """Targets whose loss is not 0 whatever the model says."""
-    factors = inputs["weights"] if "weights" in inputs else inputs["advantages"]
-    return int(np.count_nonzero(factors))
+def _weight(inputs: Mapping[str, np.ndarray]) -> float:
+    """What a datum's loss is divided by, with that of the step's others, for a loss in nats a token: a client may give each
+    sequence weights that add up to 1."""
+    if "weights" in inputs:
+        return float(np.abs(inputs["weights"]).sum(dtype=np.float64))
+    return float(np.count_nonzero(inputs["advantages"]))

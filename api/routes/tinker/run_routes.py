@@ -12,7 +12,7 @@ from fastapi import Query, Request, Response
 
 from api.http.dependencies import JsonBody, Services, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import MODEL_KEY, delete_weights, find_model, find_weights, project_models
+from ft_service.control.tinker_models import MODEL_KEY, delete_weights, find_model, find_weights, project_models, remove_expired
 from ft_service.errors import NotFoundError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.directory import RunDir
@@ -61,13 +61,7 @@ def _weights_of(model: str, run: RunDir) -> list[_Weights]:
     for name in samplers_of(run):
         saved_at = run.path(sampler_key(name)).stat().st_mtime
         found.append(_Weights(WeightsPath(model, "sampler_weights", name), saved_at, sampler_bytes(run, name)))
-    kept = []
-    for weights in found:
-        expires_at = options_of(run, weights.path.checkpoint_id).expires_at
-        if expires_at is not None and expires_at <= time.time():
-            delete_weights(run, weights.path)
-        else:
-            kept.append(weights)
+    kept = [weights for weights in found if not remove_expired(run, weights.path)]
     return sorted(kept, key=lambda weights: weights.time, reverse=True)
 
 

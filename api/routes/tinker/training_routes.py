@@ -29,6 +29,7 @@ from ft_service.tinker.bodies import (
     OfModel,
     OptimStep,
     RetrieveFuture,
+    Save,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
@@ -162,10 +163,7 @@ def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, ser
         case SaveForSampler():
             return _for_sampler(given, job, model, seq, caller, services)
         case LoadWeights():
-            path = WeightsPath.parse(given.path, "weights")
-            return tinker_models.loads(
-                path, optimizer=given.optimizer, principal=caller, store=services.store, places=services.places
-            )
+            return tinker_models.loads(given, caller, services.store, services.places)[1]
         case _:
             raise SpecError("External weights are not here: `ft download JOB` and save_weights_for_sampler give the adapter.")
 
@@ -197,7 +195,7 @@ def _for_sampler(
     return options
 
 
-def _save_as(given: SaveWeights | SaveForSampler, path: WeightsPath, job: Job, caller: Principal, services: Services) -> None:
+def _save_as(given: Save, path: WeightsPath, job: Job, caller: Principal, services: Services) -> None:
     """Keep what a client says of weights that are to be saved. Raises SpecError if there are too many."""
     tinker_models.refuse_weights_beyond(job, caller.limits, services.store, services.places)
     if given.ttl_seconds is None and not given.user_metadata:
@@ -224,14 +222,11 @@ def load_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
     if given.session_id is None or given.model_seq_id is None:
         raise SpecError("session_id and model_seq_id, or model_id and seq_id, are needed.", param="session_id")
     session = services.store.tinker.open_session(caller.project_id, given.session_id)
-    path = WeightsPath.parse(given.path, "weights")
-    store, places = services.store, services.places
-    source, _ = tinker_models.find_weights(path, caller, store, places)
-    load = tinker_models.loads(path, optimizer=given.optimizer, principal=caller, store=store, places=places)
+    source, load = tinker_models.loads(given, caller, services.store, services.places)
     model = model_id(session.id, given.model_seq_id)
     base = given.base_model or source.spec.model.name
     new = NewModel(model, base, source.spec.lora, _metadata(given.user_metadata), load)
-    tinker_models.create_model(new, _context(caller, services), places)
+    tinker_models.create_model(new, _context(caller, services), services.places)
     return _future(model, 0)
 
 

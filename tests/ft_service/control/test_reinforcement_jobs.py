@@ -28,7 +28,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
 from ft_service.serving import server_samples, token_sampler
 from ft_service.serving.server_samples import PREFIX, ServerSampler
-from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
+from ft_service.serving.token_sampler import Sampler, SamplingStopped
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec, StoredSpec
 from ft_service.storage.locations import Places
@@ -94,8 +94,7 @@ class Place:
         return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
 
     def loop(self) -> RolloutLoop:
-        sampler = TokenSampler(self.sampler, PROJECT)
-        return RolloutLoop(self.job, self.run, sampler, GraderContext(), self.told.append, self.stopped.is_set)
+        return RolloutLoop(self.job, self.run, self.sampler, GraderContext(), self.told.append, self.stopped.is_set)
 
     def records(self) -> list[StepRecord]:
         found = [read_record(self.run, step) for step in recorded_steps(self.run)]

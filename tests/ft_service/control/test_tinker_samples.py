@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.control import tinker_samples
 from ft_service.control.tinker_samples import SampleLoop
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
@@ -57,16 +58,21 @@ class Place:
         run.put(f"{sampler_key(name)}/{PROBES}", probes.model_dump_json().encode())
         return self.sampler_of(str(WeightsPath(MODEL, "sampler_weights", name)))
 
-    def sampler_of(self, path: str | None) -> str:
+    def sampler_of(self, path: str | None, project: str = PROJECT) -> str:
         own = f"session-1:sample:{next(numbers)}"
-        sampler = TinkerSampler(id=own, project_id=PROJECT, session_id="session-1", base=SAMPLE.name, model_path=path)
+        sampler = TinkerSampler(id=own, project_id=project, session_id="session-1", base=SAMPLE.name, model_path=path)
         return self.store.tinker.put_sampler(sampler).id
+
+    def put(self, sampler: str, params: dict[str, Any], project: str = PROJECT, **request: Any) -> str:
+        """Store a request. Returns its id."""
+        own = f"{sampler}#{next(numbers)}"
+        body = {"prompt": {"chunks": [{"tokens": [2, 3]}]}, "sampling_params": params, **request}
+        self.store.tinker.put_sample(TinkerSample(id=own, project_id=project, sampler_id=sampler, request=body))
+        return own
 
     def ask(self, sampler: str, params: dict[str, Any], **request: Any) -> Any:
         """The answer to a request: a message, or what it says is wrong."""
-        own = f"{sampler}#{next(numbers)}"
-        body = {"prompt": {"chunks": [{"tokens": [2, 3]}]}, "sampling_params": params, **request}
-        self.store.tinker.put_sample(TinkerSample(id=own, project_id=PROJECT, sampler_id=sampler, request=body))
+        own = self.put(sampler, params, **request)
         wait_for(lambda: own in self.store.tinker.answered([own]), 20)
         sample = self.store.tinker.get_sample(PROJECT, own)
         return pb.SampleResponse.FromString(sample.answer) if sample.answer else sample.error
@@ -185,3 +191,44 @@ def test_requests_wait_for_a_server(place: Place) -> None:
         vllm.status = None
     thread.join()
     assert told(answers[0]) == [([4], False)]
+
+
+def test_probes_are_asked_one_by_one_and_before_samples(place: Place) -> None:
+    """vLLM 0.32 on processors ends when it scores a prompt by an adapter beside other requests."""
+    guard, under_way, beside, ended = threading.Condition(), list[list[int]](), list[list[int]](), list[list[int]]()
+
+    def logprobs(name: str, tokens: list[int]) -> list[float]:
+        with guard:
+            under_way.append(tokens)
+            guard.notify_all()
+            if tokens == TOKENS and guard.wait_for(lambda: len(under_way) > 1, 0.3):  # gives others time to come
+                beside.extend(under_way)
+            under_way.remove(tokens)
+            ended.append(tokens)
+        return TUNED
+
+    for vllm in place.servers:
+        vllm.logprobs = logprobs
+    sampler = place.save("one")
+    asked = [place.put(sampler, {"max_tokens": 1}) for _ in range(3)]
+    wait_for(lambda: place.store.tinker.answered(asked) == set(asked), 20)
+    assert beside == []
+    assert ended == [TOKENS, TOKENS, *[[2, 3]] * 3]
+
+
+def test_a_project_with_many_requests_leaves_places_to_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker_samples, "AT_ONCE", 3)
+    monkeypatch.setattr(tinker_samples, "AT_ONCE_OF_PROJECT", 2)
+    other = place.store.projects.create_project(name="other", organization="local").id
+    go, waiting = threading.Event(), [2, 3]
+    for vllm in place.servers:
+        vllm.logprobs = lambda name, tokens: [0.0] if tokens != waiting or go.wait(20) else []
+    many = [place.put(place.sampler_of(None), {"max_tokens": 1}) for _ in range(9)]
+    prompt = {"chunks": [{"tokens": [5, 6]}]}
+    one = place.put(place.sampler_of(None, other), {"max_tokens": 1}, other, prompt=prompt)
+    try:
+        wait_for(lambda: one in place.store.tinker.answered([one]), 20)
+        assert not place.store.tinker.answered(many)
+    finally:
+        go.set()
+    wait_for(lambda: place.store.tinker.answered(many) == set(many), 20)

@@ -15,7 +15,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import OutcomeKind, Result
 from ft_service.tinker.commands import Command, CommandLog
 from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key, samplers_of, saved_weights
-from tests.support.training.attempts import adapter, run_attempt
+from tests.support.training.attempts import adapter, losses, run_attempt
 from tests.support.training.commands import ADAM, Script, attempt_until, examples, loop_spec
 from tests.support.training.models import reference, save_chat_base
 from workers.base.load import initial_adapter, plain_name
@@ -90,13 +90,16 @@ def test_it_is_adam_on_the_sum_of_losses(whole: tuple[RunDir, Script, list[int]]
         for name, parameter in named.items():
             parameter.copy_(initial_adapter(plain_name(full[name]), tuple(parameter.shape), spec.seed))
     adam = torch.optim.AdamW(named.values(), lr=ADAM["learning_rate"], betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    reported = losses(run)
     for step, call in zip((1, 2), calls, strict=True):
-        losses = [sum_of_losses(model, ids, arrays) for ids, arrays in examples(8, seed=step)]
-        total = torch.stack(losses).sum()
+        parts = [sum_of_losses(model, ids, arrays) for ids, arrays in examples(8, seed=step)]
+        total = torch.stack(parts).sum()
         total.backward()
         adam.step()
         adam.zero_grad()
         assert script.output(call)[0] == pytest.approx(total.item(), rel=1e-4)
+        weight = sum(np.abs(arrays["weights"]).sum() for _, arrays in examples(8, seed=step))
+        assert reported[step] == pytest.approx(total.item() / weight, rel=1e-4), "a mean by weight"
     stored = {name.replace("base_model.model.", ""): tensor for name, tensor in adapter(run).items()}
     assert stored.keys() == named.keys()
     for name, parameter in named.items():

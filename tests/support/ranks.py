@@ -8,19 +8,21 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from ft_service.spec import JobSpec
 from workers.model import probes
+
+Result = TypeVar("Result")
 
 CHECK_BY_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, whether there is a GPU is asked of its driver: to ask CUDA begins it, and no fork of that process can use it."""
 PRELOAD = ["tests.support.without_torchao", "workers", "tests.support.preloaded"]
 
 _probed: dict[str, probes.Probed] = {}
-"""What ranks have found out about bases. Later ranks begin with it, as jobs begin with the description of their base: a probe is
-a quarter of what most ranks do."""
+"""What ranks have found out about bases. Later ranks begin with it, as jobs begin with the description of their base."""
 
 
 def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0) -> list[Any]:
@@ -41,6 +43,30 @@ def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: 
                 process.kill()
                 process.join()
                 process.close()
+
+
+class Cases(Generic[Result]):
+    """What a function returns on the ranks of each case. Cases of one world size are computed one after the other on ranks that
+    are started once: what a rank does for the first time takes longer than all that it does again."""
+
+    def __init__(self, function: Callable[[int, int, JobSpec], Result], specs: Mapping[str, JobSpec]) -> None:
+        """`function`: as for `run_on_ranks`. `specs`: jobs by the names of their cases."""
+        self._function = function
+        self._specs = specs
+        self._found: dict[str, list[Result]] = {}
+
+    def of(self, case: str) -> tuple[JobSpec, list[Result]]:
+        """The job of a case, and what the function returned on each of its ranks. Raises what `run_on_ranks` raises."""
+        spec = self._specs[case]
+        if case not in self._found:
+            alike = {other: own for other, own in self._specs.items() if own.world_size == spec.world_size}
+            by_rank = run_on_ranks(_each, spec.world_size, self._function, alike)
+            self._found |= {other: [found[other] for found in by_rank] for other in alike}
+        return spec, self._found[case]
+
+
+def _each(rank: int, world: int, function: Callable[[int, int, JobSpec], Any], specs: dict[str, JobSpec]) -> dict[str, Any]:
+    return {case: function(rank, world, spec) for case, spec in specs.items()}
 
 
 def _start(context: Any, function: Any, rank: int, world: int, store: str, args: Any) -> tuple[Any, Connection]:

@@ -15,7 +15,7 @@ from tests.e2e.kills import KINDS, Blow, campaign, compare, play, schedule, unin
 from tests.support.service import Server, eventually, nothing_left, processes_of, submit, wait_until, wait_until_step
 
 STEPS = 80
-FEW_STEPS = 40
+FEW_STEPS = 60
 
 
 def test_a_schedule_follows_from_its_seed_and_plays_every_kind() -> None:

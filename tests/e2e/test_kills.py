@@ -15,7 +15,6 @@ from tests.e2e.kills import KINDS, Blow, campaign, compare, play, schedule, unin
 from tests.support.service import Server, eventually, nothing_left, processes_of, submit, wait_until, wait_until_step
 
 STEPS = 80
-FEW_STEPS = 60
 
 
 def test_a_schedule_follows_from_its_seed_and_plays_every_kind() -> None:
@@ -25,14 +24,15 @@ def test_a_schedule_follows_from_its_seed_and_plays_every_kind() -> None:
     assert set(counts.values()) == {2, 3}
 
 
+@pytest.mark.slow  # each blow by itself: test_torchrun.py, test_recovery.py, test_checkpoint.py, test_train.py, test_service.py
 def test_whatever_strikes_a_job_its_outcome_is_the_uninterrupted_one(server: Server, data: Path, tmp_path: Path) -> None:
-    blows = [Blow("rank", victim=1), Blow("torn", ranks=1)]
-    story = play(server, data, blows, steps=FEW_STEPS)
+    blows = [Blow("rank", victim=1), Blow("server"), Blow("torn", ranks=1)]
+    story = play(server, data, blows, steps=STEPS)
     assert story.struck == [blow.kind for blow in blows], "the job was not done before"
     assert last_attempt(story.run) >= 3, "one attempt more for the killed rank, and one behind the pause"
     assert len(story.torn) == 1
     assert len(story.resized_at) == 1
-    compare(story, uninterrupted(story.run, tmp_path / "whole"), FEW_STEPS)
+    compare(story, uninterrupted(story.run, tmp_path / "whole"), STEPS)
 
 
 @pytest.mark.slow

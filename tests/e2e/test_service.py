@@ -35,8 +35,7 @@ def test_from_upload_to_adapter_by_the_openai_client(traced: tuple[Server, Colle
     client = server.client()
     valid = upload(client, data)
     options = {"validation_file": valid, "suffix": "demo", "metadata": {"team": "a"}}
-    extra = {"distributed": {"nproc_per_node": 1}}  # more of them: tests/e2e/test_kills.py
-    job = submit(client, data, steps=8, extra_headers={"traceparent": CLIENTS_TRACE}, extra=extra, **options)
+    job = submit(client, data, steps=8, extra_headers={"traceparent": CLIENTS_TRACE}, **options)
     assert job.status in ("validating_files", "queued", "running")
     assert job.fine_tuned_model is None
 

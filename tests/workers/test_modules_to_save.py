@@ -77,7 +77,7 @@ TIED, IN_BF16 = "tied on {}", "in bf16 on {}"
 @pytest.fixture(scope="module")
 def trained(base: Path, tied: Path) -> Cases[list[Step]]:
     # Several micro-batches, the gradients of which add up.
-    several = {"training": {"per_device_train_batch_size": 2}}
+    several: dict[str, Any] = {"training": {"per_device_train_batch_size": 2}}
     specs = {case: whole(base, world, names, **several) for case, (world, names) in CASES.items()}
     specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 2, 3)}
     specs |= {IN_BF16.format(world): whole(base, world, BOTH, "bf16") for world in (1, 2)}

@@ -11,7 +11,7 @@ from tests.support.ranks import Cases
 from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import MIXED, Step, assert_parity, reference_steps, train_steps
 
-UNEVEN = {"vocab_size": 259, "intermediate_size": 203}
+UNEVEN: dict[str, object] = {"vocab_size": 259, "intermediate_size": 203}
 
 
 CASES: dict[str, tuple[int, int, dict[str, object]]] = {

@@ -17,7 +17,8 @@ from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason, Start
-from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder, data_folder, seat_key
+from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder, data_folder, seat_key
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.spec import JobSpec
 from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
 

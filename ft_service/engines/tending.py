@@ -16,7 +16,7 @@ from ft_service.launcher.protocol import Launcher
 from ft_service.logs import fields
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired
-from ft_service.rundir.engine import EngineSpec
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
 from ft_service.store.engines import EngineRecord

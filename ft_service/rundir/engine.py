@@ -2,7 +2,7 @@
 
 An engine's directory is a run directory with exactly one attempt, number 1, in the ordinary layout (attempt.py), and with
 
-    engine.json                   EngineSpec, by the service, before anything runs
+    engine.json                   EngineSpec (engine_spec.py), by the service, before anything runs
     seats/<job>-<attempt>.json    SeatOrder, by the service; nobody removes it
 
 Where ranks see only what is mounted for them (Kubernetes), a folder beside the engine's directory holds what they read of the
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from ft_service.spec import JobSpec
 
 ENGINES = "engines"
 """Folder of the engines' directories, in FT_HOME."""
@@ -53,22 +51,6 @@ class SeatSize:
         """Bytes of a micro-batch of so many tokens, and those of them that are `passing`."""
         batch, passing = (-(-part * tokens // max(1, self.batch_tokens)) for part in (self.batch, self.passing))
         return batch, passing
-
-
-class EngineSpec(BaseModel):
-    """`engine.json`: what an engine holds, and for whom."""
-
-    model_config = ConfigDict(frozen=True)
-
-    engine_id: str
-    project_id: str
-    spec: JobSpec
-    """Spec of the first job; its base, precision and distributed options are those of every seat."""
-    most_seats: Annotated[int, Field(ge=1)]
-    room: int | None = None
-    """`SeatSize.room` of its jobs."""
-    idle_seconds: Annotated[float, Field(gt=0)]
-    """How long the engine stays without a seat, in seconds."""
 
 
 class SeatOrder(BaseModel):

@@ -24,24 +24,31 @@ STEPS = 30
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def ranks() -> int:
+    """How many an engine has, and so the slots of the server."""
+    return 2
+
+
+@pytest.fixture
+def server(tmp_path: Path, ranks: int) -> Iterator[Server]:
     models = tmp_path / "models"
     save_chat_base(models / "tiny")
     home = tmp_path / "home"
     home.mkdir()
-    server = Server(home, models, FT_ENGINE_JOBS="4")
+    server = Server(home, models, ranks, FT_ENGINE_JOBS="4")
     server.start()
     yield server
     server.stop()
 
 
-def job_of(client: openai.OpenAI, data: Path, rank: int, steps: int = STEPS) -> str:
+def job_of(client: openai.OpenAI, data: Path, rank: int, steps: int = STEPS, ranks: int = 2) -> str:
     training = {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
     extra: dict[str, Any] = {
         "precision": {"default": "nf4", "compute": "fp32"},
         "lora": {"r": rank, "lora_dropout": 0.1},
         "training": training,
         "checkpoint": {"save_steps": 5},
+        "distributed": {"nproc_per_node": ranks, "replicate": 1},
     }
     return submit(client, data, steps=steps, seed=rank, extra=extra).id
 
@@ -56,12 +63,13 @@ def engines_of(run: RunDir) -> list[str]:
     return found
 
 
-def test_jobs_share_an_engine(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1])
+def test_jobs_share_an_engine(server: Server, ranks: int, tmp_path: Path) -> None:
     client = server.client()
     data = tmp_path / "train.jsonl"
     save_chats(data, 16)
-    job_of(client, data, 1, steps=2)  # holds the slots while the others come together
-    jobs = [job_of(client, data, rank, steps=3) for rank in (2, 4)]
+    job_of(client, data, 1, 2, ranks)  # holds the slot while the others come together
+    jobs = [job_of(client, data, rank, 3, ranks) for rank in (2, 4)]
     for job in jobs:
         wait_until(client, job, "succeeded")
     (first,), (second,) = (engines_of(server.run(job)) for job in jobs)

@@ -24,6 +24,7 @@ def test_a_schedule_follows_from_its_seed_and_plays_every_kind() -> None:
     assert set(counts.values()) == {2, 3}
 
 
+@pytest.mark.slow  # each blow by itself: test_torchrun.py, test_recovery.py, test_checkpoint.py, test_train.py, test_service.py
 def test_whatever_strikes_a_job_its_outcome_is_the_uninterrupted_one(server: Server, data: Path, tmp_path: Path) -> None:
     blows = [Blow("rank", victim=1), Blow("server"), Blow("torn", ranks=1)]
     story = play(server, data, blows, steps=STEPS)

@@ -30,7 +30,7 @@ from tests.support.training.models import save_chat_base
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     save_chat_base(tmp_path / "models" / "tiny")
-    with serving(tmp_path, tmp_path / "models", slots=3) as server:
+    with serving(tmp_path, tmp_path / "models", slots=2, ranks=1) as server:
         yield server
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from pathlib import Path
 
+_RANDOM = random.SystemRandom()  # test processes side by side must not draw the same
+_LOWEST = 10_000
+_OF_KERNEL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+    """A port that was free a moment ago; if there are such, one that the kernel gives to nobody who does not name it.
+
+    Those that it gives away may be taken before they are used, and between a server's end and its next start.
+    """
+    below = int(_OF_KERNEL.read_text().split()[0])
+    while True:
+        with socket.socket() as listening:
+            try:
+                listening.bind(("127.0.0.1", _RANDOM.randrange(_LOWEST, below) if below > _LOWEST else 0))
+            except OSError:  # taken
+                continue
+            return listening.getsockname()[1]
 
 
 def listening_sockets(pid: int) -> dict[str, int]:

@@ -8,13 +8,21 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from ft_service.spec import JobSpec
+from workers.model import probes
+
+Result = TypeVar("Result")
 
 CHECK_BY_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, whether there is a GPU is asked of its driver: to ask CUDA begins it, and no fork of that process can use it."""
 PRELOAD = ["tests.support.without_torchao", "workers", "tests.support.preloaded"]
+
+_probed: dict[str, probes.Probed] = {}
+"""What ranks have found out about bases. Later ranks begin with it, as jobs begin with the description of their base."""
 
 
 def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0) -> list[Any]:
@@ -37,9 +45,33 @@ def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: 
                 process.close()
 
 
+class Cases(Generic[Result]):
+    """What a function returns on the ranks of each case. Cases of one world size are computed one after the other on ranks that
+    are started once: what a rank does for the first time takes longer than all that it does again."""
+
+    def __init__(self, function: Callable[[int, int, JobSpec], Result], specs: Mapping[str, JobSpec]) -> None:
+        """`function`: as for `run_on_ranks`. `specs`: jobs by the names of their cases."""
+        self._function = function
+        self._specs = specs
+        self._found: dict[str, list[Result]] = {}
+
+    def of(self, case: str) -> tuple[JobSpec, list[Result]]:
+        """The job of a case, and what the function returned on each of its ranks. Raises what `run_on_ranks` raises."""
+        spec = self._specs[case]
+        if case not in self._found:
+            alike = {other: own for other, own in self._specs.items() if own.world_size == spec.world_size}
+            by_rank = run_on_ranks(_each, spec.world_size, self._function, alike)
+            self._found |= {other: [found[other] for found in by_rank] for other in alike}
+        return spec, self._found[case]
+
+
+def _each(rank: int, world: int, function: Callable[[int, int, JobSpec], Any], specs: dict[str, JobSpec]) -> dict[str, Any]:
+    return {case: function(rank, world, spec) for case, spec in specs.items()}
+
+
 def _start(context: Any, function: Any, rank: int, world: int, store: str, args: Any) -> tuple[Any, Connection]:
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(theirs, function, rank, world, store, args), daemon=True)
+    process = context.Process(target=_rank_main, args=(theirs, function, rank, world, store, args, _probed), daemon=True)
     process.start()
     theirs.close()
     return process, ours
@@ -51,27 +83,31 @@ def _collect(started: list[tuple[Any, Connection]], timeout: float) -> list[Any]
         if not pipe.poll(timeout):
             raise TimeoutError(f"rank {rank} did not answer within {timeout} s; failures so far: {failures}")
         try:
-            kind, value = pickle.loads(pipe.recv_bytes())
+            kind, value, probed = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            kind, value = "error", "ended without a result"
+            kind, value, probed = "error", "ended without a result", {}
+        _probed.update(probed)
         (results if kind == "result" else failures).append(value if kind == "result" else f"rank {rank}: {value}")
         pipe.close()
     assert not failures, "\n".join(failures)
     return results
 
 
-def _rank_main(pipe: Connection, function: Any, rank: int, world: int, store: str, args: Any) -> None:
+def _rank_main(
+    pipe: Connection, function: Any, rank: int, world: int, store: str, args: Any, probed: dict[str, probes.Probed]
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    probes.PROBED.update(probed)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         result = function(rank, world, *args)
-        pipe.send_bytes(pickle.dumps(("result", result)))  # plain pickle: tensors by value, not by shared memory
+        pipe.send_bytes(pickle.dumps(("result", result, probes.PROBED)))  # plain pickle: tensors by value, not by shared memory
         dist.barrier()
     except BaseException:
-        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc(), {})))
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()

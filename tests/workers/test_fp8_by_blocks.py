@@ -68,7 +68,7 @@ def test_loss_and_every_gradient_are_those_of_the_values_on_any_number_of_ranks(
             assert_parity(of_rank[number], truth)
 
 
-@pytest.mark.slow  # test_four_bits.py has two bases
+@pytest.mark.slow  # test_four_bits.py has another base
 def test_an_interrupted_job_ends_with_bitwise_the_adapter_of_an_uninterrupted_one(
     bases: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -18,13 +18,14 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec, PrecisionOptions
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import Cases, run_on_ranks
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.attempts import losses, run_attempt, run_spec
 from tests.support.training.models import reference, reference_name, save_chat_base, save_pairs, save_tiny_llama, spec_for
 from tests.support.training.parity import (
     CPU,
     MIXED,
+    Step,
     assert_parity,
     constructed,
     full,
@@ -63,23 +64,40 @@ def whole(base: Path, world: int, names: list[str], compute: str = "fp32", **opt
     return spec_for(base, ranks=world, lora=lora, precision={**MIXED, "compute": compute}, **options)
 
 
-@pytest.mark.parametrize(
-    ("world", "names"), [(1, BOTH), (2, BOTH), (3, BOTH), (2, ["embed_tokens"]), (3, ["lm_head"])], ids=str
-)
-def test_loss_and_every_gradient_are_those_of_peft(world: int, names: list[str], base: Path) -> None:
+CASES: dict[str, tuple[int, list[str]]] = {
+    "both on one": (1, BOTH),
+    "both on two": (2, BOTH),
+    "both on three": (3, BOTH),
+    "the embedding on two": (2, ["embed_tokens"]),
+    "the head on three": (3, ["lm_head"]),
+}
+TIED, IN_BF16 = "tied on {}", "in bf16 on {}"
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tied: Path) -> Cases[list[Step]]:
+    # Several micro-batches, the gradients of which add up.
+    several: dict[str, Any] = {"training": {"per_device_train_batch_size": 2}}
+    specs = {case: whole(base, world, names, **several) for case, (world, names) in CASES.items()}
+    specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 2, 3)}
+    specs |= {IN_BF16.format(world): whole(base, world, BOTH, "bf16") for world in (1, 2)}
+    return Cases(train_steps, specs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_every_gradient_are_those_of_peft(case: str, base: Path, trained: Cases[list[Step]]) -> None:
+    names = CASES[case][1]
     truth = reference_steps(base, whole(base, 1, names))
     assert sum("lora" not in name for name in truth[0].grads) == len(names)
-    # Several micro-batches, the gradients of which add up.
-    spec = whole(base, world, names, training={"per_device_train_batch_size": 2})
-    for ours in run_on_ranks(train_steps, world, spec):
+    for ours in trained.of(case)[1]:
         assert_parity(ours, truth)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_tied_they_are_one_weight_with_both_gradients(world: int, tied: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_tied_they_are_one_weight_with_both_gradients(world: int, tied: Path, trained: Cases[list[Step]]) -> None:
     truth = reference_steps(tied, whole(tied, 1, ["lm_head"]))
     assert [name for name in truth[0].grads if "lora" not in name] == ["base_model.model.model.embed_tokens.weight"]
-    for ours in run_on_ranks(train_steps, world, whole(tied, world, ["lm_head"])):
+    for ours in trained.of(TIED.format(world))[1]:
         assert_parity(ours, truth)
 
 
@@ -143,9 +161,9 @@ def test_they_begin_as_the_bases_and_can_be_it_again(world: int, compute: str, b
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_in_bf16_it_is_as_near_as_bf16_is(world: int, base: Path) -> None:
+def test_in_bf16_it_is_as_near_as_bf16_is(world: int, base: Path, trained: Cases[list[Step]]) -> None:
     truth = reference_steps(base, whole(base, 1, BOTH))
-    for ours in run_on_ranks(train_steps, world, whole(base, world, BOTH, "bf16")):
+    for ours in trained.of(IN_BF16.format(world))[1]:
         for step, expected in zip(ours, truth, strict=True):
             assert step.loss == pytest.approx(expected.loss, rel=1e-3)
         for name, gradient in ours[0].grads.items():

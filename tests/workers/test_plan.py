@@ -16,7 +16,7 @@ from ft_service.plan.job import Plan
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.support.bases import plan_of
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import Cases
 from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, mxfp4, nvfp4, nvfp4_of_modelopt
@@ -126,12 +126,15 @@ def job(base: Path, case: str) -> JobSpec:
     return spec.model_copy(update={"distributed": spec.distributed.model_copy(update=distributed)})
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
+    return Cases(measure, {case: job(tmp_path_factory.mktemp("base"), case) for case in CASES})
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_path: Path) -> None:
-    spec = job(tmp_path / "base", case)
+def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
+    spec, results = measured.of(case)
     plan = plan_of(spec, MACHINES["H100"])
-    world = spec.world_size
-    results = run_on_ranks(measure, world, spec)
     for result in results:
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
         assert (result["adapters"], result["gradients"]) == (plan.rank.adapters, plan.rank.gradients)
@@ -162,42 +165,45 @@ def plain_parts(parameter: Tensor) -> tuple[Tensor, ...]:
     return data.parts if isinstance(data, RowQuantized) else (data,)
 
 
-@pytest.mark.parametrize(
-    ("publish", "changes", "asked", "stored"),
-    [
-        (bitsandbytes_4bit, {"intermediate_size": 128}, "nf4", {"nf4_fp32"}),
-        (bitsandbytes_4bit, {"intermediate_size": 96}, "nf4", {"nf4_fp32"}),
-        (fp8_by_rows, {}, "nf4", {"fp8"}),
-        (fp8_by_blocks, BLOCKS, "fp8", {"fp8_blocks"}),
-        (nvfp4, {"intermediate_size": 96}, "as_published", {"nvfp4"}),
-        (mxfp4, {"intermediate_size": 96}, "as_published", {"mxfp4"}),
-        (mxfp4, {"intermediate_size": 96}, "nf4", {"nf4"}),
-        (fp8_by_blocks, BLOCKS, "nf4", {"nf4"}),
-        (fp8_by_blocks, BLOCKS, "bf16", set[str]()),
-        (partial(fp8_by_blocks, block=64), BLOCKS, "fp8", {"fp8"}),
-    ],
-    ids=[
-        *("nf4 of whole blocks", "nf4 of blocks across rows", "fp8 by rows"),
-        *("fp8 by blocks", "nvfp4", "mxfp4", "mxfp4 in nf4"),
-        *("fp8 by blocks in nf4", "fp8 by blocks in bf16", "fp8 by blocks of another width"),
-    ],
-)
-def test_a_base_published_quantised_takes_what_was_planned(
-    publish: Any, changes: dict[str, Any], asked: str, stored: set[str], tmp_path: Path
-) -> None:
-    base = save_tiny_llama(tmp_path / "base", **changes)
-    publish(base)
-    spec = spec_for(
-        base,
-        ranks=2,
-        precision={"default": asked},
-        training={"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH},
-    )
+PUBLISHED: dict[str, tuple[Any, dict[str, Any], str, set[str]]] = {
+    "nf4 of whole blocks": (bitsandbytes_4bit, {"intermediate_size": 128}, "nf4", {"nf4_fp32"}),
+    "nf4 of blocks across rows": (bitsandbytes_4bit, {"intermediate_size": 96}, "nf4", {"nf4_fp32"}),
+    "fp8 by rows": (fp8_by_rows, {}, "nf4", {"fp8"}),
+    "fp8 by blocks": (fp8_by_blocks, BLOCKS, "fp8", {"fp8_blocks"}),
+    "nvfp4": (nvfp4, {"intermediate_size": 96}, "as_published", {"nvfp4"}),
+    "mxfp4": (mxfp4, {"intermediate_size": 96}, "as_published", {"mxfp4"}),
+    "mxfp4 in nf4": (mxfp4, {"intermediate_size": 96}, "nf4", {"nf4"}),
+    "fp8 by blocks in nf4": (fp8_by_blocks, BLOCKS, "nf4", {"nf4"}),
+    "fp8 by blocks in bf16": (fp8_by_blocks, BLOCKS, "bf16", set()),
+    "fp8 by blocks of another width": (partial(fp8_by_blocks, block=64), BLOCKS, "fp8", {"fp8"}),
+}
+OF_TWO = {"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH}
+
+
+def published_job(base: Path, case: str) -> JobSpec:
+    publish, changes, asked, _ = PUBLISHED[case]
+    publish(save_tiny_llama(base, **changes))
+    return spec_for(base, ranks=2, precision={"default": asked}, training=OF_TWO)
+
+
+@pytest.fixture(scope="module")
+def measured_published(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
+    return Cases(measure, {case: published_job(tmp_path_factory.mktemp("base"), case) for case in PUBLISHED})
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_a_base_published_quantised_takes_what_was_planned(case: str, measured_published: Cases[dict[str, Any]]) -> None:
+    spec, results = measured_published.of(case)
+    stored = PUBLISHED[case][-1]
     plan = plan_of(spec, MACHINES["H100"])
     formats = dict(build(spec, CPU).formats)
     assert {m.name: m.format for m in plan.modules if m.name in formats} == formats
     assert {m.format for m in plan.modules} - {"bf16"} == set(formats.values()) - {"bf16"} == stored
-    for result in run_on_ranks(measure, 2, spec):
+    check_bytes(plan, results)
+
+
+def check_bytes(plan: Plan, results: list[dict[str, Any]]) -> None:
+    for result in results:
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
         received = sum(sent * (ranks - 1) for kind, _, sent, ranks in result["collectives"] if kind == "gather")
         assert received == pytest.approx(plan.wire.gather, rel=0.02)
@@ -209,28 +215,30 @@ def nvfp4_experts(base: Path) -> Path:
     return base
 
 
-@pytest.mark.parametrize(
-    ("publish", "published", "default", "world"),
-    [
-        (partial(save_published, "gpt-oss"), "mxfp4", "as_published", 1),
-        (partial(save_published, "gpt-oss"), "mxfp4", "as_published", 3),
-        (nvfp4_experts, "nvfp4", "as_published", 3),
-        (nvfp4_experts, "nf4", "nf4", 2),
-    ],
-    ids=["gpt-oss", "gpt-oss on three", "qwen3 on three", "qwen3 in nf4 on two"],
-)
-def test_experts_published_in_four_bits_take_what_was_planned(
-    publish: Any, published: str, default: str, world: int, tmp_path: Path
-) -> None:
-    training = {"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH}
-    base = publish(tmp_path / "base")
-    spec = spec_for(base, ranks=world, precision={"default": default}, training=training)
+EXPERTS: dict[str, tuple[Any, str, str, int]] = {
+    "gpt-oss": (partial(save_published, "gpt-oss"), "mxfp4", "as_published", 1),
+    "gpt-oss on three": (partial(save_published, "gpt-oss"), "mxfp4", "as_published", 3),
+    "qwen3 on three": (nvfp4_experts, "nvfp4", "as_published", 3),
+    "qwen3 in nf4 on two": (nvfp4_experts, "nf4", "nf4", 2),
+}
+
+
+def experts_job(base: Path, case: str) -> JobSpec:
+    publish, _, default, world = EXPERTS[case]
+    return spec_for(publish(base), ranks=world, precision={"default": default}, training=OF_TWO)
+
+
+@pytest.fixture(scope="module")
+def measured_experts(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
+    return Cases(measure, {case: experts_job(tmp_path_factory.mktemp("base"), case) for case in EXPERTS})
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_published_in_four_bits_take_what_was_planned(case: str, measured_experts: Cases[dict[str, Any]]) -> None:
+    spec, results = measured_experts.of(case)
     plan = plan_of(spec, MACHINES["H100"])
-    assert {module.format for module in plan.modules if module.kind == "experts"} == {published}
-    for result in run_on_ranks(measure, world, spec):
-        assert (result["quantised"], result["plain"]) == base_bytes(plan)
-        received = sum(sent * (ranks - 1) for kind, _, sent, ranks in result["collectives"] if kind == "gather")
-        assert received == pytest.approx(plan.wire.gather, rel=0.02)
+    assert {module.format for module in plan.modules if module.kind == "experts"} == {EXPERTS[case][1]}
+    check_bytes(plan, results)
 
 
 def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
-from ft_service.rundir.engine import ENGINE, SEATS, EngineSpec, SeatOrder
+from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
+from ft_service.rundir.engine_spec import EngineSpec
 from workers.engine.resident_base import ResidentBase, load_resident_base
 from workers.engine.rounds import Turn, next_round
 from workers.engine.seat_thread import SeatState, SeatThread, over_ranks

@@ -67,7 +67,8 @@ class Probed:
         return cls(True, base.padded_because, base.loss_in_chunks, base.not_adapted, warnings=base.warnings)
 
 
-_PROBED: dict[str, Probed] = {}
+PROBED: dict[str, Probed] = {}
+"""What the probes found in this process, by class, attention and config."""
 
 
 def probe(base: PreTrainedModel) -> Probed:
@@ -76,9 +77,9 @@ def probe(base: PreTrainedModel) -> Probed:
     Takes seconds and some hundred megabytes, whatever the size of the base. Computes on the CPU alone, without collectives.
     """
     key = f"{type(base).__name__} {text_decoder(base).config._attn_implementation} {base.config!r}"
-    if key not in _PROBED:
-        _PROBED[key] = _probe(base)
-    return _PROBED[key]
+    if key not in PROBED:
+        PROBED[key] = _probe(base)
+    return PROBED[key]
 
 
 def _probe(base: PreTrainedModel) -> Probed:

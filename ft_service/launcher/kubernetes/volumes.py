@@ -20,7 +20,8 @@ from ft_service.data.token_folder import IN_HOME, entries_of
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.engine import ENGINE, ENGINES, EngineSpec, data_folder
+from ft_service.rundir.engine import ENGINE, ENGINES, data_folder
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.rundir.project_runs import PROJECT_RUNS, RUNS, project_folder, run_root
 from ft_service.spec import JobSpec
 

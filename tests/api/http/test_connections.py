@@ -113,7 +113,7 @@ def test_who_sends_nothing_or_never_ends_its_headers_is_ended() -> None:
 
 @pytest.mark.parametrize("byte", [b"a", b"\n", b"\r\n"])
 def test_neither_does_it_help_to_have_finished_a_request_before(byte: bytes) -> None:
-    with serving(most=10, header_seconds=0.3) as connect:
+    with serving(most=10, header_seconds=2.0) as connect:
         connection = connect()
         for _ in range(2):
             connection.sendall(REQUEST)
@@ -122,7 +122,7 @@ def test_neither_does_it_help_to_have_finished_a_request_before(byte: bytes) -> 
 
 
 def test_a_body_that_goes_on_may_take_its_time_and_one_that_does_not_is_ended() -> None:
-    with serving(most=10, header_seconds=0.2, body_seconds=2.0) as connect:
+    with serving(most=10, header_seconds=2.0, body_seconds=2.5) as connect:
         slow, stopped = connect(), connect()
         for connection in (slow, stopped):
             connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\n")

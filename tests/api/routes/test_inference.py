@@ -48,7 +48,7 @@ def test_an_answer_comes_back_and_the_callers_key_does_not_leave(
     answer = client.chat.completions.create(model=tuned, messages=MESSAGES, temperature=0.5)
 
     assert answer.choices[0].message.content == "Hello"
-    arrived = receiver.arrived.get(timeout=10)
+    arrived = receiver.arrived.get(timeout=60)
     assert arrived.path == "/v1/chat/completions"
     assert json.loads(arrived.body) == {"model": tuned, "messages": MESSAGES, "temperature": 0.5}
     assert arrived.headers["authorization"] == "Bearer inside-key"
@@ -72,7 +72,7 @@ def test_a_text_to_be_continued_goes_on_too(client: openai.OpenAI, receiver: Rec
     body = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
     receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(body).encode()]))
     assert client.completions.create(model=tuned, prompt=[5, 6], echo=True, logprobs=1).choices[0].text == "Hi there"
-    arrived = receiver.arrived.get(timeout=10)
+    arrived = receiver.arrived.get(timeout=60)
     assert arrived.path == "/v1/completions"
     assert json.loads(arrived.body) == {"model": tuned, "prompt": [5, 6], "echo": True, "logprobs": 1}
 

@@ -118,7 +118,7 @@ def test_the_end_of_a_job_is_told_once_and_the_client_believes_it(
     put(service, job_id, **{"phase": None, **(change or {})})
     deliver(service)
 
-    arrived = receiver.arrived.get(timeout=10)
+    arrived = receiver.arrived.get(timeout=60)
     assert receiver.arrived.empty()
     assert (arrived.path, arrived.headers["content-type"]) == ("/hook", "application/json")
     event = client.webhooks.unwrap(arrived.body, arrived.headers, secret=secret)
@@ -163,7 +163,7 @@ def test_what_does_not_arrive_is_tried_again_with_the_same_id(
     deliver(service)
 
     assert waiting(service) == []
-    first, second = receiver.arrived.get(timeout=10), receiver.arrived.get(timeout=10)
+    first, second = receiver.arrived.get(timeout=60), receiver.arrived.get(timeout=60)
     assert receiver.arrived.empty(), "no redirect is followed"
     assert (first.headers["webhook-id"], first.body) == (second.headers["webhook-id"], second.body)
 
@@ -339,7 +339,7 @@ def test_after_a_rotation_both_secrets_may_be_valid(service: Service, client: op
 
     def believed(secret: str) -> bool:
         assert client.webhooks.test(made.id, event_type=ALL[0]).status_code == 200
-        arrived = receiver.arrived.get(timeout=10)
+        arrived = receiver.arrived.get(timeout=60)
         try:
             return client.webhooks.unwrap(arrived.body, arrived.headers, secret=secret).type == ALL[0]
         except openai.InvalidWebhookSignatureError:
@@ -385,7 +385,7 @@ def test_the_name_is_looked_up_for_every_try_and_pinned(
     monkeypatch.setattr(webhook_receiver.socket, "getaddrinfo", resolve)
     for _ in range(2):
         assert client.webhooks.test(made.id, event_type=ALL[0]).status_code == 200
-        assert receiver.arrived.get(timeout=10).headers["host"] == f"receiver.invalid:{port}"
+        assert receiver.arrived.get(timeout=60).headers["host"] == f"receiver.invalid:{port}"
     assert asked == ["receiver.invalid"] * 2
 
 

@@ -13,7 +13,8 @@ from ft_service.jobs.decisions import placed
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Running, State
 from ft_service.rundir.documents import Control, Desired, ExitReason, Stop
-from ft_service.rundir.engine import ENGINE, EngineSpec
+from ft_service.rundir.engine import ENGINE
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, NewEngine
 from ft_service.store.sql import Store

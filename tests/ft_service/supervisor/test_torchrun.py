@@ -112,7 +112,7 @@ def test_the_guilty_ranks_errors_come_before_torchruns_own(tmp_path: Path) -> No
     assert torchrun.guilty_tail(tmp_path, None) == "torchrun's"
 
 
-def test_a_real_torchrun_listens_on_nothing_and_dies_with_its_supervisor(
+def test_a_real_torchrun_listens_on_nothing_and_says_which_rank_was_killed(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in = tmp_path_factory.mktemp("stand-in")

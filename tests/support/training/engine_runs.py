@@ -18,7 +18,8 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, Start
-from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
+from ft_service.rundir.engine import ENGINE, SeatOrder, seat_key
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.rundir.events import read_segments
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks

@@ -92,6 +92,7 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     )
 
 
+@pytest.mark.slow  # below they do so beside jobs that diverge, are cancelled or paused, and come late
 def test_jobs_of_one_engine_leave_what_they_leave_alone(specs: list[JobSpec], alone: list[RunDir], tmp_path: Path) -> None:
     for run, expected in zip(run_together(specs, tmp_path), alone, strict=True):
         assert exit_of(run).reason is ExitReason.SUCCEEDED

@@ -32,7 +32,7 @@ from workers.training.packing import settle_attention
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(probes, "_PROBED", {})
+    monkeypatch.setattr(probes, "PROBED", {})
     with odd_types():
         yield
 
@@ -132,7 +132,7 @@ def test_a_probe_leaves_no_trace_and_says_the_same_again(tmp_path: Path, monkeyp
     base = base_on_meta(str(save_tiny("qwen3_next", tmp_path)))
     before, drawn = repr(base.config), torch.get_rng_state()
     first = probe(base)
-    monkeypatch.setattr(probes, "_PROBED", {})
+    monkeypatch.setattr(probes, "PROBED", {})
     torch.manual_seed(1)
     assert probe(base) == first
     torch.set_rng_state(drawn)

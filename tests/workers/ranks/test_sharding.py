@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import Cases, run_on_ranks
 from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import (
     CPU,
@@ -124,12 +124,18 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {  # ranks,
 }
 
 
+@pytest.fixture(scope="module")
+def otherwise(deep: Path) -> Cases[list[Step]]:
+    specs = {case: job(deep, ranks, precision, each=8, **own) for case, (ranks, precision, own, _) in OTHERS.items()}
+    return Cases(train_steps, specs)
+
+
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_ways_to_shard_change_no_number(case: str, deep: Path) -> None:
-    ranks, precision, options, gathers = OTHERS[case]
-    spec = job(deep, ranks, precision, each=8, **options)
+def test_other_ways_to_shard_change_no_number(case: str, deep: Path, otherwise: Cases[list[Step]]) -> None:
+    _, _, options, gathers = OTHERS[case]
+    spec, of_ranks = otherwise.of(case)
     truth = reference_steps(deep, spec)
-    for steps in run_on_ranks(train_steps, ranks, spec):
+    for steps in of_ranks:
         assert_parity(steps, truth)
         kinds = Counter(kind for kind, *_ in steps[0].collectives)
         assert kinds["gather"] == gathers or not gathers
@@ -184,13 +190,24 @@ def sharded_or_whole(rank: int, world: int, spec: JobSpec) -> dict[str, bool]:
 # Prefetch ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [None, 1, 2])
-def test_prefetch_gathers_so_many_layers_ahead(deep: Path, depth: int | None) -> None:
+DEPTHS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "1": {"prefetch": {"forward": 1, "backward": 1}},
+    "2": {"prefetch": {"forward": 2, "backward": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def prefetched(deep: Path) -> Cases[tuple[list[int], list[int]]]:
+    specs = {depth: job(deep, 2, MIXED, each=8, **options) for depth, options in DEPTHS.items()}
+    return Cases(gathers_before_each_layer, specs)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_prefetch_gathers_so_many_layers_ahead(depth: str, prefetched: Cases[tuple[list[int], list[int]]]) -> None:
     """Without it the gather of a layer is issued when its forward begins; backward is FSDP2's own: one ahead."""
-    options = {} if depth is None else {"prefetch": {"forward": depth, "backward": depth}}
-    spec = job(deep, 2, MIXED, each=8, **options)
-    ahead, behind = depth or 0, depth or 1
-    for forward, backward in run_on_ranks(gathers_before_each_layer, 2, spec):
+    ahead, behind = int(depth), int(depth) or 1
+    for forward, backward in prefetched.of(depth)[1]:
         # Groups are embedding, three layers, norm with head. When layer i computes, its gather is number i + 2.
         assert forward == [min(i + 2 + ahead, 5) for i in range(LAYERS)]
         # Backward gathers the layers only, from the last one on. When layer i's backward begins, its own is number 3 - i.
@@ -234,10 +251,18 @@ def early_gathers(rank: int, world: int, spec: JobSpec) -> tuple[int, int]:
 # Validation --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, KEPT, {"reshard_after_forward": False}], ids=["resharded", "kept", "not resharded"])
-def test_a_validation_leaves_nothing_gathered(deep: Path, options: dict[str, Any]) -> None:
-    for names in run_on_ranks(unsharded_after_validation, 2, job(deep, 2, MIXED, **options)):
-        assert not names
+VALIDATED: dict[str, dict[str, Any]] = {"resharded": {}, "kept": KEPT, "not resharded": {"reshard_after_forward": False}}
+
+
+@pytest.fixture(scope="module")
+def validated(deep: Path) -> Cases[list[str]]:
+    specs = {case: job(deep, 2, MIXED, **options) for case, options in VALIDATED.items()}
+    return Cases(unsharded_after_validation, specs)
+
+
+@pytest.mark.parametrize("case", VALIDATED)
+def test_a_validation_leaves_nothing_gathered(case: str, validated: Cases[list[str]]) -> None:
+    assert not any(validated.of(case)[1])
 
 
 def unsharded_after_validation(rank: int, world: int, spec: JobSpec) -> list[str]:
@@ -271,10 +296,9 @@ def operators(rank: int, world: int, spec: JobSpec) -> tuple[Counter[str], Count
 
 
 def test_checkpointing_computes_again_what_it_does_not_keep(deep: Path) -> None:
-    found = {
-        mode: run_on_ranks(operators, 1, job(deep, 1, {"default": "nf4"}, activation_checkpointing=mode))[0]
-        for mode in ("none", "full", "selective")
-    }
+    modes = ("none", "full", "selective")
+    cases = Cases(operators, {mode: job(deep, 1, {"default": "nf4"}, activation_checkpointing=mode) for mode in modes})
+    found = {mode: cases.of(mode)[1][0] for mode in modes}
     attention = "attend"
     forward = found["none"][0]
     assert forward["frozen_linear"] == 7 * LAYERS

@@ -171,8 +171,16 @@ def train_with_lost_gradients(rank: int, world: int, spec: JobSpec, of: str, los
     return ""
 
 
-def said_on_all(world: int, spec: JobSpec, of: str, lost_on: list[int], below: int = VOCABULARY) -> str:
-    said, *others = run_on_ranks(train_with_lost_gradients, world, spec, of, lost_on, below)
+Lost = tuple[str, list[int], int]
+"""Arguments of `train_with_lost_gradients`."""
+
+
+def train_with_each_lost(rank: int, world: int, spec: JobSpec, each: list[Lost]) -> list[str]:
+    return [train_with_lost_gradients(rank, world, spec, *lost) for lost in each]
+
+
+def said_on_all(world: int, spec: JobSpec, *each: Lost) -> list[str]:
+    said, *others = run_on_ranks(train_with_each_lost, world, spec, list(each))
     assert others == [said] * len(others)
     return said
 
@@ -181,10 +189,10 @@ def test_an_adapter_of_which_one_ranks_rows_stay_untrained_fails_the_job(tmp_pat
     """The fault by which 1/N of every lora_B was trained: losses fall, and every adapter changes on some rank."""
     model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY)
     spec = spec_for(model, ranks=2, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4})
-    said = said_on_all(2, spec, ".lora_B.", [1])
+    said, nothing = said_on_all(2, spec, (".lora_B.", [1], VOCABULARY), ("", [], VOCABULARY))
     assert "14 parameters are trained on some ranks only, the first: of the lora_B of model.layers.0.self_attn.q_proj" in said
     assert "the rows on 1 of 2 ranks have changed in 3 optimizer steps, those on the others never" in said
-    assert said_on_all(2, spec, "", []) == ""
+    assert nothing == ""
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -194,11 +202,12 @@ def test_modules_trained_whole_are_watched_on_every_rank(tied: bool, tmp_path: P
     lora = {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
     decay = {"weight_decay": 0.1}
     spec = spec_for(model, ranks=3, precision={"default": "nf4", "compute": "fp32"}, lora=lora, training=decay)
-    for module in ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]:
-        said = said_on_all(3, spec, module, [2])
-        assert "1 parameters are trained on some ranks only, the first: of " in said
-        assert f"{module}.weight (lora.modules_to_save) the rows on 2 of 3 ranks have changed" in said
-        assert f"{module}.weight (lora.modules_to_save) has changed in 3 optimizer steps" in said_on_all(
-            3, spec, module, [0, 1, 2]
-        )
-    assert said_on_all(3, spec, "", [], below=VOCABULARY // 3) == "", "no token of the other ranks' rows occurs"
+    modules = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    on_one: list[Lost] = [(module, [2], VOCABULARY) for module in modules]
+    on_all: list[Lost] = [(module, [0, 1, 2], VOCABULARY) for module in modules]
+    *said, nothing = said_on_all(3, spec, *on_one, *on_all, ("", [], VOCABULARY // 3))
+    for module, of_one, of_all in zip(modules, said[: len(modules)], said[len(modules) :], strict=True):
+        assert "1 parameters are trained on some ranks only, the first: of " in of_one
+        assert f"{module}.weight (lora.modules_to_save) the rows on 2 of 3 ranks have changed" in of_one
+        assert f"{module}.weight (lora.modules_to_save) has changed in 3 optimizer steps" in of_all
+    assert nothing == "", "no token of the other ranks' rows occurs"

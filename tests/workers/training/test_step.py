@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ft_service.spec import JobSpec, WeightFormat
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import Cases, run_on_ranks
 from tests.support.training.models import VOCABULARY, save_tiny_llama, spec_for
 from tests.support.training.parity import (
     MIXED,
@@ -43,19 +43,27 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_the_unsharded_reference(case: str, tmp_path: Path) -> None:
+def job(base: Path, case: str) -> JobSpec:
     world, storage, changes = CASES[case]
-    model = save_tiny_llama(tmp_path / "base", **changes)
-    spec = spec_for(
-        model,
+    return spec_for(
+        save_tiny_llama(base, **changes),
         ranks=world,
         precision={**storage, "compute": "fp32"},
         training={"per_device_train_batch_size": 2},
         lora={"r": 4},
     )
-    truth = reference_steps(model, spec)
-    for steps in run_on_ranks(train_steps, world, spec):
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Cases[list[Step]]:
+    return Cases(train_steps, {case: job(tmp_path_factory.mktemp("base"), case) for case in CASES})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_the_unsharded_reference(case: str, trained: Cases[list[Step]]) -> None:
+    spec, of_ranks = trained.of(case)
+    truth = reference_steps(Path(spec.model.path), spec)
+    for steps in of_ranks:
         assert_parity(steps, truth)
 
 

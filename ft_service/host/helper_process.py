@@ -117,6 +117,8 @@ class HelperProcess:
         self._guard = threading.Lock()
         self._handle = os.pidfd_open(self._popen.pid)
         self._finish = weakref.finalize(self, _release, self._popen, self._handle)
+        self._finish.atexit = False  # threads may still read the pipes then
+        weakref.finalize(self, _end, self._popen)
         self._unsent, self._no_more = bytearray(), False
         self._output, self._searched, self._errors = bytearray(), 0, bytearray()
         self._output_ended_at: float | None = None

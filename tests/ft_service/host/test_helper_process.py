@@ -176,6 +176,29 @@ def test_one_that_is_no_longer_used_is_ended() -> None:
     wait_for(lambda: not processes.is_alive(process))
 
 
+def test_one_that_a_thread_waits_for_is_killed_at_exit_and_that_is_what_the_thread_is_told(tmp_path: Path) -> None:
+    script = """
+import atexit, os, sys, threading, time
+from ft_service.host.helper_process import HelperFailed, Program, run_once
+
+def wait():
+    try:
+        code = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
+        run_once(Program(command=(sys.executable, "-c", code, sys.argv[1])))
+    except HelperFailed as error:
+        print(error.failure.value, flush=True)
+    over.set()
+
+over = threading.Event()
+atexit.register(over.wait, 60)  # after what else runs at exit, as in a program that still has something to do then
+threading.Thread(target=wait, daemon=True).start()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.1)
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "runs")], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.stderr) == ("killed\n", "")
+
+
 def test_it_works_above_the_descriptors_that_select_takes() -> None:
     """As in a server with more than a thousand connections."""
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]

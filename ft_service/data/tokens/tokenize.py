@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
@@ -22,7 +23,6 @@ from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokens import model_names
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
 from ft_service.data.tokens.render import render, render_bare, render_prompt, turn_ends, writes_date
@@ -32,10 +32,6 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError, SpecError
 from ft_service.spec import DataFileRef
-
-model_names.read_once()
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
 CHUNK_SAMPLES = 256
 CHUNK_CHARACTERS = 512 * 1024

@@ -48,7 +48,8 @@ from ft_service.plan.seat import START_SECONDS, engine_seconds, lanes_of
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
-from ft_service.rundir.engine import ENGINE, EngineSpec, SeatOrder, seat_key
+from ft_service.rundir.engine import ENGINE, SeatOrder, seat_key
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.rundir.events import Event, read_segments
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, parse_request, resolve
 from workers.data.token_sets import tokenise

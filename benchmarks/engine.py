@@ -44,7 +44,7 @@ from benchmarks.machine import machine, save
 from ft_service.data.examiner import Examiner
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import host_cpu
-from ft_service.plan.seat import START_SECONDS, engine_seconds, lanes_of
+from ft_service.plan.seat import engine_seconds, lanes_of, seconds_alone
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
@@ -102,7 +102,7 @@ def planned(specs: Sequence[JobSpec]) -> dict[str, float]:
         (plan.speed, n * plan.speed.step_seconds) for plan, n in zip(plans, steps, strict=True) if plan.speed is not None
     ]
     lanes = lanes_of([plan.seat for plan in plans], plans[0].batches.tokens, specs[0])
-    cold = sum(START_SECONDS + seconds for _, seconds in trainings)
+    cold = sum(seconds_alone(seconds) for _, seconds in trainings)
     return {
         "planned_engine_seconds": round(engine_seconds(trainings, lanes), 2),
         "planned_cold_seconds": round(cold, 2),

@@ -21,9 +21,10 @@ from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec
 
-START_SECONDS = 20.0
-"""Time of a job before its first step and after its last, on two cores with a base of 119 million parameters in the cache
-(benchmarks/engine.py)."""
+START_SECONDS = 10.0
+"""Time until ranks hold their base: on two cores one of 119 million parameters in NF4, in the cache (benchmarks/engine.py)."""
+SEAT_SECONDS = 2.7
+"""Time of a job besides its steps, where the base is held: before its first step and after its last (likewise)."""
 
 
 def seat_size(job: ShardedJob, machine: Machine, rank: RankBytes, tokens: int) -> SeatSize:
@@ -62,12 +63,17 @@ def lanes_of(seats: Sequence[SeatSize], tokens: int, spec: JobSpec) -> int:
     return max(1, lanes)
 
 
+def seconds_alone(training: float) -> float:
+    """Seconds of a job with ranks of its own, from its start to its end. `training`: seconds of its steps."""
+    return START_SECONDS + SEAT_SECONDS + training
+
+
 def engine_seconds(trainings: Sequence[tuple[Speed, float]], lanes: int) -> float:
     """Seconds of jobs that share an engine, the start of its ranks included. `trainings`: the speed of each, and the seconds of
-    its whole training alone; `lanes`: the most micro-batches of a round.
+    its steps alone; `lanes`: the most micro-batches of a round.
     """
     left = sorted((seconds / speed.step_seconds, number, speed) for number, (speed, seconds) in enumerate(trainings))
-    total, done = START_SECONDS, 0.0
+    total, done = START_SECONDS + len(left) * SEAT_SECONDS, 0.0
     while left:
         speeds = [speed for _, _, speed in left]
         steps = left[0][0]
@@ -77,12 +83,12 @@ def engine_seconds(trainings: Sequence[tuple[Speed, float]], lanes: int) -> floa
 
 
 def sharing_gain(speed: Speed, seconds: float | None, lanes: int) -> float:
-    """Time of two equal jobs one after the other, divided by that of both in an engine. `seconds`: of the training of one;
-    None: not known, and the start is left out. `lanes`: as in engine_seconds.
+    """Time of two equal jobs one after the other, divided by that of both in an engine. `seconds`: of the steps of one; None:
+    not known, and what is no step is left out. `lanes`: as in engine_seconds.
     """
     if seconds is None:
         return 2 * speed.step_seconds / _seconds_of_steps([speed] * 2, lanes)
-    return 2 * (START_SECONDS + seconds) / engine_seconds([(speed, seconds)] * 2, lanes)
+    return 2 * seconds_alone(seconds) / engine_seconds([(speed, seconds)] * 2, lanes)
 
 
 def _seconds_of_steps(speeds: Sequence[Speed], lanes: int) -> float:

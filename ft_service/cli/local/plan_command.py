@@ -28,7 +28,7 @@ from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
 from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
-from ft_service.plan.seat import START_SECONDS, engine_seconds, lanes_of
+from ft_service.plan.seat import engine_seconds, lanes_of, seconds_alone
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 
@@ -136,8 +136,8 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     print_text(f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}")
     print_text(f"One after the other, their {time_text(total)}")
     if shared is not None:
-        alone, together = (about(seconds) for seconds in (total["seconds_likely"] + len(planned) * START_SECONDS, shared))
-        print_text(f"With the starts of their ranks {alone}; in one engine, all at once on one base, {together}.")
+        alone = about(sum(seconds_alone(time["seconds_likely"] or time["seconds_at_most"]) for _, time in planned))
+        print_text(f"With the starts of their ranks {alone}; in one engine, all at once on one base, {about(shared)}.")
     if sweep.settings["eta"] is not None:
         print_text("Jobs without hope are stopped early, which saves a part of that.")
     for line in advice_lines(largest):

@@ -12,7 +12,7 @@ import pytest
 from ft_service.host.running_servers import announced
 from ft_service.installation import SAMPLE_SPEC
 from ft_service.plan.plan_text import time_text
-from ft_service.plan.seat import START_SECONDS
+from ft_service.plan.seat import SEAT_SECONDS, START_SECONDS
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
 from tests.support.run_directories import CHAT
@@ -183,7 +183,8 @@ def test_a_sweep_whose_jobs_share_an_engine_is_told_its_time_there(ft: Ft, spec:
     assert alone.startswith("One after the other, their ")
     assert re.fullmatch(r"With the starts of their ranks about .*; in one engine, all at once on one base, about .*", together)
     time = json.loads(ft(*args, "--json").out)["time"]
-    assert START_SECONDS < time["seconds_in_engine"] < START_SECONDS + time["seconds_likely"]
+    start = START_SECONDS + 3 * SEAT_SECONDS
+    assert start < time["seconds_in_engine"] < start + time["seconds_likely"]
 
     assert json.loads(ft(*args, "--set", "engine=off", "--json").out)["time"]["seconds_in_engine"] is None
     monkeypatch.setenv("FT_ENGINE_JOBS", "0")

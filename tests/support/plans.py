@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ft_service.plan.job import Plan
-from ft_service.plan.machines import CPU, GIB, MACHINES, Machine
+from ft_service.plan.machines import GIB, MACHINES, Machine, host_cpu
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import JobSpec
 from tests.support.bases import LLAMA_8B, TINY, plan_of, save_base, spec_on
@@ -31,7 +32,7 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 BASES = {"70b": LLAMA_70B, "8b": LLAMA_8B, "0.5b": SMALL, "tiny": TINY}
-HOST = Machine(CPU, 16 * GIB, 50e9, 10e9, 1e9, shared_memory=True)
+HOST = replace(host_cpu(), memory=16 * GIB, heap_factor=1.0)
 MACHINE = {**MACHINES, "cpu": HOST}
 
 

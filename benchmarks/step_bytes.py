@@ -84,7 +84,7 @@ def category(operation: Any) -> str:
         return CATEGORIES[3] if where.startswith("quant.fp8") and not where.startswith("quant.fp8_blocks") else "dequantise"
     if where.startswith("layers.linear"):
         return "LoRA"
-    if where.startswith("layers.segment_attention") or operation.name.startswith("torch_attn"):
+    if where.startswith(("layers.segment_attention", "layers.packed_attention")):
         return "attention"
     return "norms, RoPE, SwiGLU"
 

@@ -53,7 +53,7 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers import dropout
+from workers.layers import dropout, packed_attention
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.attention import attention_faults
@@ -283,6 +283,11 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     fault = head.kernel_fault(device) if spec.precision.compute == "bf16" else None
     if fault is not None:
         reporter.message(f"Cross entropies are computed by several operations instead of one kernel: {fault}")
+    fault = packed_attention.kernel_fault(device) if spec.precision.compute == "bf16" else None
+    if fault is not None:
+        reporter.message(
+            f"Attention is computed sample by sample, more slowly than by the fused kernel for packed rows: {fault}"
+        )
     for what, fault in attention_faults(built.peft_model, device):
         reporter.message(f"Attention with {what} writes its scores, and is slower than a fused kernel: {fault}")
     if built.arithmetic.not_fused is not None:

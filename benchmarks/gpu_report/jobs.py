@@ -93,6 +93,11 @@ def losses_of(run: RunDir, attempt: int = 1) -> list[float]:
     return [metrics.train_loss or 0.0 for _, metrics in steps_of(run, attempt)]
 
 
+def adapter_bytes(run: RunDir) -> bytes:
+    """The file of the adapter that a job ended with."""
+    return run.path("adapter/adapter_model.safetensors").read_bytes()
+
+
 def warnings_of(run: RunDir, attempt: int = 1) -> str:
     return "; ".join(event.message for event in events_of(run, attempt) if event.level != "info")
 

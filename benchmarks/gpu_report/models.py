@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_report.jobs import alone, losses_of, prepare, train_on, warnings_of
+from benchmarks.gpu_report.jobs import adapter_bytes, alone, losses_of, prepare, train_on, warnings_of
 from benchmarks.gpu_report.sections import Context
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from ft_service.spec import DataFileRef, JobSpec
@@ -47,6 +47,8 @@ def measure(context: Context) -> None:
                 context.rows.run(
                     f"{family}: {name}", lambda s=spec, c=compute, n=f"{family}-{name}": agree(context, s, c, device, n)
                 )
+            again = job(base, data, family, "bf16", FORMATS["mixed"], {})
+            context.rows.run(f"{family}: twice", lambda s=again, f=family: same_bits(context, s, device, f))
 
 
 def cases(tiny: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -99,6 +101,14 @@ def agree(context: Context, spec: JobSpec, compute: str, device: torch.device, n
     apart = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     fell = expected[0] - expected[-1]
     return {"ok": apart < CLOSE[compute], "loss_apart": apart, "loss_changed_by": fell, "note": warnings_of(run)}
+
+
+def same_bits(context: Context, spec: JobSpec, device: torch.device, family: str) -> dict[str, Any]:
+    """Two runs of a job in bf16, as a resumed one is compared with one that was not."""
+    runs = [prepare(context.scratch / "runs" / f"{family}-{name}", spec) for name in ("once", "twice")]
+    for run in runs:
+        train_on(device, run)
+    return {"ok": adapter_bytes(runs[0]) == adapter_bytes(runs[1])}
 
 
 def reference_losses(spec: JobSpec) -> list[float]:

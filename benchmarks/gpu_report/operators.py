@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,14 +17,15 @@ from torch import Tensor
 from benchmarks.gpu_report.ceilings import seconds
 from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
-from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY
+from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY, log_normal
 from ft_service.plan.memory import chunk_rows
-from workers.layers import fused
+from workers.layers import fused, packed_attention
+from workers.layers.scored_attention import AttentionPattern
 from workers.model import head
 from workers.quant import fp8_products, nf4
 from workers.quant.weights import FP8Weight
 
-TOKENS, LENGTH = 8192, 2048
+TOKENS = 8192
 REPEATS = 20
 """Of a backward whose bits are compared."""
 
@@ -38,11 +41,12 @@ def measure(context: Context) -> None:
         lambda: _head(device, min(tokens, chunk_rows(llama.vocabulary)), llama.vocabulary, llama.hidden),
     )
     heads = llama.heads, llama.groups or llama.heads
-    for name in (None, "FA3", "FA4"):
-        for repeatable in (False, True):
-            case = f"attention of packed rows{f', {name}' if name else ''}{', deterministic' if repeatable else ''}"
-            chosen = partial(_attention, device, tokens, *heads, implementation=name, repeatable=repeatable)
-            context.rows.run(case, chosen)
+    even = (tokens // 4,) * 4
+    for name, lengths in ((None, even), (None, log_normal(tokens)), ("FA3", even), ("FA4", even)):
+        for repeatable in (True, False):
+            case = f"attention of {len(lengths)} samples in a row{f', {name}' if name else ''}"
+            chosen = partial(_attention, device, lengths, *heads, implementation=name, repeatable=repeatable)
+            context.rows.run(case + ("" if repeatable else ", gradients in any order"), chosen)
     _elementwise(context, device, tokens, llama.hidden, llama.intermediate)
 
 
@@ -105,14 +109,14 @@ def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict
 
 
 def _attention(
-    device: torch.device, tokens: int, heads: int, groups: int, *, implementation: str | None, repeatable: bool
+    device: torch.device, lengths: Sequence[int], heads: int, groups: int, *, implementation: str | None, repeatable: bool
 ) -> dict[str, Any]:
-    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None: its own. `repeatable`: in
-    PyTorch's deterministic mode."""
+    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None: its own. `repeatable`: with
+    gradients added up in one order, as jobs do it."""
     if device.type != "cuda":
         raise SkippedError("processors have no kernel for packed rows")
-    with _implemented_by(implementation), _deterministic(repeatable):
-        return _packed_attention(device, tokens, heads, groups)
+    with _implemented_by(implementation), nullcontext() if repeatable else _in_any_order():
+        return _packed_attention(device, lengths, heads, groups)
 
 
 @contextmanager
@@ -134,33 +138,26 @@ def _implemented_by(implementation: str | None) -> Iterator[None]:
         attention.restore_flash_attention_impl()
 
 
-@contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    # Filling memory that is not yet written takes time, and is for finding errors.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def _in_any_order() -> Any:
+    return patch.object(packed_attention, "in_one_order", nullcontext)
 
 
-def _packed_attention(device: torch.device, tokens: int, heads: int, groups: int) -> dict[str, Any]:
-    from workers.layers.scored_attention import AttentionPattern
-    from workers.layers.segment_attention import _varlen
-
-    starts = torch.arange(0, tokens + 1, LENGTH, dtype=torch.int32)
-    ends = starts.to(device)
+def _packed_attention(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:
+    tokens, longest = sum(lengths), max(lengths)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     query, key, value = (_drawn(device, tokens, n, 128).requires_grad_() for n in (heads, groups, groups))
     pattern = AttentionPattern(128**-0.5)
     grad = _drawn(device, tokens, heads, 128)
 
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(_varlen(query, key, value, ends, LENGTH, pattern), [query, key, value], grad)
+    def attend() -> Tensor:
+        return packed_attention.attend_packed(query, key, value, starts, longest, pattern)
 
-    work = 2 * LENGTH * tokens * heads * 128
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(), [query, key, value], grad)
+
+    work = 2 * sum(length**2 for length in lengths) * heads * 128
     with torch.no_grad():
-        forward = seconds(lambda: _varlen(query, key, value, ends, LENGTH, pattern))
+        forward = seconds(attend)
     took = {"forward_ms": 1e3 * forward, "forward_tflops": work / forward / 1e12, "both_ms": 1e3 * seconds(both)}
     first = both()
     same = all(torch.equal(one, own) for _ in range(REPEATS) for one, own in zip(first, both(), strict=True))

@@ -31,12 +31,12 @@ class Context:
 @dataclass(frozen=True)
 class Section:
     module: str
-    """Below this package; its `measure(context)` is called, with `argument` if there is one."""
+    """Below this package; its `measure(context, *arguments)` is called."""
     seconds: float
     """After which it is ended."""
     needs: tuple[str, ...] = ()
     """Packages without which it is left out."""
-    argument: str | None = None
+    arguments: tuple[str, ...] = ()
 
 
 WORKERS = ("pydantic", "re2", "transformers", "peft", "bitsandbytes")
@@ -44,10 +44,13 @@ SECTIONS = {
     "ceilings": Section("ceilings", 45),
     "kernels": Section("kernels", 60, WORKERS),
     "operators": Section("operators", 75, WORKERS),
-    "speed nf4": Section("speed", 250, WORKERS, "nf4"),
-    "speed bf16": Section("speed", 250, WORKERS, "bf16"),
-    "speed fp8": Section("speed", 200, WORKERS, "fp8"),
+    "speed nf4": Section("speed", 120, WORKERS, ("nf4", "eager")),
+    "speed bf16": Section("speed", 90, WORKERS, ("bf16", "eager")),
+    "speed fp8": Section("speed", 90, WORKERS, ("fp8", "eager")),
     "speed peft": Section("peft_speed", 170, ("transformers", "peft", "accelerate")),
+    "compiled nf4": Section("speed", 120, WORKERS, ("nf4", "compiled")),
+    "compiled bf16": Section("speed", 120, WORKERS, ("bf16", "compiled")),
+    "compiled fp8": Section("speed", 120, WORKERS, ("fp8", "compiled")),
     "synchronisations": Section("synchronisations", 75, WORKERS),
     "profile": Section("profile", 75, WORKERS),
     "models": Section("models", 120, WORKERS),
@@ -58,8 +61,8 @@ SECTIONS = {
 
 PARTS = {
     "a": ("ceilings", "kernels", "operators", "models", "two ranks", "service"),
-    "b": ("ceilings", "speed nf4", "speed bf16"),
-    "c": ("ceilings", "speed fp8", "speed peft", "synchronisations", "profile"),
+    "b": ("ceilings", "speed nf4", "speed bf16", "speed fp8", "compiled nf4", "compiled bf16"),
+    "c": ("ceilings", "speed peft", "compiled fp8", "synchronisations", "profile"),
 }
 """The report in three calls, none of which takes ten minutes. All begin with what the others are compared with."""
 
@@ -71,7 +74,7 @@ def run(name: str, context: Context) -> None:
         context.rows.add("-", "skipped", f"not installed: {', '.join(missing)}; {how}")
         return
     measure = importlib.import_module(f"benchmarks.gpu_report.{section.module}").measure
-    measure(context) if section.argument is None else measure(context, section.argument)
+    measure(context, *section.arguments)
 
 
 def main(name: str, device: str, tiny: str, results: str, scratch: str) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report.jobs import events_of, losses_of, steps_of
+from benchmarks.gpu_report.jobs import adapter_bytes, events_of, losses_of, steps_of
 from benchmarks.gpu_report.sections import Context
 from ft_service.jobs.states import Ended
 from ft_service.launcher.local_launcher import LocalLauncher
@@ -53,10 +53,12 @@ def stopped_and_resumed(scratch: Path, spec: JobSpec) -> dict[str, Any]:
         for event in events_of(whole)
         if event.kind == "checkpoint" and event.metrics
     ]
+    same = adapter_bytes(parts) == adapter_bytes(whole)
     return {
-        "ok": codes == [STOPPED, 0, 0] and apart < 1e-4,
+        "ok": codes == [STOPPED, 0, 0] and apart < 1e-4 and same,
         "exit_codes": codes,
         "loss_apart": apart,
+        "adapters_have_the_same_bits": same,
         "longest_stall_ms": 1e3 * max(stalls, default=0.0),
     }
 

@@ -22,17 +22,17 @@ WARM_UP = 3
 STEPS = 8
 
 
-def measure(context: Context, precision: str) -> None:
+def measure(context: Context, precision: str, how: str) -> None:
+    """`how`: eager or compiled."""
     device = torch.device(context.device)
+    if context.tiny and how == "compiled" and not context.on_gpu:
+        context.rows.add("-", "skipped", "compiling takes minutes on a processor; not in the smallest form")
+        return
     with alone(), built_once(reset_peak):
-        for compiled in (False,) if context.tiny else (False, True):
-            for shape in shapes_of(context):
-                how = "compiled" if compiled else "eager"
-                spec = job(context, shape, precision, WARM_UP + (2 if context.tiny else STEPS), compiled=compiled)
-                name = f"{precision}-{how}-{shape.tokens}"
-                context.rows.run(
-                    f"{precision}, {how}, {shape}", lambda s=spec, n=name, h=shape: speed(context, s, h, n, device)
-                )
+        for shape in shapes_of(context):
+            spec = job(context, shape, precision, WARM_UP + (2 if context.tiny else STEPS), compiled=how == "compiled")
+            name = f"{precision}-{how}-{shape.tokens}"
+            context.rows.run(f"{precision}, {how}, {shape}", lambda s=spec, n=name, h=shape: speed(context, s, h, n, device))
 
 
 def reset_peak() -> None:

@@ -27,6 +27,7 @@ from benchmarks.gpu_report.sections import PARTS, SECTIONS, Context, Section
 from benchmarks.gpu_report.speed_job import Shape, log_normal, shapes_of
 from tests.support.fused_attention import fused_attention
 from tests.support.ranks import run_on_ranks
+from workers.layers import packed_attention
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,13 +112,12 @@ assert torchao_rounding().__name__ == "triton_fp8_rowwise_2d_scale_and_cast"
     assert done.returncode == 0, done.stderr
 
 
-def test_attention_is_measured_as_another_package_computes_it_and_in_the_deterministic_mode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_is_measured_as_another_package_computes_it_and_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str | None, bool]] = []
 
     def measured(*_: Any) -> dict[str, Any]:
-        found.append((current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()))
+        with packed_attention.in_one_order():
+            found.append((current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()))
         return {}
 
     class Registered:
@@ -127,22 +127,21 @@ def test_attention_is_measured_as_another_package_computes_it_and_in_the_determi
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "a stand-in", Registered)
     monkeypatch.setattr(operators, "_packed_attention", measured)
     gpu = torch.device("cuda", 7)
-    operators._attention(gpu, 64, 4, 2, implementation="a stand-in", repeatable=True)
-    operators._attention(gpu, 64, 4, 2, implementation=None, repeatable=False)
+    operators._attention(gpu, (64,), 4, 2, implementation="a stand-in", repeatable=True)
+    operators._attention(gpu, (64,), 4, 2, implementation=None, repeatable=False)
     assert found == [("a stand-in", True), (None, False), (None, False)]
     with pytest.raises(SkippedError, match="flash_attn"):
-        operators._attention(gpu, 64, 4, 2, implementation="FA4", repeatable=False)
+        operators._attention(gpu, (64,), 4, 2, implementation="FA4", repeatable=False)
 
 
 def test_gradients_that_have_other_bits_the_next_time_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "LENGTH", 16)
     monkeypatch.setattr(operators, "seconds", lambda act: act() is None or 1.0)
     with fused_attention():
-        same = operators._packed_attention(torch.device("cpu"), 64, 4, 2)
+        same = operators._packed_attention(torch.device("cpu"), (16, 32, 16), 4, 2)
         assert same["gradients_have_the_same_bits_again"]
         stock = torch.autograd.grad
         monkeypatch.setattr(torch.autograd, "grad", lambda *given: [own + torch.rand(()) for own in stock(*given)])
-        assert not operators._packed_attention(torch.device("cpu"), 64, 4, 2)["gradients_have_the_same_bits_again"]
+        assert not operators._packed_attention(torch.device("cpu"), (64,), 4, 2)["gradients_have_the_same_bits_again"]
 
 
 def test_the_stock_parts_compute_in_bf16(tmp_path: Path) -> None:

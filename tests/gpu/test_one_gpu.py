@@ -12,7 +12,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.layers import dropout, fused, sinks
+from workers.layers import dropout, fused, packed_attention
 from workers.model import head
 from workers.quant import fp8, grouped_linear, nf4
 from workers.quant.fp8_products import kernel_fault, why_not
@@ -43,7 +43,7 @@ def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
         assert torch.equal(found.cpu(), dropout.kept_mask(tokens, module, channels, rate))
 
 
-@pytest.mark.parametrize("kernels", [fused, sinks, head], ids=["layers", "sinks", "loss"])
+@pytest.mark.parametrize("kernels", [fused, packed_attention, head], ids=["layers", "attention", "loss"])
 def test_kernels_compute_what_they_are_compared_with(kernels: Any) -> None:
     assert kernels.kernel_fault(torch.device("cuda", 0)) is None
 

@@ -11,72 +11,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from workers.layers import segment_attention, segments, sinks
-from workers.layers.scored_attention import AttentionPattern, gradients_like, scored_grad
-
-
-@torch.library.custom_op("ft_service_tests::packed_rows", mutates_args=())
-def _packed_rows(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
-    out = torch.empty_like(query)
-    for start, end in pairwise(starts.tolist()):
-        assert end - start <= longest, "the kernel computes no more queries of a segment"
-        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        out[start:end] = whole[0].transpose(0, 1)
-    return out
-
-
-@_packed_rows.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(query)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.scale = inputs[5]
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, starts = ctx.saved_tensors
-    return *_packed_rows_grad(grad, *tensors, starts, ctx.scale), None, None, None
-
-
-@torch.library.custom_op("ft_service_tests::packed_rows_grad", mutates_args=())
-def _packed_rows_grad(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    for start, end in pairwise(starts.tolist()):
-        g, q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (grad, query, key, value))
-        for all_of, part in zip(grads, scored_grad(g, q, k, v, AttentionPattern(scale)), strict=True):
-            groups = all_of.shape[1]
-            own = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
-            all_of[start:end] = own[0].transpose(0, 1)
-    return grads
-
-
-_packed_rows_grad.register_fake(gradients_like)
-_packed_rows.register_autograd(_gradients, setup_context=_keep)
-
-
-def _packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    _of_keys: Tensor,
-    longest: int,
-    _longest_of_keys: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
-) -> Tensor:
-    """With the arguments of torch.nn.attention.varlen.varlen_attn: query [tokens, heads, d], causal, without a window."""
-    assert window_size == (-1, 0)
-    return _packed_rows(query, key, value, starts, longest, scale)
+from workers.layers import packed_attention, segments
 
 
 def _kernel(
@@ -129,12 +65,9 @@ def _scores(
 @contextmanager
 def fused_attention() -> Iterator[None]:
     """While it is entered, the workers take this processor for a GPU that has the kernel."""
-    options = frozenset({"scale", "window_size", "enable_gqa"})
     with (
-        patch.object(segment_attention, "varlen_attn", _packed_attention),
-        patch.object(segment_attention, "VARLEN_OPTIONS", options),
         patch.object(segments, "_has_kernel", lambda device: True),
-        patch.object(sinks, "_kernel", _kernel),
-        patch.object(sinks, "_kernel_grad", _kernel_grad),
+        patch.object(packed_attention, "_kernel", _kernel),
+        patch.object(packed_attention, "_kernel_grad", _kernel_grad),
     ):
         yield

@@ -57,7 +57,7 @@ def test_every_storage_format_stays_on_the_gpu(stored: str, packed: bool, tmp_pa
     assert launched["triton._cross_entropy"] == 1
     assert launched["triton._gated"] == launched["triton._gated_grad"] == 2
     assert (launched["aten._scaled_mm"] > 0) == (stored == "fp8")
-    assert (launched["torch_attn._varlen_attn"] > 0) == packed
+    assert (launched["aten._flash_attention_forward"] > 0) == packed
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_compiled_layers_stay_on_the_gpu(stored: str, tmp_path: Path) -> None:
     assert len(gradients) == 2 * 7 * 2
     assert all(gradient.is_cuda and gradient.dtype == torch.float32 for gradient in gradients.values())
     launched = record.counted()
-    assert launched["torch_attn._varlen_attn"] == launched["torch_attn._varlen_attn_backward"] == 2
+    assert launched["aten._flash_attention_forward"] == launched["aten._flash_attention_backward"] == 2
     assert launched["triton._kept"] == 2 * (7 + 7), "dropout's masks are made in forward and in backward"
     assert launched["triton._normed"] == 0, "the compiler fuses by itself"
     assert (launched["aten._scaled_mm"] > 0) == (stored == "fp8")

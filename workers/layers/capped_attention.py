@@ -42,6 +42,7 @@ def _by(
 ) -> Tensor:
     seen = (pattern.window - 1 if pattern.window else -1, 0)
     options = {"softmax_scale": pattern.scale, "causal": True, "window_size": seen, "softcap": pattern.softcap}
+    options |= {"deterministic": True}
     return package.flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **options)
 
 

@@ -33,7 +33,7 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels compute it; sinks are added to what they give (`workers.layers.sinks`)."""
+        """Whether fused kernels compute it; sinks are added to what they give (`workers.layers.packed_attention`)."""
         return not self.softcap and self.chosen is None
 
 

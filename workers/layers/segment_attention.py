@@ -28,19 +28,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers import capped_attention, sinks
+from workers.layers import capped_attention, packed_attention
+from workers.layers.packed_attention import add_sinks
 from workers.layers.scored_attention import (
     AttentionPattern,
     Kernel,
     attention_pattern,
     gradients_like,
     is_causal,
-    one_a_head,
     scored,
     scored_grad,
 )
-from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
-from workers.layers.sinks import add_sinks
+from workers.layers.segments import CURRENT, Bounds, chunk_of, tempered
 
 NAME = "ft_segments"
 """Name of this attention among transformers' implementations."""
@@ -145,11 +144,9 @@ def _packed_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
     """The fused kernel that computes this for packed rows on a GPU; None: there is none, or the rows are not packed."""
     if not CURRENT.fused or not _fits_kernel(query):
         return None
-    if not pattern.is_plain:
-        return capped_attention.attend_packed if capped_attention.takes(query, pattern) else None
-    if pattern.sinks is None:
-        return _varlen
-    return sinks.attend_packed if CURRENT.fused_sinks else None
+    if pattern.is_plain:
+        return packed_attention.attend_packed
+    return capped_attention.attend_packed if capped_attention.takes(query, pattern) else None
 
 
 def _attend_packed(
@@ -159,19 +156,6 @@ def _attend_packed(
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     assert bounds.on_device is not None, "Segments.fused"
     return kernel(q, k, v, bounds.on_device, bounds.longest, pattern).unsqueeze(0)
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
-    """PyTorch's kernel for packed rows (`scored_attention.Kernel`)."""
-    assert varlen_attn is not None, "Segments.fused"
-    options: dict[str, Any] = {"scale": pattern.scale, "window_size": (pattern.window - 1 if pattern.window else -1, 0)}
-    if "enable_gqa" in VARLEN_OPTIONS:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    else:
-        key, value = one_a_head(query, key, value)
-    out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _without_window(bounds: Bounds, window: int) -> bool:

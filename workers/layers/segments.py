@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workers.layers import sinks
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # builds without it
-    varlen_attn = None
-VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
-"""What this PyTorch's kernel for packed rows takes; releases differ."""
+from workers.layers import packed_attention
 
 LEAST_LONGEST = 256
 """Upper bound of the longest segment that a fused kernel is given at least."""
@@ -50,8 +41,6 @@ class Segments:
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
         """Whether the segments are on a GPU that has a fused kernel for them."""
-        self.fused_sinks = False
-        """Whether it computes attention with sinks too."""
         self.choosing = False
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
         self.faults: list[str] | None = None
@@ -65,7 +54,6 @@ class Segments:
         """
         self.lengths = lengths
         self.fused = on_device is not None and _has_kernel(on_device.device)
-        self.fused_sinks = self.fused and on_device is not None and sinks.kernel_fault(on_device.device) is None
         self._whole = None if starts is None else Bounds(starts, on_device, rounded(longest) if self.fused else longest)
         self._cut = {}
 
@@ -153,8 +141,6 @@ def _cut(whole: Bounds, chunk: int) -> Bounds:
     return Bounds(cut, on_device, chunk)
 
 
-@lru_cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a fused kernel for packed rows, with windows, on a device."""
-    known = device.type == "cuda" and "window_size" in VARLEN_OPTIONS
-    return known and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether PyTorch has a fused kernel for packed rows on a device, which computes there what it should."""
+    return device.type == "cuda" and packed_attention.kernel_fault(device) is None

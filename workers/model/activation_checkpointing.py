@@ -33,8 +33,8 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
     )
 )
-KEPT_NAMESPACES = frozenset(("ft_service", "torch_attn"))
-"""Namespaces of our operators (products with frozen weights, attention within segments) and of PyTorch's for packed rows."""
+KEPT_NAMESPACE = "ft_service"
+"""Of our operators: products with frozen weights, attention within segments."""
 
 
 def checkpoint_activations(
@@ -62,7 +62,7 @@ Costly = Callable[[Any, Sequence[Any]], bool]
 def _is_costly(cheap: int, func: Any, args: Sequence[Any]) -> bool:
     if CURRENT.choosing:
         return False
-    if func in ATTENTION or func.namespace in KEPT_NAMESPACES:
+    if func in ATTENTION or func.namespace == KEPT_NAMESPACE:
         return True
     return func in PRODUCTS and args[-2].shape[-1] > cheap
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from workers.layers import capped_attention, sinks
+from workers.layers import capped_attention, packed_attention
 from workers.patches import indexed_attention, sample_positions, segment_mixers
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -87,7 +87,7 @@ def own_attention(decoder: Any) -> str:
 
 def attention_faults(model: nn.Module, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield what of a model's attention a GPU computes by explicit scores, with the reason."""
-    kinds = {"soft-capped scores": ("attn_logit_softcapping", capped_attention), "sinks": ("sinks", sinks)}
+    kinds = {"soft-capped scores": ("attn_logit_softcapping", capped_attention), "sinks": ("sinks", packed_attention)}
     for what, (name, kernel) in kinds.items():
         has_any = any(getattr(module, name, None) is not None for module in model.modules())
         fault = kernel.kernel_fault(device) if has_any else None

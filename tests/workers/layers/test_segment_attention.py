@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,12 +20,11 @@ from transformers.masking_utils import (
 )
 
 from tests.support.fused_attention import fused_attention
-from workers.layers import capped_attention, scored_attention, sinks
+from workers.layers import capped_attention, packed_attention, scored_attention
 from workers.layers import segment_attention as attention
 from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
 from workers.layers.segments import CURRENT
-from workers.layers.sinks import packed_with_sinks
 
 LENGTHS = (5, 1, 70, 33)
 STARTS = torch.tensor([0, 5, 6, 76, 109], dtype=torch.int32)
@@ -228,7 +228,7 @@ def test_sinks_are_added_to_what_a_fused_kernel_gives(window: int | None, monkey
     with fused_attention(), Called() as called:
         CURRENT.use(STARTS, STARTS, max(LENGTHS))
         ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=values)
-    assert "ft_service::packed_with_sinks" in called.names
+    assert "ft_service::packed_attention" in called.names
     with fused_attention():
         assert_same(ours, written_out(*own, LENGTHS, window, None, values), own)
 
@@ -236,12 +236,10 @@ def test_sinks_are_added_to_what_a_fused_kernel_gives(window: int | None, monkey
 def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     with fused_attention():
-        sinks._compare(None, device)
-        monkeypatch.setattr(sinks, "add_sinks", lambda out, sums, own: sums)
+        packed_attention._compare(None, device)
+        monkeypatch.setattr(packed_attention, "add_sinks", lambda out, sums, own: sums)
         with pytest.raises(AssertionError, match=r"output: .* apart from explicit scores"):
-            sinks._compare(None, device)
-    CURRENT.use(STARTS)
-    assert not CURRENT.fused_sinks
+            packed_attention._compare(None, device)
 
 
 def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -285,10 +283,11 @@ def test_capped_scores_are_written_out_on_processors_and_without_the_package() -
     assert "flash_attn" in str(capped_attention.kernel_fault(torch.device("cuda", 7)))
 
 
-def test_the_operator_with_sinks_is_one_that_the_compiler_can_trust() -> None:
+@pytest.mark.parametrize("own", [None, torch.arange(4.0)], ids=["", "sinks"])
+def test_the_operator_for_packed_rows_is_one_that_the_compiler_can_trust(own: torch.Tensor | None) -> None:
     query, key, value = (tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
     with fused_attention():
-        torch.library.opcheck(packed_with_sinks, (query, key, value, torch.arange(4.0), STARTS, 256, SCALE, 9))
+        torch.library.opcheck(packed_attention.packed_attention, (query, key, value, own, STARTS, 256, SCALE, 9))
 
 
 def test_the_fused_kernel_s_gradients_are_not_copied() -> None:
@@ -298,5 +297,28 @@ def test_the_fused_kernel_s_gradients_are_not_copied() -> None:
         CURRENT.use(STARTS, STARTS, max(LENGTHS))
         out, _ = segment_attention(Layer(), query, key, value, None, scaling=SCALE)
         out.sum().backward()
-    assert "ft_service_tests::packed_rows_grad" in called.names, "the kernel's stand-in was called"
+    assert "ft_service::packed_attention_grad" in called.names
     assert not [name for name in called.names if "select" in name]
+
+
+def test_gradients_of_the_fused_kernel_are_added_up_in_one_order() -> None:
+    """And nothing else of the process is refused for having no such order."""
+
+    def modes() -> tuple[bool, bool, bool]:
+        filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), filled
+
+    before, during = modes(), list[tuple[bool, bool, bool]]()
+    with fused_attention():
+        stand_in = packed_attention._kernel_grad
+
+        def watched(*given: Any, **seen: Any) -> Any:
+            during.append(modes())
+            return stand_in(*given, **seen)
+
+        with patch.object(packed_attention, "_kernel_grad", watched):
+            CURRENT.use(STARTS, STARTS, max(LENGTHS))
+            own = tuple(tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
+            segment_attention(Layer(), *own, None, scaling=SCALE)[0].sum().backward()
+    assert during == [(True, True, False)]
+    assert modes() == before == (False, False, True)

@@ -1,6 +1,7 @@
-"""Attention sinks around fused kernels that know none: one more score a head, whose value is zero (gpt-oss).
+"""A GPU's fused attention of a row of samples, with sinks too, whose gradients have the same bits whenever they are computed.
 
-A kernel gives out = Σ exp(s_j - lse) v_j with lse = log Σ exp(s_j). A sink z makes of this:
+A kernel gives out = Σ exp(s_j - lse) v_j with lse = log Σ exp(s_j). A sink z, one more score a head, whose value is zero
+(gpt-oss), makes of this:
 
     lse' = log(exp(lse) + exp(z))        out' = out · exp(lse - lse')
 
@@ -10,6 +11,8 @@ The kernel's backward, given out' and lse', is exact: it makes the shares anew a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,23 +36,23 @@ def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
 
 
 def kernel_fault(device: torch.device) -> str | None:
-    """The reason why scores with sinks are written out on a GPU; None: they are not, or the device is none."""
+    """The reason why a GPU's fused kernel is not used; None: it is, or the device is none."""
     return gpu_kernels.checked(__name__, _compare, device)[1] if device.type == "cuda" else None
 
 
 def _compare(_: Any, device: torch.device) -> None:
-    assert_same(attend_packed, AttentionPattern(0.2, sinks=torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)), device)
+    for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
+        assert_same(attend_packed, AttentionPattern(0.2, sinks=sinks), device)
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
     """A row of samples (`scored_attention.Kernel`)."""
-    assert pattern.sinks is not None
-    return packed_with_sinks(query, key, value, pattern.sinks, starts, longest, pattern.scale, pattern.window)[0]
+    return packed_attention(query, key, value, pattern.sinks, starts, longest, pattern.scale, pattern.window)[0]
 
 
-@torch.library.custom_op("ft_service::packed_with_sinks", mutates_args=())
-def packed_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, starts: Tensor, longest: int, scale: float, window: int
+@torch.library.custom_op("ft_service::packed_attention", mutates_args=())
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, starts: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value [tokens, groups, d], sinks [heads]
     → [tokens, heads, d], and the log-sums that the backward wants, fp32 [heads, tokens].
@@ -59,10 +62,10 @@ def packed_with_sinks(
     """
     seen = _seen(window)
     out, sums, *_ = _kernel(query, key, value, starts, starts, longest, longest, 0.0, not window, False, scale=scale, **seen)
-    return out, add_sinks(out.transpose(0, 1), sums, sinks)
+    return out, sums if sinks is None else add_sinks(out.transpose(0, 1), sums, sinks)
 
 
-@torch.library.custom_op("ft_service::packed_with_sinks_grad", mutates_args=())
+@torch.library.custom_op("ft_service::packed_attention_grad", mutates_args=())
 def _grad_operator(
     grad: Tensor,
     query: Tensor,
@@ -77,7 +80,27 @@ def _grad_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
     given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
-    return _kernel_grad(*given, scale=scale, **_seen(window))
+    with in_one_order():
+        return _kernel_grad(*given, scale=scale, **_seen(window))
+
+
+@contextmanager
+def in_one_order() -> Iterator[None]:
+    """While it is entered, operators that know a deterministic way take it: PyTorch's kernel otherwise adds up the gradient of
+    queries in the order in which its blocks happen to end.
+
+    PyTorch's mode is of the process. Outside of this, operators that know no such way would be refused by it.
+    """
+    settings = torch.utils.deterministic
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = settings.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    settings.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]  # all of it is written
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+        settings.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _seen(window: int) -> dict[str, int]:
@@ -85,7 +108,7 @@ def _seen(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 
-@packed_with_sinks.register_fake
+@packed_attention.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _width = query.shape
     return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
@@ -105,4 +128,4 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     return *_grad_operator(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
 
 
-packed_with_sinks.register_autograd(_backward, setup_context=_setup_context)
+packed_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -17,7 +17,7 @@ BF16 = "bf16 matrix product"
 
 def measure(context: Context) -> None:
     side = 256 if context.tiny else 8192
-    device = torch.device(context.device)
+    device = context.place
     context.rows.add("device", **about(device))
     context.rows.run(BF16, lambda: {"tflops": product(side, torch.bfloat16, device)})
     context.rows.run("fp8 matrix product, scales by rows", lambda: {"tflops": fp8_product(side, device)})

@@ -24,7 +24,7 @@ ROUNDED_OTHERWISE = 1e-3
 def measure(context: Context) -> None:
     from workers.quant.weights import QUANTIZED
 
-    device = torch.device(context.device)
+    device = context.place
     for name, weight_class in QUANTIZED.items():
         for shape in SHAPES[: 2 if context.tiny else None]:
             case = f"{name} {shape[0]} x {shape[1]}"
@@ -65,9 +65,10 @@ def formats_agree(weight_class: Any, shape: tuple[int, int], device: torch.devic
 
 
 def products_agree(weight_class: Any, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Forward and backward for inputs of several heights; the truth is a dense product in fp64."""
+    """Forward and backward for inputs of several heights; the truth is a dense product in fp64, with the weight as it is
+    in the type of the arithmetic."""
     weight = weight_class.quantize(drawn(*shape).bfloat16())
-    dense, moved = weight.dequantize(torch.float32).double(), weight.to(device)
+    dense, moved = weight.dequantize(dtype).double(), weight.to(device)
     worst = {"forward": 0.0, "backward": 0.0}
     for rows in INPUT_ROWS:
         x, grad = drawn(rows, shape[1], seed=1).to(dtype), drawn(rows, shape[0], seed=2).to(dtype)

@@ -36,38 +36,37 @@ CLOSE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
 def measure(context: Context) -> None:
-    device = torch.device(context.device)
-    data = save_chats(context.scratch / "chats.jsonl", 16)
+    """Eager cases of all families first: compiling takes most of the time."""
+    families, data = FAMILIES[: 1 if context.tiny else None], save_chats(context.scratch / "chats.jsonl", 16)
     with alone():
-        for family in FAMILIES[: 1 if context.tiny else None]:
-            base = chat_base(context.scratch / f"tiny-{family}", family)
-            for name, precision in cases(context.tiny):
-                compute, options = precision["compute"], precision["distributed"]
-                spec = job(base, data, family, compute, precision["format"], options)
-                context.rows.run(
-                    f"{family}: {name}", lambda s=spec, c=compute, n=f"{family}-{name}": agree(context, s, c, device, n)
-                )
-            again = job(base, data, family, "bf16", FORMATS["mixed"], {})
-            context.rows.run(f"{family}: twice", lambda s=again, f=family: same_bits(context, s, device, f))
+        for family in families:
+            for case in eager_cases(context.tiny):
+                run(context, family, data, *case)
+            again = job(chat_base(context, family), data, family, "bf16", FORMATS["mixed"], {})
+            context.rows.run(f"{family}: twice", lambda s=again, f=family: same_bits(context, s, f))
+        for family in () if context.tiny else families:
+            for stored, compute in (("nf4", "bf16"), ("bf16", "fp32")):
+                run(context, family, data, stored, compute, {"compile": True})
 
 
-def cases(tiny: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Every format in both types; what changes how a step is computed with the plain and the mixed base."""
+def eager_cases(tiny: bool) -> list[tuple[str, str, dict[str, Any]]]:
+    """Format, type of the arithmetic, and what changes how a step is computed: every format in both types, and checkpointing."""
     formats = ["mixed"] if tiny else list(FORMATS)
-    found = [(f, compute, {}) for f in formats for compute in (("fp32",) if tiny else ("fp32", "bf16"))]
-    checkpointing = [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}]
-    found += [("mixed", "fp32", options) for options in checkpointing]
-    found += [] if tiny else [(f, "fp32", {"compile": True}) for f in ("bf16", "nf4")]
-    return [
-        (
-            " ".join([f, compute, *map(str, options.values() if "compile" not in options else ["compiled"])]),
-            {"format": FORMATS[f], "compute": compute, "distributed": options},
-        )
-        for f, compute, options in found
+    found: list[tuple[str, str, dict[str, Any]]] = [
+        (stored, compute, {}) for stored in formats for compute in (("fp32",) if tiny else ("fp32", "bf16"))
     ]
+    return found + [("mixed", "fp32", {"activation_checkpointing": mode}) for mode in ("full", "selective")]
 
 
-def chat_base(folder: Path, family: str) -> Path:
+def run(context: Context, family: str, data: DataFileRef, stored: str, compute: str, distributed: dict[str, Any]) -> None:
+    how = "compiled" if distributed.get("compile") else " ".join(map(str, distributed.values()))
+    name = f"{family}: {stored} {compute} {how}".strip()
+    spec = job(chat_base(context, family), data, family, compute, FORMATS[stored], distributed)
+    context.rows.run(name, lambda: agree(context, spec, compute, name))
+
+
+def chat_base(context: Context, family: str) -> Path:
+    folder = context.scratch / f"tiny-{family}"
     if not folder.exists():
         save_tiny(family, folder, vocab_size=259, max_position_embeddings=256)
         save_tokenizer(folder)
@@ -94,20 +93,20 @@ def job(
     )
 
 
-def agree(context: Context, spec: JobSpec, compute: str, device: torch.device, name: str) -> dict[str, Any]:
-    run = prepare(context.scratch / "runs" / name.replace(" ", "-"), spec)
-    train_on(device, run)
-    found, expected = losses_of(run), reference_losses(spec)
+def agree(context: Context, spec: JobSpec, compute: str, name: str) -> dict[str, Any]:
+    directory = prepare(context.scratch / "runs" / name.replace(": ", "-").replace(" ", "-"), spec)
+    train_on(context.place, directory)
+    found, expected = losses_of(directory), reference_losses(spec)
     apart = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     fell = expected[0] - expected[-1]
-    return {"ok": apart < CLOSE[compute], "loss_apart": apart, "loss_changed_by": fell, "note": warnings_of(run)}
+    return {"ok": apart < CLOSE[compute], "loss_apart": apart, "loss_changed_by": fell, "note": warnings_of(directory)}
 
 
-def same_bits(context: Context, spec: JobSpec, device: torch.device, family: str) -> dict[str, Any]:
+def same_bits(context: Context, spec: JobSpec, family: str) -> dict[str, Any]:
     """Two runs of a job in bf16, as a resumed one is compared with one that was not."""
     runs = [prepare(context.scratch / "runs" / f"{family}-{name}", spec) for name in ("once", "twice")]
-    for run in runs:
-        train_on(device, run)
+    for directory in runs:
+        train_on(context.place, directory)
     return {"ok": adapter_bytes(runs[0]) == adapter_bytes(runs[1])}
 
 

@@ -31,7 +31,7 @@ REPEATS = 20
 
 
 def measure(context: Context) -> None:
-    device, llama = torch.device(context.device), TINY if context.tiny else LLAMA
+    device, llama = context.place, TINY if context.tiny else LLAMA
     tokens = 64 if context.tiny else TOKENS
     shapes = sorted(set(llama.shapes_of_layer().values()))
     for rows, cols in shapes:

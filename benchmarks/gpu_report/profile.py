@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,7 +36,7 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
 
     run = prepare(context.scratch / "runs" / f"profile-{precision}-{shape.tokens}", job(context, shape, precision, LAST + 1))
     with alone(), built_once(lambda: None):
-        train_on(torch.device(context.device), run, on_step=on_step)
+        train_on(context.place, run, on_step=on_step)
     kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
     steps = LAST - FIRST
     if kernels:

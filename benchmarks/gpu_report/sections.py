@@ -7,8 +7,12 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.gpu_report.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,13 @@ class Context:
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def place(self) -> torch.device:
+        """The first GPU, by its number, which CUDA wants where a device is chosen."""
+        import torch
+
+        return torch.device("cuda", 0) if self.on_gpu else torch.device(self.device)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ SECTIONS = {
     "profile": Section("profile", 75, WORKERS),
     "models": Section("models", 120, WORKERS),
     "two ranks": Section("two_ranks", 90, WORKERS),
-    "service": Section("service", 90, WORKERS),
+    "service": Section("service", 150, WORKERS),
 }
 """In the order of what one wants to know first: the report's minutes may end before the last."""
 

@@ -24,7 +24,7 @@ STEPS = 8
 
 def measure(context: Context, precision: str, how: str) -> None:
     """`how`: eager or compiled."""
-    device = torch.device(context.device)
+    device = context.place
     if context.tiny and how == "compiled" and not context.on_gpu:
         context.rows.add("-", "skipped", "compiling takes minutes on a processor; not in the smallest form")
         return

@@ -106,7 +106,7 @@ def counted(context: Context, precision: str, shape: Any) -> Found:
     with alone(), built_once(lambda: None), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = watch.show
-        train_on(torch.device(context.device), run, on_step=watch.on_step)
+        train_on(context.place, run, on_step=watch.on_step)
     assert watch.watched, "no step was watched"
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -79,13 +80,14 @@ def _start(context: Any, function: Any, rank: int, world: int, store: str, args:
 
 def _collect(started: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
     results, failures = [], []
-    for rank, (_, pipe) in enumerate(started):
+    for rank, (process, pipe) in enumerate(started):
         if not pipe.poll(timeout):
             raise TimeoutError(f"rank {rank} did not answer within {timeout} s; failures so far: {failures}")
         try:
             kind, value, probed = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            kind, value, probed = "error", "ended without a result", {}
+            process.join(1.0)
+            kind, value, probed = "error", f"ended without a result, with exit code {process.exitcode}", {}
         _probed.update(probed)
         (results if kind == "result" else failures).append(value if kind == "result" else f"rank {rank}: {value}")
         pipe.close()
@@ -100,6 +102,7 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.enable()
     probes.PROBED.update(probed)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

@@ -11,6 +11,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from workers.quant.gpu_kernels import AS_WRITTEN
+
 _ELEMENTS = 4096
 """Numbers that a program has at a time, where a row is shorter."""
 _HEADS = 8
@@ -174,7 +176,7 @@ def _launch(kernel: object, *arguments: object, form: int) -> None:
     height = max(1, _ELEMENTS // block)
     warps = min(16, max(4, height * block // 512))
     if rows:
-        kernel[(triton.cdiv(rows, height),)](*arguments, form=form, height=height, block=block, num_warps=warps)  # pyright: ignore
+        kernel[(triton.cdiv(rows, height),)](*arguments, form=form, height=height, block=block, num_warps=warps, **AS_WRITTEN)  # pyright: ignore
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
@@ -187,7 +189,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool)
     if rows * length:
         _rotated[(rows * length,)](  # pyright: ignore[reportIndexIssue]
             query, key, *turned, cos, sin, length, width // 2, *strides, angle_row, queries=heads, keys=key.shape[1],
-            back=back, several=_HEADS, block=triton.next_power_of_2(width // 2), num_warps=4,
+            back=back, several=_HEADS, block=triton.next_power_of_2(width // 2), num_warps=4, **AS_WRITTEN,
         )  # fmt: skip
     return turned
 
@@ -196,7 +198,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of gate times up, both contiguous."""
     y = torch.empty_like(gate)
     if y.numel():
-        _gated[(triton.cdiv(y.numel(), 1024),)](gate, up, y, y.numel(), block=1024)  # pyright: ignore[reportIndexIssue]
+        _gated[(triton.cdiv(y.numel(), 1024),)](gate, up, y, y.numel(), block=1024, **AS_WRITTEN)  # pyright: ignore[reportIndexIssue]
     return y
 
 
@@ -205,5 +207,5 @@ def gated_grad(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     grads = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
         grid = (triton.cdiv(gate.numel(), 1024),)
-        _gated_grad[grid](grad, gate, up, *grads, gate.numel(), block=1024)  # pyright: ignore[reportIndexIssue]
+        _gated_grad[grid](grad, gate, up, *grads, gate.numel(), block=1024, **AS_WRITTEN)  # pyright: ignore[reportIndexIssue]
     return grads

@@ -43,6 +43,7 @@ def _cross_entropy(
         others = others * tl.exp(largest - shift) + tl.sum(shares, axis=0)
         largest = highest
     right = tl.load(own + target).to(tl.float32) - largest
+    tl.debug_barrier()  # all of the program have read it before any of it writes the gradient there
     total = others + tl.exp(right)
     log_total = tl.log(total)
     tl.store(logs + row, right - log_total)

@@ -97,6 +97,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionPattern], Tenso
 and the end, int32, tokens of the longest at most, and the pattern → [tokens, heads, d]."""
 
 
+@torch.enable_grad()
 def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device) -> None:
     """Raise AssertionError if a kernel computes something else than explicit scores, in bf16, forward or backward. A pattern of
     four heads, with and without a window."""

@@ -171,10 +171,10 @@ def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
     matrix that lies whole on the CPU is not copied.
     """
     for name, parameter in job.parameters.items():
-        whole = parameter.detach()
+        whole = parameter.detach().cpu()  # gathered there: on a device, gloo would read its memory as the host's
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        yield peft_name(name), whole.cpu().contiguous()
+        yield peft_name(name), whole.contiguous()
 
 
 def versions() -> dict[str, str]:

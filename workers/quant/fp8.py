@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workers.quant.division import divided
+
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """448."""
 
@@ -53,7 +55,7 @@ def quantize(weight: Tensor) -> FP8Parts:
     if weight.dtype == torch.float16:
         weight = weight.float()  # its exponents are too few for the scales
     largest = torch.linalg.vector_norm(weight, ord=math.inf, dim=1, keepdim=True)  # one pass, in the weight's dtype
-    scale = (largest / LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = divided(largest, LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
     codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=weight.device)
     for part, some, its_scale in in_cache(codes, weight, scale):
         torch.div(some, its_scale, out=part)  # in fp32, rounded once: no fp32 copy is made

@@ -16,6 +16,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from workers.quant.gpu_kernels import AS_WRITTEN
+
 _BLOCK = 4096
 """Most elements of a row that a program has at a time."""
 _TILE = 64
@@ -106,6 +108,7 @@ def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
         _quantised[(rows,)](  # pyright: ignore[reportIndexIssue]
             x, x if factors is None else factors.contiguous(), codes, scales, cols, x.stride(0), finite[1], finite[0],
             scaled=factors is not None, twice=casts_twice(x.device), steps=triton.cdiv(cols, block), block=block, num_warps=8,
+            **AS_WRITTEN,
         )  # fmt: skip
     return codes
 

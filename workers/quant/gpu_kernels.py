@@ -12,6 +12,10 @@ import torch
 
 log = logging.getLogger(__name__)
 
+AS_WRITTEN = {"enable_fp_fusion": False}
+"""Options of a launch by which a product and a sum are rounded one after the other, as PyTorch's separate operations do. Triton
+otherwise makes one instruction of them, in bf16 too, and leaves out the rounding between."""
+
 _RUNS = 7
 """Of what is timed; the first compile."""
 

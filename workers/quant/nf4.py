@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from ft_service.spec import FORMATS
 from workers.quant import gpu_kernels
+from workers.quant.division import divided
 
 BLOCK = FORMATS["nf4"].block
 """Columns that share one scale."""
@@ -72,7 +73,7 @@ def dequantize(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
 
 def _dequantize_by_parts(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     codes, scales, row_max = parts
-    block_max = (scales / 255).square_().mul_(row_max)  # the division gives fp32 and reads the bytes as they are
+    block_max = divided(scales, 255).square_().mul_(row_max)  # the division gives fp32 and reads the bytes as they are
     return dequantize_blocks(codes, block_max, cols, dtype)
 
 

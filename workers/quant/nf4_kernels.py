@@ -11,6 +11,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from workers.quant.gpu_kernels import AS_WRITTEN
+
 _BYTES = 1024
 """Bytes of codes that a program has."""
 
@@ -38,5 +40,6 @@ def dequantised(codes: Tensor, scales: Tensor, row_max: Tensor, values: Tensor, 
     if rows:
         grid = (rows, triton.cdiv(width, _BYTES))
         parts = codes.contiguous(), scales.contiguous(), row_max.contiguous()
-        _dequantised[grid](*parts, values, weight, width, scales.shape[1], cols, 255.0, block=_BYTES)  # pyright: ignore[reportIndexIssue]
+        numbers = width, scales.shape[1], cols, 255.0
+        _dequantised[grid](*parts, values, weight, *numbers, block=_BYTES, **AS_WRITTEN)  # pyright: ignore[reportIndexIssue]
     return weight

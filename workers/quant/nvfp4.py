@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from ft_service.spec import FORMATS
 from workers.quant import e2m1
+from workers.quant.division import divided
 from workers.quant.fp8 import LARGEST
 
 BLOCK = FORMATS["nvfp4"].block
@@ -57,8 +58,8 @@ def quantize(weight: Tensor) -> NVFP4Parts:
     blocks = -(-cols // BLOCK)
     grouped = pad(weight.detach().float(), (0, blocks * BLOCK - cols)).view(rows, blocks, BLOCK)
     largest = grouped.abs().amax(2)
-    factor = (largest.amax(1, keepdim=True) / (LARGEST * e2m1.LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
-    scales = (largest / e2m1.LARGEST / factor).to(torch.float8_e4m3fn)
+    factor = divided(largest.amax(1, keepdim=True), LARGEST * e2m1.LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = (divided(largest, e2m1.LARGEST) / factor).to(torch.float8_e4m3fn)
     each = (scales.float() * factor).clamp(min=torch.finfo(torch.float32).tiny)
     codes = e2m1.encode((grouped / each[..., None]).flatten(1))
     return NVFP4Parts(codes, scales, torch.cat([factor, torch.ones_like(factor)], dim=1))

@@ -226,5 +226,5 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    whole = parameter.detach()
+    whole = parameter.detach().cpu()  # gathered there, as an adapter is that is written (workers/output/outcome.py)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole

@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from workers.layers.fused_kernels import _gated, _gated_grad, _normed, _normed_grad, _rotated
+from workers.quant.gpu_kernels import AS_WRITTEN
 
 FP32 = {"root", "share", "eps"}
 NUMBERS = {"rows", "cols", "stride", "length", "half", "count", "angle_row"}
@@ -32,7 +33,11 @@ def types_of(kernel, constants):
 def compiled(kernel, capability, warps=4, **constants):
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=types_of(kernel, constants), constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm
+    options = {"num_warps": warps, **AS_WRITTEN}
+    asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    if capability >= 90:  # before, products and sums in bf16 are such instructions too, with a zero or a one
+        assert "fma.rn.bf16" not in asm["ptx"], "a product is rounded before it is added"
+    return asm
 
 for capability in (80, 89, 90, 100):
     for form in range(4) if capability == 90 else (0,):

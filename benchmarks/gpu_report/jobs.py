@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -100,6 +100,16 @@ def adapter_bytes(run: RunDir) -> bytes:
 
 def warnings_of(run: RunDir, attempt: int = 1) -> str:
     return "; ".join(event.message for event in events_of(run, attempt) if event.level != "info")
+
+
+@contextmanager
+def steps_alone() -> Iterator[None]:
+    """Jobs inside end with their last step: what follows, such as another process that reads the adapter, is not measured."""
+    names = ("measure", "measure_forgetting", "publish")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(workers.train, name, lambda *_: None))
+        yield
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_report.ceilings import synchronize
-from benchmarks.gpu_report.jobs import alone, built_once, prepare, train_on
+from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_alone, train_on
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import Shape, job, shapes_of
 
@@ -35,7 +35,7 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
             (profiler.start if step == FIRST else profiler.stop)()
 
     run = prepare(context.scratch / "runs" / f"profile-{precision}-{shape.tokens}", job(context, shape, precision, LAST + 1))
-    with alone(), built_once(lambda: None):
+    with alone(), steps_alone(), built_once(lambda: None):
         train_on(context.place, run, on_step=on_step)
     kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
     steps = LAST - FIRST

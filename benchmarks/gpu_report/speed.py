@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_report.arithmetic import Work
 from benchmarks.gpu_report.ceilings import synchronize, tflops_of
-from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_of, train_on, warnings_of
+from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_alone, steps_of, train_on, warnings_of
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import RANK, Shape, job, llama_of, shapes_of
 from ft_service.plan.job import plan_job
@@ -28,7 +28,7 @@ def measure(context: Context, precision: str, how: str) -> None:
     if context.tiny and how == "compiled" and not context.on_gpu:
         context.rows.add("-", "skipped", "compiling takes minutes on a processor; not in the smallest form")
         return
-    with alone(), built_once(reset_peak):
+    with alone(), steps_alone(), built_once(reset_peak):
         for shape in shapes_of(context):
             spec = job(context, shape, precision, WARM_UP + (2 if context.tiny else STEPS), compiled=how == "compiled")
             name = f"{precision}-{how}-{shape.tokens}"

@@ -88,7 +88,7 @@ def job(context: Context, shape: Shape, precision: str, steps: int, *, compiled:
     return spec_for(
         base_of(context),
         long_chats(context.scratch / f"long-{shape.tokens}.jsonl", shape.lengths * 2 * shape.micro_batches),
-        precision={"default": precision},
+        precision={"default": precision, "compare_served": "off"},
         training={
             "max_steps": steps,
             "batch_size": batch,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_report.jobs import alone, built_once, prepare, train_on
+from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_alone, train_on
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import job, shapes_of
 
@@ -103,7 +103,7 @@ def counted(context: Context, precision: str, shape: Any) -> Found:
     watch = Watch(found, context.on_gpu)
     spec = job(context, shape, precision, WATCHED.stop + 1)
     run = prepare(context.scratch / "runs" / f"sync-{precision}-{shape.tokens}", spec)
-    with alone(), built_once(lambda: None), warnings.catch_warnings():
+    with alone(), steps_alone(), built_once(lambda: None), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = watch.show
         train_on(context.place, run, on_step=watch.on_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def test_peak_memory_is_within_ten_percent_of_the_plan(base: Path, weight_format
 def peak_of_two_steps(spec: JobSpec) -> int:
     """Bytes that tensors take at most, from the first forward on."""
     device = torch.device("cuda", 0)
+    gc.collect()  # models of other tests
     built = build(spec, device)
     checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r)
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)

@@ -7,6 +7,7 @@ other samples, and after a resume.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -37,8 +38,13 @@ class Noise:
         return embedded + (numbers * spread.unsqueeze(-1)).to(embedded.dtype)
 
 
+_known: WeakKeyDictionary[nn.Module, list[Noise]] = WeakKeyDictionary()
+"""Noise by model: a walk through all modules takes as long as a decoder layer."""
+
+
 def add_noise(model: Any, alpha: float) -> None:
     """Give a model's embedding noise. `model`: of transformers."""
+    _known.clear()
     embedding = model.get_input_embeddings()
     embedding.noise = Noise(alpha)
     embedding.register_forward_hook(embedding.noise)
@@ -46,7 +52,7 @@ def add_noise(model: Any, alpha: float) -> None:
 
 def use_noise(model: nn.Module, tokens: Tensor | None, lengths: Tensor | None) -> None:
     """Set what the noise follows from before a forward, if the model has any."""
-    for module in model.modules():
-        noise = getattr(module, "noise", None)
-        if isinstance(noise, Noise):
-            noise.use(tokens, lengths)
+    if model not in _known:
+        _known[model] = [noise for m in model.modules() if isinstance(noise := getattr(m, "noise", None), Noise)]
+    for noise in _known[model]:
+        noise.use(tokens, lengths)

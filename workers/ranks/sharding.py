@@ -161,8 +161,10 @@ def average_unsharded_gradients(model: nn.Module, world: int) -> None:
 
     A parameter without a gradient on this rank counts as zero: another rank may have one.
     """
+    if world == 1:
+        return
     parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if world == 1 or not parameters:
+    if not parameters:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([grad.flatten().float() for grad in gradients])

@@ -236,6 +236,8 @@ def _compile(spec: JobSpec, setting: Setting, machine: Machine, lengths: SampleL
         return False, "only GPUs gain from it"
     if isinstance(spec.distributed.wrap, WrapBySize):
         return False, "it works on whole decoder layers, and distributed.wrap groups by size"
+    if spec.precision.fused_kernels != "off" and spec.precision.compute == "bf16":
+        return False, "precision.fused_kernels do what compiling would gain"
     if lengths is None:
         return False, "how long training takes is not known"
     seconds = lengths.of_training(spec) * setting.pace / setting.layout.world

@@ -35,6 +35,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("train_batch_size", "global_batch_size", "total_batch_size"), "training.batch_size"),
     **dict.fromkeys(("micro_batch_size", "per_gpu_train_batch_size"), "training.per_device_train_batch_size"),
     **dict.fromkeys(("gradient_accumulation_steps",), "training.batch_size"),
+    **dict.fromkeys(("full_determinism", "deterministic"), "precision.deterministic_attention"),
     **dict.fromkeys(("lr", "learning_rate_init"), "training.learning_rate"),
     **dict.fromkeys(("lr_scheduler", "scheduler", "schedule"), "training.lr_scheduler_type"),
     **dict.fromkeys(("warmup",), "training.warmup_ratio"),

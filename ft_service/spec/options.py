@@ -113,8 +113,12 @@ class PrecisionOptions(Strict):
     fused_kernels: AutoOrOff = "auto"
     """auto: on GPUs, RMS norms, rotary positions and gated feed-forwards in bf16 are computed by Triton kernels that round
     where the model's own operations do, if they give the same results on the GPU when the job starts, and no layer is compiled.
-    They have not been timed on a GPU. The plan's memory counts the model's own operations, which need more. off: the model's
-    own operations. The job's events say which applies."""
+    The plan's memory counts the model's own operations, which need more. off: the model's own operations. The job's events say
+    which applies."""
+    deterministic_attention: bool = True
+    """On GPUs, gradients of attention of packed samples are added up in one order, so that a job that is resumed or repeated on
+    as many ranks ends with the same bits. It takes 3 to 6 % of an 8B model's time on an H200. false: in the order in which they
+    come, which changes from run to run. On processors the order is always the same."""
     compare_served: AutoOrOff = "auto"
     """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
     base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by
@@ -271,7 +275,7 @@ class DistributedOptions(Strict):
     matrix products and attention. "auto": the fastest that fits, which is "none" if memory suffices."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each decoder layer. If it fails, the job continues uncompiled, with a warning that says why. "auto": on
-    GPUs, for jobs that save more than the minute that compiling takes."""
+    GPUs, for jobs that save more than the minute that compiling takes, where precision.fused_kernels is off."""
     collective_timeout_seconds: Annotated[int, Field(ge=10, le=1800)] = 600
     """Seconds that a rank waits for the others. Then the attempt ends, and the next one continues from the last checkpoint.
     Must exceed the difference between the slowest and the fastest rank in reading the base or compiling. Ignored with one

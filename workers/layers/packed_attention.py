@@ -1,5 +1,9 @@
 """A GPU's fused attention of a row of samples, with sinks too, whose gradients have the same bits whenever they are computed.
 
+On an H200, with 8,192 tokens in 13 samples of log-normal lengths, the backward takes 2.35 ms instead of 1.45: to each head of a
+sample the kernel gives one processor, so that the longest last when all others are done. Fewer samples a call, which have more
+processors each, take as long in all.
+
 A kernel gives out = Σ exp(s_j - lse) v_j with lse = log Σ exp(s_j). A sink z, one more score a head, whose value is zero
 (gpt-oss), makes of this:
 
@@ -12,8 +16,8 @@ The kernel's backward, given out' and lse', is exact: it makes the shares anew a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,8 +84,14 @@ def _grad_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
     given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
-    with in_one_order():
+    with in_one_order() if Order.kept else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))
+
+
+class Order:
+    """Whether gradients are added up in one order, by this process: `precision.deterministic_attention` of what it trains."""
+
+    kept: ClassVar[bool] = True
 
 
 @contextmanager

@@ -29,19 +29,22 @@ def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("machine", "lengths", "compiled", "why"),
+    ("machine", "fused", "lengths", "compiled", "why"),
     [
-        ("H100", CHATS, True, "training takes about 1 h "),
-        ("H100", SampleLengths(200_000, 400, 2048), False, "too short to win back the minute"),
-        ("H100", None, False, "how long training takes is not known"),
-        ("H100", SampleLengths.of_size(10**9), True, "and some 15% less"),
-        ("cpu", CHATS, False, "only GPUs gain from it"),
+        ("H100", "off", CHATS, True, "training takes about 1 h "),
+        ("H100", "off", SampleLengths(200_000, 400, 2048), False, "too short to win back the minute"),
+        ("H100", "off", None, False, "how long training takes is not known"),
+        ("H100", "off", SampleLengths.of_size(10**9), True, "and some 15% less"),
+        ("H100", "auto", CHATS, False, "precision.fused_kernels do what compiling would gain"),
+        ("cpu", "off", CHATS, False, "only GPUs gain from it"),
     ],
 )
 def test_layers_are_compiled_where_that_pays(
-    machine: str, lengths: SampleLengths | None, compiled: bool, why: str, tmp_path: Path
+    machine: str, fused: str, lengths: SampleLengths | None, compiled: bool, why: str, tmp_path: Path
 ) -> None:
-    spec = settle_for(open_spec(tmp_path, "8b", precision={"default": "nf4"}), MACHINE[machine], lengths).spec
+    spec = settle_for(
+        open_spec(tmp_path, "8b", precision={"default": "nf4", "fused_kernels": fused}), MACHINE[machine], lengths
+    ).spec
     assert spec.distributed.compile is compiled
     assert why in spec.chosen["distributed.compile"]
 
@@ -55,8 +58,7 @@ def test_every_choice_says_why_with_numbers(tmp_path: Path) -> None:
         "distributed.activation_checkpointing: full (without it 8,192 tokens need 61.92 GiB, more than the 22.18 GiB that there"
         " are).",
         f"training.tokens_per_micro_batch: 8192 ({room}; enough to keep it busy).",
-        "distributed.compile: true (training takes about 10 h 4 min, and some 15% less with layers compiled in about a"
-        " minute).",
+        "distributed.compile: false (precision.fused_kernels do what compiling would gain).",
     )
 
 

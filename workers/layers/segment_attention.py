@@ -64,9 +64,11 @@ def segment_attention(
     bounds = CURRENT.bounds(query.shape[2], chunk)
     width = value.shape[-1]
     query, key, value = _of_one_width(tempered(module, query), key, value)
-    packed = _packed_kernel(query, pattern)
-    if packed is not None:
-        out = _attend_packed(packed, query, key, value, bounds, pattern)
+    kernel = _fused_kernel(query, pattern)
+    if kernel is not None and CURRENT.packed:
+        out = _attend_packed(kernel, query, key, value, bounds, pattern)
+    elif kernel is not None and (not chunk or query.shape[2] <= chunk):
+        out = _attend_padded(kernel, query, key, value, pattern)
     elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
     else:
@@ -140,8 +142,8 @@ def _fits_kernel(query: Tensor) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
-def _packed_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
-    """The fused kernel that computes this for packed rows on a GPU; None: there is none, or the rows are not packed."""
+def _fused_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
+    """The fused kernel that computes this for segments on a GPU; None: there is none."""
     if not CURRENT.fused or not _fits_kernel(query):
         return None
     if pattern.is_plain:
@@ -156,6 +158,14 @@ def _attend_packed(
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     assert bounds.on_device is not None, "Segments.fused"
     return kernel(q, k, v, bounds.on_device, bounds.longest, pattern).unsqueeze(0)
+
+
+def _attend_padded(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern) -> Tensor:
+    """The same of padded rows: each is a segment of one row that holds all of them."""
+    rows, _, length, _ = query.shape
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
+    return kernel(q, k, v, starts, length, pattern).unflatten(0, (rows, length))
 
 
 def _without_window(bounds: Bounds, window: int) -> bool:

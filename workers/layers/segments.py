@@ -40,20 +40,26 @@ class Segments:
         self.lengths: Sequence[int] = ()
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
-        """Whether the segments are on a GPU that has a fused kernel for them."""
+        """Whether the micro-batch is on a GPU that has a fused kernel for its segments."""
         self.choosing = False
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
         self.faults: list[str] | None = None
         """While it is tried whether an architecture can be trained this way: what stands against it."""
 
     def use(
-        self, starts: Tensor | None, on_device: Tensor | None = None, longest: int = 0, lengths: Sequence[int] = ()
+        self,
+        starts: Tensor | None,
+        on_device: Tensor | None = None,
+        longest: int = 0,
+        lengths: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
         """`starts`, `on_device`: as in `Bounds`; None: every row is one segment. `longest`: tokens of the longest segment.
-        `lengths`: of the samples of padded rows.
+        `lengths`: of the samples of padded rows. `device`: of these; None: a processor.
         """
         self.lengths = lengths
-        self.fused = on_device is not None and _has_kernel(on_device.device)
+        where = device if on_device is None else on_device.device
+        self.fused = where is not None and _has_kernel(where)
         self._whole = None if starts is None else Bounds(starts, on_device, rounded(longest) if self.fused else longest)
         self._cut = {}
 
@@ -142,5 +148,5 @@ def _cut(whole: Bounds, chunk: int) -> Bounds:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a fused kernel for packed rows on a device, which computes there what it should."""
+    """Whether PyTorch has a fused kernel for segments on a device, which computes there what it should."""
     return device.type == "cuda" and packed_attention.kernel_fault(device) is None

@@ -85,7 +85,7 @@ def trial_samples(model: nn.Module) -> list[Tensor]:
 def logits_apart(model: nn.Module, samples: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The logits of each sample, fp32 [tokens, words], computed as padded rows."""
     use_noise(model, None, None)
-    CURRENT.use(None, lengths=tuple(map(len, samples)))
+    CURRENT.use(None, lengths=tuple(map(len, samples)), device=device)
     logits = model(input_ids=pad_sequence(list(samples), batch_first=True).to(device)).logits.float()
     return [row[: len(own)] for row, own in zip(logits, samples, strict=True)]
 

@@ -122,7 +122,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     use_keys(model, batch.keys)
     use_noise(model, batch.keys, batch.lengths)
     if batch.packing is None:
-        CURRENT.use(None, lengths=batch.rows)
+        CURRENT.use(None, lengths=batch.rows, device=batch.ids.device)
         return model(input_ids=batch.ids).logits
     CURRENT.use(batch.packing.starts, batch.packing.starts_on_device, batch.packing.longest)
     return model(input_ids=batch.ids, position_ids=batch.packing.positions).logits

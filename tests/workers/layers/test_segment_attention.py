@@ -220,17 +220,25 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("values", [None, torch.tensor([-2.0, 0.0, 1.0, 5.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_sinks_are_added_to_what_a_fused_kernel_gives(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly, and in the gradients too, which the kernel computes by what it is given of the output."""
+def test_a_fused_kernel_computes_packed_and_padded_rows(
+    window: int | None, values: Tensor | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, and gradients too, which the kernel computes by what it is given of the output: with sinks that are added."""
     monkeypatch.setattr(attention, "_fits_kernel", lambda query: True)
-    own, values = drawn(1, sum(LENGTHS), 16), torch.tensor([-2.0, 0.0, 1.0, 5.0])
+    rows, lengths = (1, LENGTHS) if packed else (3, (sum(LENGTHS),))
+    own = drawn(rows, sum(LENGTHS), 16)
     with fused_attention(), Called() as called:
-        CURRENT.use(STARTS, STARTS, max(LENGTHS))
+        if packed:
+            CURRENT.use(STARTS, STARTS, max(LENGTHS))
+        else:
+            CURRENT.use(None, device=torch.device("cpu"))
         ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=values)
     assert "ft_service::packed_attention" in called.names
     with fused_attention():
-        assert_same(ours, written_out(*own, LENGTHS, window, None, values), own)
+        assert_same(ours, written_out(*own, lengths, window, None, values), own)
 
 
 def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
-from tests.support.training.attempts import supervise
+from tests.support.training.attempts import adapter, supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.layers import dropout, fused, packed_attention
 from workers.model import head
@@ -113,7 +113,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.detach().float() - expected).norm() / expected.norm())
 
 
-def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:
+def test_an_attempt_that_stops_and_resumes_ends_with_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
     spec = spec_for(
         save_chat_base(tmp_path / "base"),
         save_chats(tmp_path / "train.jsonl", 32),
@@ -129,3 +129,8 @@ def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:
     result = run.read("result.json", Result)
     assert result is not None
     assert result.steps == 12
+    whole = RunDir(tmp_path / "whole")
+    whole.write("spec.json", spec)
+    assert supervise(whole, 1, None) == 0
+    resumed, uninterrupted = adapter(run), adapter(whole)
+    assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)

@@ -31,8 +31,8 @@ REACHED = {
     "attention backward, FLOP/s": 170e12,
     "memory, bytes/s": 4.0e12,
 }
-"""What one H200 reached in each of these alone (`results/gpu_report.jsonl`): products of these shapes, FP8's without rounding and
-transposing, attention of four samples with gradients in one order, and what most of our kernels move."""
+"""What one H200 reached in each of these alone (`results/gpu_report.jsonl`): products of these shapes, FP8's without rounding
+and transposing, attention of four samples with gradients in one order, and what most of our kernels move."""
 ESTIMATED_BYTES: dict[str, dict[str, int]] = {"eager": {}, "compiled": {"LoRA": 660_000, "norms, RoPE, SwiGLU": 500_000}}
 """Moved a token and layer, where it is not counted: compiled layers are fused by the compiler, and add the adapter's part to
 the frozen product."""

@@ -1,5 +1,7 @@
 """Runs the sections one after the other, each in a process of its own with a time limit, and writes down what came of them.
 
+The processes are forked from one that has imported what they need, which takes longer than some of them.
+
     python -m benchmarks.gpu_report --only a        also b and c: the report in three calls below ten minutes each
     python -m benchmarks.gpu_report [--device cuda] [--minutes 9.5] [--only ceilings,kernels] [--skip ..] [--out FOLDER]
     python -m benchmarks.gpu_report --device cpu --tiny       every section in its smallest form, to prove that it runs
@@ -12,18 +14,21 @@ something is a row; the others continue. Exit code 1 if any row says that someth
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.gpu_report.rows import Row, append, markdown, read
-from benchmarks.gpu_report.sections import PARTS, SECTIONS, Section
+from benchmarks.gpu_report.sections import PARTS, SECTIONS, Section, run_forked
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -33,6 +38,9 @@ LEAST_SECONDS = 5.0
 """With less left, no section is begun."""
 SLOWER = 6
 """How much longer a section may take on processors, which prove that it runs and measure nothing."""
+FIXED = {"HF_HUB_OFFLINE": "1", "FT_CACHE": "", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Variables of every section."""
+PRELOAD = ["tests.support.without_torchao", "benchmarks.gpu_report.preloaded"]
 TAIL = 1500
 """Characters of a failed section's output that its row shows."""
 
@@ -54,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     results = options.out / "gpu_report.jsonl"
     chosen = {name: section for name, section in SECTIONS.items() if name not in skip and (not only or name in only)}
     keep(results, chosen)
+    first = forking().Process(target=int)  # so that no section's time is that of the server's imports
+    first.start()
+    first.join()
     deadline = time.monotonic() + 60 * (options.minutes or (9.5 if options.device == "cuda" else 60))
     with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch_in(0 if options.tiny else BASE_BYTES)) as scratch:
         for name, section in chosen.items():
@@ -89,22 +100,29 @@ def run_section(name: str, section: Section, device: str, tiny: bool, results: P
     if deadline - time.monotonic() < LEAST_SECONDS:
         append(results, Row(name, "-", "skipped", note="the report's minutes are over"))
         return
-    command = [sys.executable, "-m", "benchmarks.gpu_report.sections", name, device, str(int(tiny)), str(results), str(scratch)]
     log = results.parent / "gpu_report_logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(os.environ, device), stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            append(results, Row(name, "-", "failed", note=f"ended after its limit of {limit:.0f} s: {tail(log)}"))
-            return
-        finally:
-            with_children(process)
-    if code:
+    log.touch()
+    process = forking().Process(
+        target=run_forked, args=(environment(os.environ, device), log, name, device, tiny, results, scratch)
+    )
+    process.start()
+    process.join(limit)
+    code = process.exitcode
+    with_children(process)
+    if code is None:
+        append(results, Row(name, "-", "failed", note=f"ended after its limit of {limit:.0f} s: {tail(log)}"))
+    elif code:
         append(results, Row(name, "-", "failed", {"exit_code": code}, tail(log)))
+
+
+def forking() -> ForkServerContext:
+    """Processes are forked from a server that has imported `PRELOAD`. It must not begin CUDA: no fork of it could use it."""
+    for name in ("HF_HUB_OFFLINE", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # read while packages are imported
+        os.environ.setdefault(name, FIXED[name])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
@@ -114,17 +132,16 @@ def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
     """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
-    fixed = {"HF_HUB_OFFLINE": "1", "FT_CACHE": "", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return {**inherited, "PYTHONPATH": path, **fixed, **hidden}
+    return {**inherited, "PYTHONPATH": path, **FIXED, **hidden}
 
 
-def with_children(process: subprocess.Popen[bytes]) -> None:
-    """End what a section started and left: its processes are a session of their own."""
-    try:
+def with_children(process: BaseProcess) -> None:
+    """End a section, and what it started and left: its processes are a session of their own, once it has begun."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+    process.kill()
+    process.join()
 
 
 def tail(log: Path) -> str:

@@ -1,10 +1,12 @@
-"""The sections, and the process of one: `python -m benchmarks.gpu_report.sections NAME DEVICE TINY RESULTS SCRATCH`."""
+"""The sections, and the process of one."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,11 +90,15 @@ def run(name: str, context: Context) -> None:
     measure(context, *section.arguments)
 
 
-def main(name: str, device: str, tiny: str, results: str, scratch: str) -> None:
-    path = Path(results)
+def run_forked(
+    environment: Mapping[str, str], log: Path, name: str, device: str, tiny: bool, results: Path, scratch: Path
+) -> None:
+    """What the process of a section does, in a session of its own. `log`: a file for what it prints."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("wb", buffering=0) as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
     sys.modules.setdefault("torchao", None)  # type: ignore[assignment]  # as a rank is without it (workers/patches/absent_torchao.py)
-    run(name, Context(device, bool(int(tiny)), Rows(path, name), Path(scratch), path))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(name, Context(device, tiny, Rows(results, name), scratch, results))

@@ -77,7 +77,7 @@ def per_epoch(value: Any, source: Source, option: str, *needs: str) -> Verdict:
     return NoEffect("it is so here too") if as_number(value) == 1 else ToCheck(f"set {option} to a number of steps")
 
 
-# The schedule ---------------------------------------------------------------------------------------------------------------
+# The optimizer and the schedule ---------------------------------------------------------------------------------------------
 
 _CONSTANT = NoEffect("constant does not warm up; constant_with_warmup would")
 
@@ -111,6 +111,14 @@ def warmup_of_total(value: Any, source: Source) -> Verdict:
     if total and steps is not None:
         return Taken({"training.warmup_ratio": round(steps / total, 6)})
     return ToDo(f"the number of steps is not in this file: set training.warmup_ratio to {value} / steps")
+
+
+def betas(value: Any, source: Source) -> Verdict:
+    """AdamW's two betas in one list."""
+    numbers = [as_number(beta) for beta in value] if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or None in numbers:
+        return ToDo("they are two numbers: set training.adam_beta1 and training.adam_beta2")
+    return Taken(dict(zip(("training.adam_beta1", "training.adam_beta2"), numbers, strict=True)))
 
 
 # The adapter and the base ---------------------------------------------------------------------------------------------------

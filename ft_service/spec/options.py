@@ -173,6 +173,12 @@ class TrainingOptions(Strict):
     """Share of all steps, at the end, in which warmup_stable_decay falls to 0 linearly; None: 0.1. Refused with other types."""
     weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """AdamW's decoupled weight decay on the adapters."""
+    adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    """AdamW's weight of the past in the moving mean of gradients."""
+    adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
+    """AdamW's weight of the past in the moving mean of their squares. A lower one, such as 0.95, follows changes sooner."""
+    adam_epsilon: Annotated[Number, Field(gt=0, le=1)] = 1e-8
+    """What AdamW adds to the root of the mean of squares, by which it divides: gradients below it make small steps."""
     loraplus_lr_ratio: Annotated[Number, Field(gt=0, le=1000)] | None = None
     """LoRA+: learning rate of the matrices B, which start as zeros, as a multiple of A's; None: 1. Its paper uses 16 and more,
     with a lower learning_rate."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-BETAS = (0.9, 0.999)
-EPSILON = 1e-8
+from ft_service.spec import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -25,19 +24,24 @@ class AdamOptions:
     """What AdamW takes besides the learning rate (Loshchilov and Hutter, 2019)."""
 
     weight_decay: float
-    beta1: float = BETAS[0]
-    beta2: float = BETAS[1]
-    epsilon: float = EPSILON
+    beta1: float
+    beta2: float
+    epsilon: float
+
+    @classmethod
+    def of(cls, training: TrainingOptions) -> AdamOptions:
+        """Those of a job."""
+        return cls(training.weight_decay, training.adam_beta1, training.adam_beta2, training.adam_epsilon)
 
 
 class AdamW:
     """The moments of fp32 parameters, and what is done with a gradient. Which parameters are sharded must not change."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], weight_decay: float, ratio_of_b: float = 1.0) -> None:
-        """`ratio_of_b`: LoRA+'s, by which the matrices B learn faster."""
+    def __init__(self, parameters: Mapping[str, nn.Parameter], options: AdamOptions, ratio_of_b: float = 1.0) -> None:
+        """`options`: of steps that have none of their own. `ratio_of_b`: LoRA+'s, by which the matrices B learn faster."""
         self._parameters = dict(parameters)
         self._ratio_of_b = ratio_of_b
-        self._options = AdamOptions(weight_decay)
+        self._options = options
         self.exp_avg = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
         device = next((_local(p).device for p in self._parameters.values()), torch.device("cpu"))

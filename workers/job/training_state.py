@@ -64,7 +64,7 @@ class JobState:
         """`changed`: called after each change of the parameters; None: nothing follows from them."""
         self._changed = changed or _nothing
         self.parameters = dict(parameters)
-        self.optimizer = AdamW(self.parameters, options.weight_decay, options.loraplus_lr_ratio or 1.0)
+        self.optimizer = AdamW(self.parameters, AdamOptions.of(options), options.loraplus_lr_ratio or 1.0)
         self.step = 0
         """Optimizer steps done."""
         self.trained_tokens = 0

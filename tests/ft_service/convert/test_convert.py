@@ -108,6 +108,9 @@ def verdicts(conversion: Conversion) -> dict[str, Verdict]:
                     "optim": "adamw_torch",
                     "learning_rate": 1e-4,
                     "weight_decay": 0.01,
+                    "adam_beta1": 0.9,
+                    "adam_beta2": 0.999,
+                    "adam_epsilon": 1e-8,
                     "lr_scheduler_type": "cosine",
                     "warmup_ratio": 0.05,
                     "max_steps": 200,
@@ -186,6 +189,42 @@ def test_a_value_that_our_own_spec_refuses_is_refused_in_its_words(tmp_path: Pat
         verdict = found[option]
         assert isinstance(verdict, Lost)
         assert verdict.reason.startswith(f"training.{option} = ")
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "transformers": {"output_dir": "out", "learning_rate": 1e-4},
+    "trl": {"model_name_or_path": "base", "dataset_name": "org/data", "use_peft": True},
+    "axolotl": {"base_model": "base", "adapter": "lora", "micro_batch_size": 1, "optimizer": "adamw_torch_fused"},
+    "llama_factory": {"model_name_or_path": "base", "stage": "sft", "finetuning_type": "lora", "dataset": "mine"},
+    "unsloth": {"model_name": "base", "r": 16, "random_state": 7},
+}
+"""Tool → a short file of it."""
+
+
+@pytest.mark.parametrize("tool", TRAINED)
+def test_the_options_of_adamw_keep_their_names(tmp_path: Path, tool: str) -> None:
+    """LLaMA-Factory's, Axolotl's, TRL's and Unsloth's are those of TrainingArguments."""
+    adam = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": "1e-6"}
+    conversion = converted(tmp_path, TRAINED[tool] | adam)
+    assert conversion.tool == load_table(tool).tool
+    assert conversion.body["training"].items() >= {**adam, "adam_epsilon": 1e-6}.items()
+    for name, value in (("adam_beta2", 1), ("adam_epsilon", 0)):
+        verdict = verdicts(converted(tmp_path, TRAINED[tool] | {name: value}))[name]
+        assert isinstance(verdict, Lost), "no AdamW of this service"
+        assert verdict.reason.startswith(f"training.{name} = {value}: ")
+
+
+def test_the_options_of_adamw_in_deepspeeds_optimizer(tmp_path: Path) -> None:
+    def of(**params: Any) -> Conversion:
+        return converted(tmp_path, {**ZERO, "optimizer": {"type": "AdamW", "params": params}}, "zero.json")
+
+    training = of(betas=[0.8, 0.95], eps=1e-6).body["training"]
+    assert (training["adam_beta1"], training["adam_beta2"], training["adam_epsilon"]) == (0.8, 0.95, 1e-6)
+    for betas in ("auto", [0.9], [0.9, "high"], 0.9, [0.9, 1.5]):
+        conversion = of(betas=betas)
+        verdict = verdicts(conversion)["optimizer.params.betas"]
+        assert isinstance(verdict, NoEffect if betas == "auto" else Lost if betas == [0.9, 1.5] else ToDo), betas
+        assert "adam_beta1" not in conversion.body["training"]
 
 
 def test_deepspeed_inside_of_training_arguments_is_judged_as_its_own_file(tmp_path: Path) -> None:

@@ -324,6 +324,25 @@ def test_what_has_no_place_here_is_said_of_verl(tmp_path: Path, option: str, val
     assert isinstance(found[option], verdict), found[option]
 
 
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"betas": [0.8, 0.95], "eps": 1e-6},
+        {"override_optimizer_config": {"betas": [0.8, 0.95], "eps": 1e-6}},
+        {"override_optimizer_config": {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}},
+    ],
+)
+def test_the_options_of_adamw_in_verls_places(tmp_path: Path, optim: dict[str, Any]) -> None:
+    """Those that FSDP's optimizer has, as options and as ones that override them, and those of Megatron's."""
+    training = converted(tmp_path, with_options(VERL, {f"{ACTOR}optim": optim})).body["training"]
+    assert (training["adam_beta1"], training["adam_beta2"], training["adam_epsilon"]) == (0.8, 0.95, 1e-6)
+
+
+def test_the_options_of_adamw_in_a_file_for_grpo(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, SIMPLE | LORA | {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6})
+    assert conversion.body["training"].items() >= {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6}.items()
+
+
 def test_the_rank_of_megatrons_section_counts_too(tmp_path: Path) -> None:
     section = {"path": "base", "lora": {"rank": 32, "alpha": 64, "target_modules": ["linear_qkv"]}}
     conversion = converted(tmp_path, with_options(VERL, {"actor_rollout_ref.model": section}))

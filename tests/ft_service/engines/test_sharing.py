@@ -33,6 +33,7 @@ def with_training(**options: Any) -> JobSpec:
         sharing_spec("ftjob-2", seed=9),
         sharing_spec(lora=LoraOptions(r=4, target_modules=["q_proj"], lora_dropout=0.1)),
         with_training(learning_rate=1e-3, packing=False, group_by_length=True, max_length=64),
+        with_training(adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6),
         with_distributed(max_nproc_per_node=2),
         sharing_spec(chosen={"distributed.replicate": "one rank"}),
     ],

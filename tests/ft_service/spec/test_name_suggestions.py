@@ -50,6 +50,8 @@ def test_what_converting_takes_over_is_what_a_refusal_recommends() -> None:
         ({"num_train_epochs": 3}, "num_train_epochs: there is no such option; did you mean training.n_epochs?"),
         ({"batch_size": 3}, "batch_size: there is no such option; did you mean training.batch_size?"),
         ({"training": {"optm": 3}}, "training.optm: there is no such option; did you mean training.optim?"),
+        ({"training": {"beta2": 0.95}}, "training.beta2: there is no such option; did you mean training.adam_beta2?"),
+        ({"adam_epsilon": 1e-6}, "adam_epsilon: there is no such option; did you mean training.adam_epsilon?"),
         ({"trainng": {}}, "trainng: there is no such option; did you mean training?"),
         ({"qux": 1}, "qux: there is no such option. Check its spelling, or leave it out."),
         ({"precision": {"compute": "float32"}}, "precision.compute = 'float32': must be bf16 or fp32; did you mean fp32?"),

@@ -34,6 +34,9 @@ def test_specs_of_other_versions_are_read() -> None:
     assert StoredSpec(older).parsed == spec_of("ftjob-1")
     lora = {name: value for name, value in DOCUMENT["lora"].items() if name != "use_rslora"}
     assert StoredSpec({**DOCUMENT, "lora": lora}).parsed.lora == spec_of("ftjob-1").lora
+    training = {name: value for name, value in DOCUMENT["training"].items() if not name.startswith("adam_")}
+    read = StoredSpec({**DOCUMENT, "training": training}).parsed.training
+    assert (read.adam_beta1, read.adam_beta2, read.adam_epsilon) == (0.9, 0.999, 1e-8), "what every job had"
 
 
 def test_a_job_whose_spec_cannot_be_read_still_has_its_names() -> None:

@@ -40,12 +40,13 @@ from workers.training import forgetting
 
 STEPS = 6
 NAN_SEED = 1_000
+ADAM = {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.01}
 DPO: dict[str, Any] = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}
 
 
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
-    """Jobs with mixed ranks, targets, batches, lengths, rates and objectives; one validates, one answers prompts."""
+    """Jobs with mixed ranks, targets, batches, lengths, rates, betas and objectives; one validates, one answers prompts."""
     folder = tmp_path_factory.mktemp("jobs")
     base, chats = save_chat_base(folder / "base"), save_chats(folder / "chats.jsonl", 11)
     pairs, valid = save_pairs(folder / "pairs.jsonl", 9), save_chats(folder / "valid.jsonl", 5)
@@ -59,7 +60,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
     return [
         job(0, valid=valid, training={"batch_size": 5}, lora={"r": 4, "lora_dropout": 0.1}),
         job(
-            1, training={"batch_size": 3, "lr_scheduler_type": "cosine"}, lora={"r": 8, "target_modules": ["q_proj", "v_proj"]}
+            1,
+            training={"batch_size": 3, "lr_scheduler_type": "cosine", **ADAM},
+            lora={"r": 8, "target_modules": ["q_proj", "v_proj"]},
         ),
         job(2, data=pairs, training={"batch_size": 4}, lora={"r": 16, "use_rslora": True}, method=DPO),
         job(

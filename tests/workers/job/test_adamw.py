@@ -43,6 +43,8 @@ SHAPES = ((5, 7), (1, 3), (4,), (8, 2))
 
 
 OPTIONS = TrainingOptions(weight_decay=0.1)
+OTHER = TrainingOptions(weight_decay=0.1, adam_beta1=0.7, adam_beta2=0.95, adam_epsilon=1e-2)
+"""The epsilon is one that counts beside gradients of about 1."""
 
 
 NORMS = (3.0, 0.0, 1e-3, 0.5)
@@ -55,10 +57,11 @@ def values(step: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def truth() -> tuple[list[float], list[Tensor]]:
+def truth(options: TrainingOptions) -> tuple[list[float], list[Tensor]]:
     """The norms and the final parameters, by torch's own clipping and optimizer."""
     parameters = [nn.Parameter(value) for value in values(0)]
-    plain = torch.optim.AdamW(parameters, weight_decay=0.1)
+    other = {"betas": (0.7, 0.95), "eps": 1e-2} if options is OTHER else {}
+    plain = torch.optim.AdamW(parameters, weight_decay=0.1, **other)
     norms = []
     for step, limit in enumerate(NORMS, 1):
         plain.param_groups[0]["lr"] = 0.1 / step
@@ -69,9 +72,11 @@ def truth() -> tuple[list[float], list[Tensor]]:
     return norms, [parameter.detach() for parameter in parameters]
 
 
-def updates(parameters: list[nn.Parameter], place: Callable[[Tensor, nn.Parameter], Tensor]) -> tuple[list[float], JobState]:
+def updates(
+    options: TrainingOptions, parameters: list[nn.Parameter], place: Callable[[Tensor, nn.Parameter], Tensor]
+) -> tuple[list[float], JobState]:
     """The same steps by `JobState`. `place`: puts a whole gradient where its parameter is."""
-    job = JobState({str(i): parameter for i, parameter in enumerate(parameters)}, OPTIONS)
+    job = JobState({str(i): parameter for i, parameter in enumerate(parameters)}, options)
     norms = []
     for step, limit in enumerate(NORMS, 1):
         for parameter, gradient in zip(parameters, values(step), strict=True):
@@ -80,23 +85,24 @@ def updates(parameters: list[nn.Parameter], place: Callable[[Tensor, nn.Paramete
     return norms, job
 
 
-def assert_equals_truth(norms: list[float], found: list[Tensor]) -> None:
-    true_norms, true = truth()
+def assert_equals_truth(options: TrainingOptions, norms: list[float], found: list[Tensor]) -> None:
+    true_norms, true = truth(options)
     assert norms == pytest.approx(true_norms, rel=1e-6)
     for own, wanted in zip(found, true, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-7, atol=1e-7)
 
 
-def test_update_clips_to_the_norm_and_steps_like_adamw() -> None:
+@pytest.mark.parametrize("options", [OPTIONS, OTHER])
+def test_update_clips_to_the_norm_and_steps_like_adamw(options: TrainingOptions) -> None:
     parameters = [nn.Parameter(value) for value in values(0)]
-    norms, job = updates(parameters, lambda gradient, _: gradient)
-    assert_equals_truth(norms, [parameter.detach() for parameter in parameters])
+    norms, job = updates(options, parameters, lambda gradient, _: gradient)
+    assert_equals_truth(options, norms, [parameter.detach() for parameter in parameters])
     assert job.step == len(NORMS)
     assert all(parameter.grad is None for parameter in parameters)
 
 
-def updates_on_rank(rank: int, world: int, copies: int) -> tuple[list[float], list[Tensor]]:
-    """All parameters but the last are sharded, that one is plain: it counts once."""
+def updates_on_rank(rank: int, world: int, copies: int) -> list[tuple[list[float], list[Tensor]]]:
+    """By OPTIONS, and by OTHER."""
     shape, names = ((copies, world // copies), ("replicate", "shard")) if copies > 1 else ((world,), ("shard",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     placements = [*([Replicate()] if copies > 1 else []), Shard(0)]
@@ -104,17 +110,22 @@ def updates_on_rank(rank: int, world: int, copies: int) -> tuple[list[float], li
     def sharded(whole: Tensor) -> Tensor:
         return distribute_tensor(whole, mesh, placements)
 
-    *start, last = values(0)
-    parameters = [*(nn.Parameter(sharded(value)) for value in start), nn.Parameter(last)]
-    norms, job = updates(parameters, lambda gradient, p: sharded(gradient) if isinstance(p, DTensor) else gradient)
-    assert all(isinstance(tensor, DTensor) == (not name.endswith("/3")) for name, tensor in job.tensors().items())
-    return norms, [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
+    def updated(options: TrainingOptions) -> tuple[list[float], list[Tensor]]:
+        """All parameters but the last are sharded, that one is plain: it counts once."""
+        *start, last = values(0)
+        parameters = [*(nn.Parameter(sharded(value)) for value in start), nn.Parameter(last)]
+        norms, job = updates(options, parameters, lambda gradient, p: sharded(gradient) if isinstance(p, DTensor) else gradient)
+        assert all(isinstance(tensor, DTensor) == (not name.endswith("/3")) for name, tensor in job.tensors().items())
+        return norms, [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
+
+    return [updated(options) for options in (OPTIONS, OTHER)]
 
 
 @pytest.mark.parametrize(("world", "copies"), [(3, 1), (4, 2)])
 def test_shards_are_clipped_and_stepped_as_the_whole(world: int, copies: int) -> None:
-    for norms, found in run_on_ranks(updates_on_rank, world, copies):
-        assert_equals_truth(norms, found)
+    for of_rank in run_on_ranks(updates_on_rank, world, copies):
+        for options, (norms, found) in zip((OPTIONS, OTHER), of_rank, strict=True):
+            assert_equals_truth(options, norms, found)
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:

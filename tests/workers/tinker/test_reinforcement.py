@@ -4,7 +4,7 @@ and that no step is trained twice."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_base(tmp_path_factory.mktemp("base"))
 
 
-def new_run(folder: Path, base: Path, ranks: int, **hyperparameters: Any) -> tuple[RunDir, JobSpec, RolloutSchedule]:
-    """A run of two steps of three prompts."""
+def new_run(
+    folder: Path, base: Path, ranks: int, *, adam: Mapping[str, float] | None = None, **hyperparameters: Any
+) -> tuple[RunDir, JobSpec, RolloutSchedule]:
+    """A run of two steps of three prompts. `adam`: options of `training`."""
     folder.mkdir(parents=True, exist_ok=True)
     training = {"learning_rate": RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_norm": 0.0}
     spec = rollout_spec(
@@ -52,7 +54,7 @@ def new_run(folder: Path, base: Path, ranks: int, **hyperparameters: Any) -> tup
         {"batch_size": 3, "num_generations": 4, **hyperparameters},
         ranks=ranks,
         validation=save_prompts(folder / "valid.jsonl", 2, first=50),
-        training={"max_length": 120, "per_device_train_batch_size": 2, **training},
+        training={"max_length": 120, "per_device_train_batch_size": 2, **training, **(adam or {})},
         lora={"r": 4},
         precision=PRECISION,
     )
@@ -73,8 +75,8 @@ def two_steps(seed: int = 0) -> list[StepRecord]:
     return [first, second, record(3, [], first_seq=8, ends=True)]
 
 
-def trained(folder: Path, base: Path, ranks: int, **hyperparameters: Any) -> RunDir:
-    run, spec, schedule = new_run(folder, base, ranks, **hyperparameters)
+def trained(folder: Path, base: Path, ranks: int, **options: Any) -> RunDir:
+    run, spec, schedule = new_run(folder, base, ranks, **options)
     give(run, spec, schedule, two_steps())
     assert run_attempt(run, 1, ranks).kind is OutcomeKind.SUCCEEDED
     return run
@@ -95,19 +97,29 @@ def test_any_number_of_ranks(on_two: RunDir, base: Path, tmp_path: Path, ranks: 
 
 def test_it_is_the_policy_gradient_of_the_groups(on_two: RunDir, base: Path) -> None:
     """Against transformers and PEFT as released, on the dequantised base, with GRPO's loss written out."""
-    spec = on_two.read("spec.json", JobSpec)
+    assert_follows_gradient(on_two, base, betas=(0.9, 0.999), eps=1e-8)
+
+
+def test_adamw_has_the_numbers_of_the_job(base: Path, tmp_path: Path) -> None:
+    run = trained(tmp_path, base, 2, adam={"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3})
+    assert_follows_gradient(run, base, betas=(0.5, 0.8), eps=1e-3)
+
+
+def assert_follows_gradient(run: RunDir, base: Path, **adam: Any) -> None:
+    """`adam`: what torch's AdamW has."""
+    spec = run.read("spec.json", JobSpec)
     assert spec is not None
     model = reference(base, spec)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(initial_adapter(plain_name(name), tuple(parameter.shape), spec.seed))
-    adam = torch.optim.AdamW(named.values(), lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    stock = torch.optim.AdamW(named.values(), lr=RATE, weight_decay=0.0, **adam)
     for own in two_steps()[:2]:
         grpo_loss(model, own).backward()
-        adam.step()
-        adam.zero_grad()
-    stored = adapter(on_two)
+        stock.step()
+        stock.zero_grad()
+    stored = adapter(run)
     for name, parameter in named.items():
         torch.testing.assert_close(stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=2e-5)
 

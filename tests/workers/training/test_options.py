@@ -8,13 +8,49 @@ from typing import Any
 import pytest
 import torch
 
+from ft_service.data.tokens.tokenize import file_samples, load_tokenizer
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from tests.support.training.attempts import adapter, losses, run_attempt
-from tests.support.training.models import save_chat_base, save_chats, spec_for
+from tests.support.training.models import reference, save_chat_base, save_chats, spec_for
+from workers.base.load import initial_adapter, plain_name
+from workers.data.batches import collate
 
+ADAM: dict[str, float] = {"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3}
 PLAIN: dict[str, Any] = {"max_steps": 3, "batch_size": 4, "learning_rate": 5e-3}
 SUCCEEDED = Outcome(kind=OutcomeKind.SUCCEEDED)
+
+
+def test_steps_are_those_of_torchs_adamw_with_the_numbers_of_the_job(tmp_path: Path) -> None:
+    """On two ranks, against transformers and PEFT as released, on one, whose optimizer is PyTorch's."""
+    base, data = save_chat_base(tmp_path / "base"), save_chats(tmp_path / "train.jsonl", 4)
+    training = {**PLAIN, **ADAM, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "weight_decay": 0.1}
+    spec = spec_for(base, data, ranks=2, precision={"compute": "fp32"}, lora={"r": 2}, training=training)
+    run = RunDir(tmp_path / "run")
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, 2) == SUCCEEDED
+
+    model = reference(base, spec)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(initial_adapter(plain_name(name), tuple(parameter.shape), spec.seed))
+    stock = torch.optim.AdamW(named.values(), lr=5e-3, betas=(0.5, 0.8), eps=1e-3, weight_decay=0.1)
+    samples = list(file_samples(load_tokenizer(spec.model.path), data))
+    batch = collate(samples, torch.device("cpu"))
+    found = []
+    for _ in range(3):  # each of all four samples
+        logits = model(input_ids=batch.ids).logits.float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits[batch.places], batch.targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        stock.step()
+        stock.zero_grad()
+        found.append(loss.item())
+    assert list(losses(run).values()) == pytest.approx(found, rel=1e-5)
+    stored = adapter(run)
+    for name, parameter in named.items():
+        torch.testing.assert_close(stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -174,13 +175,14 @@ def on_a_full_disk(rank: int, world: int, root: str, attempt: int) -> Outcome:
     """An attempt whose shards of step 4 (rank 1) and step 6 (rank 0) go to the device that is always full."""
     write = checkpoint.write
 
-    def write_there(snapshot: checkpoint.Snapshot, run: RunDir, *arguments: Any) -> str:
+    def write_there(snapshot: checkpoint.Snapshot, run: RunDir, number: int, group: Any, *arguments: Any) -> str:
         step = snapshot.position.step
+        dist.barrier(group)  # rank 0, behind the checkpoint before, removes what is not complete
         if (step, rank) in ((4, 1), (6, 0)):
             folder = run.path(f"checkpoints/step-{step}-a{attempt}")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"__{rank}_0.distcp").symlink_to("/dev/full")
-        return write(snapshot, run, *arguments)
+        return write(snapshot, run, number, group, *arguments)
 
     with patch.object(checkpoint, "write", write_there):
         return attempt_on_rank(rank, world, root, attempt)

@@ -29,6 +29,7 @@ from ft_service.bases.description import (
     Described,
     Description,
     Dimensions,
+    FusedParts,
     Kind,
     Refusal,
     Versions,
@@ -45,6 +46,7 @@ from workers.base.layouts import announced_formats, is_companion, quantization_o
 from workers.base.load import base_tensor_name, check_complete
 from workers.base.parameter_sources import NamedBase, find_pieces
 from workers.base.quantized_rows import StoredBase
+from workers.layers import fused
 from workers.layers.experts import GATED, ExpertsLinear
 from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
@@ -52,6 +54,7 @@ from workers.model.multimodal import decoder_layers, text_decoder
 from workers.model.precision import formats_of_base, precision_map, swap, weighted_modules
 from workers.model.probes import Probed, probe
 from workers.model.whole_modules import outer_modules
+from workers.patches.fused_layers import norms_and_gates
 from workers.ranks.runtime import quiet_libraries
 
 _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -237,6 +240,26 @@ def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], we
         experts_per_token=min(experts, _size(config, *_COUNTS_OF_CHOSEN) or 1),
         expert_intermediate=max(inner, default=intermediate),
         max_positions=_size(config, "max_position_embeddings", "n_positions"),
+        fused=_fused_parts(model, layers, hidden, dense=not experts),
+    )
+
+
+def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int, *, dense: bool) -> FusedParts:
+    """What kernels compute on a GPU: where layers differ, what they compute in each. `dense`: without experts, whose gating
+    they do not compute."""
+    by_kernel, gates = norms_and_gates(model)
+    of_layers = {module for layer in layers for module in layer.modules()}
+    of_heads = [module for name, module in model.named_modules() if name.endswith(_NORMS_OF_HEADS)]
+
+    def of_hidden(module: nn.Module) -> bool:
+        shapes = [tuple(weight.shape) for weight in module.parameters(recurse=False)]
+        return module in by_kernel and shapes == [(hidden,)] and hidden <= fused.WIDEST
+
+    return FusedParts(
+        norms=min((sum(map(of_hidden, layer.modules())) for layer in layers), default=0),
+        head_norms=bool(of_heads) and all(module in by_kernel for module in of_heads),
+        last_norm=any(of_hidden(module) for module in model.modules() if module not in of_layers),
+        gate=dense and all(any(module in gates for module in layer.modules()) for layer in layers),
     )
 
 

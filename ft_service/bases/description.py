@@ -69,6 +69,21 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class FusedParts:
+    """The parts of a decoder that fused kernels compute on a GPU (workers/patches/fused_layers.py). They keep less for the
+    backward than the model's own operations do."""
+
+    norms: int = 0
+    """Norms of the hidden state in a layer: of every layer at least so many."""
+    head_norms: bool = False
+    """Whether the norms of queries and keys are among what they compute."""
+    last_norm: bool = False
+    """Whether the norm behind the last layer is."""
+    gate: bool = False
+    """Whether every layer's feed-forward is."""
+
+
+@dataclass(frozen=True)
 class Dimensions:
     """Sizes of the decoder, for planning activations. `q`, `kv`: heads × head size of queries, and of keys or values."""
 
@@ -92,6 +107,7 @@ class Dimensions:
     expert_intermediate: int
     max_positions: int | None
     """Context length in tokens; None: the config does not limit it."""
+    fused: FusedParts = FusedParts()
 
 
 @dataclass(frozen=True)

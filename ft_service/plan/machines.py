@@ -42,10 +42,13 @@ class Machine:
     """Whether all ranks of the host share `memory`."""
     heap_factor: float = 1.0
     """Memory that the process takes, as a multiple of its live tensors. 1: `USABLE` covers the allocator's gaps."""
+    fuses: bool = False
+    """Whether the workers' fused kernels are known to compute there: they need bf16, and are made for NVIDIA's GPUs. Without
+    them layers need more memory."""
 
 
 MACHINES = {
-    machine.name: machine
+    machine.name: replace(machine, fuses=machine.name not in ("MI300X", "T4"))
     for machine in (
         Machine("B300", int(267.7 * GIB), 2250e12, 8e12, 900e9, 4500e12),
         Machine("B200", int(178.3 * GIB), 2250e12, 8e12, 900e9, 4500e12),

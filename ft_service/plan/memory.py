@@ -6,11 +6,13 @@ peak counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forw
     the head              all that the layers keep, T (L K + c h), a chunk's logits, and the head's input twice: its targets'
                           rows and their gradient
     the last norm         the same without the head's part, and five fp32 copies of its input: PyTorch's RMS norm is a power, a
-                          mean and two products, whose backward makes one each
+                          mean and two products, whose backward makes one each; a fused kernel makes the gradient alone
     the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i, less the one that is no
                           longer needed; or, in the product before, one of c i and the dequantised weight
 
-With activation checkpointing L K is what the layers before keep, plus K of the layer that was computed again.
+With activation checkpointing L K is what the layers before keep, plus K of the layer that was computed again. K is less where
+fused kernels compute norms and feed-forwards (`layer_activation_bytes`): on GPUs where they are known to, if the job wants them
+and compiles no layer ("auto" compiles none then). What a compiler keeps is planned as what the model's own operations keep.
 `tests/workers/test_live_bytes.py` counts what PyTorch allocates, block by block. A process on a processor takes more than that:
 `HEAP_FACTOR` in `ft_service.plan.machines`.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ft_service.bases.description import Dimensions
+from ft_service.bases.description import Dimensions, FusedParts
 from ft_service.plan.machines import Machine
 from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout, WeightStorage, trained_head
 from ft_service.spec import JobSpec
@@ -149,9 +151,10 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     for weight in job.frozen:
         by_format[weight.format] += weight.bytes_on_rank(layout)
     numel = sum(a.numel_on_rank(layout) for a in job.adapters)
-    kept = _kept_by_mode(job, batches.tokens)
+    fused = _fused_parts(job, machine)
+    kept = _kept_by_mode(job, batches.tokens, fused)
     extra = _dequantised(job, machine) + _product_workspace(job, machine) * batches.tokens
-    backward = _backward_by_mode(job, batches.tokens, extra)
+    backward = _backward_by_mode(job, batches.tokens, extra, fused)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
     return RankBytes(
@@ -200,34 +203,48 @@ def _logits(job: ShardedJob, batches: MicroBatches) -> int:
     return max(chunk, product) + inputs + FP32_BYTES * head + _cast(job, head)
 
 
-def _kept_by_mode(job: ShardedJob, tokens: int) -> dict[str, int]:
+def _fused_parts(job: ShardedJob, machine: Machine) -> FusedParts:
+    """What fused kernels compute of a job's layers: by the rule of `choose_arithmetic` in workers/model/build.py."""
+    spec = job.spec
+    in_bf16 = spec.precision.compute == "bf16" and machine.fuses and not machine.shared_memory
+    wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
+    return job.base.dimensions.fused if wanted and in_bf16 else FusedParts()
+
+
+def _kept_by_mode(job: ShardedJob, tokens: int, fused: FusedParts) -> dict[str, int]:
     """Bytes kept for the backward when the loss is taken, with the last norm's output.
 
     The first layer's first norm keeps nothing where the embedding has no gradient. Without checkpointing that saves as much as
     the last norm keeps.
     """
     shape = job.base.dimensions
-    inputs, last_norm = job.compute_bytes * shape.hidden, FP32_BYTES * shape.hidden
+    inputs, last_norm = job.compute_bytes * shape.hidden, _norm_bytes(job, fused.last_norm)
     per_token = {
-        "none": layer_activation_bytes(job) * shape.layers + (last_norm if job.trains_embedding else 0),
+        "none": layer_activation_bytes(job, fused) * shape.layers + (last_norm if job.trains_embedding else 0),
         "full": inputs * shape.layers + last_norm,
         "selective": (inputs + _product_bytes(job)) * shape.layers + last_norm,
     }
     return {mode: (kept + inputs) * tokens + (_casts(job) if mode == "none" else 0) for mode, kept in per_token.items()}
 
 
-def _backward_by_mode(job: ShardedJob, tokens: int, extra: int) -> dict[str, int]:
+def _norm_bytes(job: ShardedJob, fused: bool) -> int:
+    """Bytes per token of the input that a norm of the hidden state keeps: a copy in fp32, or by a kernel as it is."""
+    return (job.compute_bytes if fused else FP32_BYTES) * job.base.dimensions.hidden
+
+
+def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, fused: FusedParts) -> dict[str, int]:
     """Bytes where the backward needs most: in the last norm, in the last layer's feed-forward, or in the product before that.
     `extra`: bytes that the product needs in addition to its result.
     """
     shape, compute = job.base.dimensions, job.compute_bytes
-    layer = layer_activation_bytes(job)
-    inputs, norm, inner = compute * shape.hidden, FP32_BYTES * shape.hidden, compute * _inner_width(shape)
-    of_norm = tokens * (NORM_BACKWARD_COPIES + 1) * norm
+    layer = layer_activation_bytes(job, fused)
+    inputs, inner = compute * shape.hidden, compute * _inner_width(shape)
+    norm, last_norm = (_norm_bytes(job, by_kernel) for by_kernel in (_fuses_norms(shape, fused), fused.last_norm))
+    of_norm = tokens * (last_norm + (2 * inputs if fused.last_norm else NORM_BACKWARD_COPIES * last_norm))
     of_layer = tokens * (layer + inputs) + max(tokens * (2 if shape.gated else 1) * inner, tokens * inner + extra)
     before = tokens * (shape.layers - 1)
     first = 0 if job.trains_embedding else tokens * norm  # which the first layer's norm does not keep
-    same = tokens * norm if compute == FP32_BYTES else 0  # in fp32 a norm keeps its input itself, and no copy
+    same = tokens * norm if norm == inputs else 0  # a norm in fp32, or by a kernel, keeps its input itself, and no copy
     recomputed = tokens * inputs * shape.layers - same + _casts(job) // max(1, shape.layers)
     return {
         "none": _casts(job) + before * layer - first + max(of_layer, tokens * layer + of_norm),
@@ -294,20 +311,27 @@ def _ranks_of_layer(job: ShardedJob) -> float:
     return sum(ranks) / max(1, shape.layers)
 
 
-def layer_activation_bytes(job: ShardedJob) -> int:
+def _fuses_norms(shape: Dimensions, fused: FusedParts) -> bool:
+    """Whether kernels compute all norms of the hidden state in a layer."""
+    return 0 < shape.norms <= fused.norms
+
+
+def layer_activation_bytes(job: ShardedJob, fused: FusedParts) -> int:
     """Bytes per token that a decoder layer keeps for its backward, without activation checkpointing.
 
     The frozen weights' own inputs are not kept (no weight gradient needs them), but the adapters' are. A norm keeps its input
     in fp32; attention its queries, keys, values, output and one log-sum per head; a gated feed-forward gate, up, the gate's
-    activation and the product; every adapter its A(x), and with DoRA its result before the magnitude.
+    activation and the product; every adapter its A(x), and with DoRA its result before the magnitude. By fused kernels a norm
+    keeps its input as it is, and a feed-forward does not keep the gate's activation.
     """
     shape, compute = job.base.dimensions, job.compute_bytes
-    norms = FP32_BYTES * (shape.norms * (shape.hidden + 1) + (shape.q + shape.kv if shape.head_norms else 0))
+    norms = shape.norms * (_norm_bytes(job, _fuses_norms(shape, fused)) + FP32_BYTES)
+    heads = (compute if fused.head_norms else FP32_BYTES) * (shape.q + shape.kv) if shape.head_norms else 0
     inputs = 2 * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
-    inner = compute * (4 if shape.gated else 2) * _inner_width(shape)
+    inner = compute * ((3 if fused.gate else 4) if shape.gated else 2) * _inner_width(shape)
     scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(1, shape.layers)
-    return int(norms + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled))
+    return int(norms + heads + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled))
 
 
 def _accumulation(job: ShardedJob, batches: MicroBatches) -> int:

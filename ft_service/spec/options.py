@@ -113,8 +113,8 @@ class PrecisionOptions(Strict):
     fused_kernels: AutoOrOff = "auto"
     """auto: on GPUs, RMS norms, rotary positions and gated feed-forwards in bf16 are computed by Triton kernels that round
     where the model's own operations do, if they give the same results on the GPU when the job starts, and no layer is compiled.
-    The plan's memory counts the model's own operations, which need more. off: the model's own operations. The job's events say
-    which applies."""
+    They need less memory, which the plan counts on NVIDIA's GPUs that it knows. off: the model's own operations. The job's
+    events say which applies."""
     deterministic_attention: bool = True
     """On GPUs, gradients of attention of packed samples are added up in one order, so that a job that is resumed or repeated on
     as many ranks ends with the same bits. It takes 3 to 6 % of an 8B model's time on an H200. false: in the order in which they

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.bases.description import description_key, read_described, write_described
+from ft_service.bases.description import FusedParts, description_key, read_described, write_described
 from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
@@ -74,6 +74,25 @@ def test_what_the_model_keeps_in_fp32_is_planned_so(tmp_path: Path) -> None:
     assert planned[router] == 4 * router.numel_of_row
     other = next(weight for weight in base.linears if not weight.kept_fp32)
     assert planned[other] == 2 * other.numel_of_row
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("llama", FusedParts(norms=2, last_norm=True, gate=True)),
+        ("qwen3", FusedParts(norms=2, head_norms=True, last_norm=True, gate=True)),
+        ("gemma3_text", FusedParts(norms=4, head_norms=True, last_norm=True)),
+        ("mixtral", FusedParts(norms=2, last_norm=True)),
+        ("phi3", FusedParts(norms=2, last_norm=True)),
+        ("gpt_neox", FusedParts()),
+    ],
+)
+def test_what_fused_kernels_compute_is_described(family: str, parts: FusedParts, tmp_path: Path) -> None:
+    """gemma3's feed-forward has another activation, mixtral's has experts, phi3's gate and up are one layer, and gpt_neox has
+    layer norms."""
+    dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
+    assert dimensions.fused == parts
+    assert dimensions.norms >= parts.norms
 
 
 UNKNOWN = ("kimi_k2", "kimi_k3", "minimax_m3", "mimo", "nemotron-nas", "internlm2", "chatglm")

@@ -49,21 +49,30 @@ class FusedLayers:
 
 def fuse(model: nn.Module) -> FusedLayers:
     """Let the kernels compute what they can of a model's layers, wherever its tensors are on a GPU."""
-    norms = gates = 0
+    norms, gates = norms_and_gates(model)
+    for module, known in norms.items():
+        replace_forward(module, _Norm(module, module.forward, *known))
+    for module, parts in gates.items():
+        replace_forward(module, _Gated(module, module.forward, parts))
+    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    return FusedLayers(len(norms), len(gates), sum(_rotate_by_kernel(own) for own in modules))
+
+
+def norms_and_gates(model: nn.Module) -> tuple[dict[nn.Module, tuple[float, Form]], dict[nn.Module, tuple[str, str, str]]]:
+    """The modules of a model that the kernels compute: norms as `norm_of` knows them, feed-forwards as `gated_of` does."""
+    norms: dict[nn.Module, tuple[float, Form]] = {}
+    gates: dict[nn.Module, tuple[str, str, str]] = {}
     tried: dict[Any, tuple[Any, Any]] = {}
-    for module in list(model.modules()):
+    for module in model.modules():
         key = _like(module)
         if key not in tried:
             tried[key] = norm_of(module), gated_of(module)
         known, parts = tried[key]
         if known is not None:
-            replace_forward(module, _Norm(module, module.forward, *known))
-            norms += 1
+            norms[module] = known
         elif parts is not None:
-            replace_forward(module, _Gated(module, module.forward, parts))
-            gates += 1
-    modules = {sys.modules[type(part).__module__] for part in model.modules()}
-    return FusedLayers(norms, gates, sum(_rotate_by_kernel(own) for own in modules))
+            gates[module] = parts
+    return norms, gates
 
 
 def _like(module: nn.Module) -> Any:

@@ -51,11 +51,11 @@ def test_layers_are_compiled_where_that_pays(
 
 def test_every_choice_says_why_with_numbers(tmp_path: Path) -> None:
     settled = settle_for(open_spec(tmp_path, "8b", precision={"default": "auto"}), MACHINES["RTX-4090"], CHATS)
-    room = "peak 19.50 GiB of 22.18 GiB per rank"
+    room = "peak 19.09 GiB of 22.18 GiB per rank"
     assert settled.news == (
         f"precision.default: bf16 (exact, {room}).",
         "distributed.replicate: 1 (one rank).",
-        "distributed.activation_checkpointing: full (without it 8,192 tokens need 61.92 GiB, more than the 22.18 GiB that there"
+        "distributed.activation_checkpointing: full (without it 8,192 tokens need 50.92 GiB, more than the 22.18 GiB that there"
         " are).",
         f"training.tokens_per_micro_batch: 8192 ({room}; enough to keep it busy).",
         "distributed.compile: false (precision.fused_kernels do what compiling would gain).",

@@ -6,20 +6,25 @@ from typing import Any
 
 import pytest
 
-from ft_service.plan.machines import MACHINES, find_machine
-from ft_service.plan.memory import GROUPED_BYTES, planned_micro_batches
+from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine
+from ft_service.plan.memory import GROUPED_BYTES, RankBytes, planned_micro_batches
 from ft_service.plan.weight_storage import ShardLayout
 from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import plan_8b
 
 
+def in_modes(tmp_path: Path, fused_kernels: str, modes: tuple[str, ...] = ("none", "full", "selective")) -> list[RankBytes]:
+    """A rank's bytes for a micro-batch of 8,192 tokens, by activation checkpointing."""
+    options: dict[str, Any] = {
+        "training": {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048},
+        "precision": {"fused_kernels": fused_kernels},
+    }
+    return [plan_8b(tmp_path, distributed={"activation_checkpointing": mode}, **options).rank for mode in modes]
+
+
 def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path) -> None:
     """At least the 3.3 GB for 8,192 tokens of those who count bf16 inputs and one layer alone, and at most a quarter more."""
-    training = {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048}
-    none, full, selective = (
-        plan_8b(tmp_path, training=training, distributed={"activation_checkpointing": mode}).rank
-        for mode in ("none", "full", "selective")
-    )
+    none, full, selective = in_modes(tmp_path, "off")
     assert none.activations_by_mode == full.activations_by_mode
     assert full.activations < selective.activations < none.activations
     norms, inputs, attention = 2 * 4 * (4096 + 1), 2 * 2 * 4096, 2 * (2 * 4096 + 2 * 1024) + 4 * 32
@@ -32,6 +37,48 @@ def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path) -> None:
     assert in_backward == 32 * 8192 * 2 * 4096 + 8192 * (layer + 2 * 4096 + 2 * 2 * 14_336) + casts // 32
     assert 3.3e9 < in_backward < 1.35 * 3.3e9
     assert none.total - full.total == none.activations + max(none.logits, none.workspace) - in_backward
+
+
+def test_fused_kernels_keep_less_for_the_backward(tmp_path: Path) -> None:
+    """A norm its input in bf16, which is the layer's own where that is kept anyway, and a feed-forward no activation."""
+    own, fused = in_modes(tmp_path, "off"), in_modes(tmp_path, "auto")
+    of_layer = 2 * 2 * 4096 + 2 * 14_336
+    without, other = own[0], fused[0]
+    assert without.activations - other.activations == 32 * 8192 * of_layer
+    last_norm = 8192 * 2 * 4096
+    for without, other in zip(own[1:], fused[1:], strict=True):
+        assert without.activations - other.activations == last_norm
+        peaks = (rank.activations + rank.workspace for rank in (without, other))
+        assert next(peaks) - next(peaks) == 8192 * of_layer + last_norm
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "fused"),
+    [
+        (MACHINES["A100"], {}, True),
+        (MACHINES["MI300X"], {}, False),
+        (MACHINES["T4"], {}, False),
+        (replace(MACHINES["A100"], shared_memory=True), {}, False),
+        (Machine("unknown GPU", 80 * GIB), {}, False),
+        (MACHINES["A100"], {"precision": {"compute": "fp32"}}, False),
+        (MACHINES["A100"], {"precision": {"fused_kernels": "off"}}, False),
+        (MACHINES["A100"], {"distributed": {"compile": True}}, False),
+    ],
+)
+def test_fused_kernels_are_planned_where_they_are_known_to_compute(
+    machine: Machine, options: dict[str, Any], fused: bool, tmp_path: Path
+) -> None:
+    of_options = plan_8b(tmp_path, machine=machine, **options).rank.activations
+    off = {**options, "precision": {**options.get("precision", {}), "fused_kernels": "off"}}
+    assert (of_options < plan_8b(tmp_path, machine=machine, **off).rank.activations) is fused
+
+
+def test_the_plan_of_an_8b_model_is_what_an_h200_took(tmp_path: Path) -> None:
+    """To 3 %: the most bytes of tensors that PyTorch counted there (make gpu-report), by tokens of the largest micro-batch."""
+    for tokens, taken in ((516, 8.462), (7571, 37.937), (8059, 39.909), (8171, 40.420)):
+        training = {"batch_size": 1, "max_length": tokens}
+        plan = plan_8b(tmp_path, machine=MACHINES["H200"], precision={"default": "nf4"}, training=training, lora={"r": 16})
+        assert plan.rank.total / GIB == pytest.approx(taken, rel=0.03)
 
 
 def test_offloaded_weights_take_no_room_on_the_gpu(tmp_path: Path) -> None:
@@ -76,17 +123,16 @@ def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
         "training": {"batch_size": 4, "max_length": 2048, "tokens_per_micro_batch": 8192},
         "distributed": {"activation_checkpointing": "full"},
     }
+    precision = {"default": "fp8", "fused_kernels": "off"}
     plain, fp8, dropped = (
-        plan_8b(tmp_path, precision={"default": "fp8", "fp8_products": products}, lora=lora, **options).rank.workspace
+        plan_8b(tmp_path, precision={**precision, "fp8_products": products}, lora=lora, **options).rank.workspace
         for products, lora in (("off", {}), ("auto", {}), ("off", {"lora_dropout": 0.1}))
     )
     inner, dense = 2 * 8192 * 14_336, 2 * 4096 * 14_336
     assert fp8 - plain == dense + 8192 * (3 * 4096 + 14_336) - inner
     assert dropped - plain == dense + 8192 * 3 * 14_336 - inner
     for name, counted in (("A100", plain), ("MI300X", plain), ("L40S", fp8)):
-        assert plan_8b(tmp_path, machine=MACHINES[name], precision={"default": "fp8"}, **options).rank.workspace == counted, (
-            name
-        )
+        assert plan_8b(tmp_path, machine=MACHINES[name], precision=precision, **options).rank.workspace == counted, name
 
 
 @pytest.mark.parametrize(("experts", "at_a_time"), [(128, 128), (256, 170)])
@@ -99,7 +145,8 @@ def test_a_gpu_dequantises_many_experts_at_a_time(tmp_path: Path, experts: int, 
     shapes |= {f"{before}.gate.weight": (experts, 2048), f"{before}.experts.gate_up_proj": (experts, 1536, 2048)}
     shapes |= {f"{before}.experts.down_proj": (experts, 2048, 768)}
     base = save_base(tmp_path / "base", {**config, "model_type": "mixtral"}, shapes)
-    spec = spec_on(base, training={"max_length": 16, "batch_size": 1}, precision={"default": "nf4"})
+    precision = {"default": "nf4", "fused_kernels": "off"}
+    spec = spec_on(base, training={"max_length": 16, "batch_size": 1}, precision=precision)
     matrix = 2 * 1536 * 2048
     assert at_a_time == min(experts, GROUPED_BYTES // matrix)
     on_gpu, in_turn = (

@@ -37,7 +37,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> None:
     brief = ft("plan", spec, "--hardware", "h100").out.splitlines()
-    assert re.fullmatch(r"Fits H100: at most 5\d\.\d+ GiB of 74\.82 GiB usable per rank, likely \S+ GiB\.", brief[0])
+    assert re.fullmatch(r"Fits H100: at most 4\d\.\d+ GiB of 74\.82 GiB usable per rank, likely \S+ GiB\.", brief[0])
     assert brief[1].startswith("6 steps over 20 samples take ")
     assert brief[-1].startswith("Chosen: ")
     assert len(brief) < 12, "the verdict and the data; the rest with --verbose"

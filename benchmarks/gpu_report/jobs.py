@@ -113,22 +113,23 @@ def steps_alone() -> Iterator[None]:
 
 
 @contextmanager
-def built_once(on_built: Callable[[], None]) -> Iterator[dict[bool, BuiltModel]]:
-    """Jobs inside train on one model a value of distributed.compile, built by the first of them: the base is not read again.
+def built_once(on_built: Callable[[], None]) -> Iterator[None]:
+    """Jobs inside that have one format and one value of distributed.compile train on one model, built by the first of them: the
+    base is not read again.
 
     `on_built`: called before the first step of every job.
     """
-    models: dict[bool, BuiltModel] = {}
+    models: dict[tuple[str, bool], BuiltModel] = {}
     construct = workers.train.construct
 
     def kept(spec: JobSpec, *arguments: Any, **options: Any) -> BuiltModel:
-        compiled = spec.distributed.compile is True
-        if compiled not in models:
+        kind = spec.precision.format, spec.distributed.compile is True
+        if kind not in models:
             models.clear()  # one at a time in the device's memory
             gc.collect()
-            models[compiled] = construct(spec, *arguments, **options)
+            models[kind] = construct(spec, *arguments, **options)
         on_built()
-        return models[compiled]
+        return models[kind]
 
     with patch.object(workers.train, "construct", kept):
-        yield models
+        yield

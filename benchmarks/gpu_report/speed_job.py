@@ -20,8 +20,8 @@ LLAMA = Llama(hidden=4096, intermediate=14336, layers=32, heads=32, vocabulary=1
 """Llama-3.1-8B's shape: 16 GB in bf16."""
 TINY = Llama(hidden=64, intermediate=192, layers=2, heads=4, vocabulary=512)
 RANK = 16
-OF_TEMPLATE = 12
-"""Tokens of a chat besides its answer, about."""
+OF_TEMPLATE = 25
+"""Tokens of a chat besides its answer."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def job(context: Context, shape: Shape, precision: str, steps: int, *, compiled:
 
 
 def long_chats(path: Path, lengths: Sequence[int]) -> DataFileRef:
-    """Chats of about these numbers of tokens, one a letter, the longest of more: they are cut. The user says little."""
+    """Chats of these numbers of tokens, of an answer one a letter, the longest of more: they are cut. The user says little."""
     rng = random.Random(0)
     lines: list[dict[str, Any]] = []
     for length in lengths:

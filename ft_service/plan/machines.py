@@ -47,8 +47,11 @@ class Machine:
     them layers need more memory."""
 
 
+_WITHOUT_KERNELS = ("MI300X", "T4")
+"""Not NVIDIA's; without products in bf16."""
+
 MACHINES = {
-    machine.name: replace(machine, fuses=machine.name not in ("MI300X", "T4"))
+    machine.name: replace(machine, fuses=machine.name not in _WITHOUT_KERNELS)
     for machine in (
         Machine("B300", int(267.7 * GIB), 2250e12, 8e12, 900e9, 4500e12),
         Machine("B200", int(178.3 * GIB), 2250e12, 8e12, 900e9, 4500e12),

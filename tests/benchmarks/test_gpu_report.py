@@ -24,9 +24,11 @@ from benchmarks.gpu_report.peft_speed import rows_of, steps
 from benchmarks.gpu_report.profile import covered
 from benchmarks.gpu_report.rows import Row, Rows, SkippedError, append, markdown, read
 from benchmarks.gpu_report.sections import PARTS, SECTIONS, Context, Section
-from benchmarks.gpu_report.speed_job import Shape, log_normal, shapes_of
+from benchmarks.gpu_report.speed_job import Shape, log_normal, long_chats, shapes_of
+from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from tests.support.fused_attention import fused_attention
 from tests.support.ranks import run_on_ranks
+from tests.support.training.models import save_chat_base
 from workers.layers import packed_attention
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +68,12 @@ def test_lengths_are_spread_and_fill_a_micro_batch() -> None:
     forwards = rows_of(shape)
     assert sorted(length for forward in forwards for length in forward) == sorted(lengths)
     assert all(len(forward) * max(forward) <= shape.tokens for forward in forwards)
+
+
+def test_chats_have_the_lengths_that_are_asked_for(tmp_path: Path) -> None:
+    base, lengths = save_chat_base(tmp_path / "base"), (100, 37, 300)
+    samples = load_dataset(load_tokenizer(str(base)), long_chats(tmp_path / "chats.jsonl", lengths), max(lengths))
+    assert [len(sample.ids) for sample in samples] == list(lengths)
 
 
 @pytest.mark.slow

@@ -385,7 +385,7 @@ def test_two_jobs_share_an_engine_that_is_one_batch_job(
             "lora": {"r": 4},
             "training": {"max_steps": 3, "batch_size": 16, "tokens_per_micro_batch": 256},
             "distributed": {"nproc_per_node": 2, "replicate": 1, "activation_checkpointing": "none", "compile": False},
-            "sweep": {"training.learning_rate": [1e-3, 2e-3]},
+            "sweep": {"training.learning_rate": [1e-3, 2e-3], "halving": False},
         }
         sweep: Any = client.post("/fine_tuning/sweeps", body=body, cast_to=object)
         two = [job["id"] for job in sweep["jobs"]]

@@ -26,6 +26,7 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.gpu_report.rows import Row, append, markdown, read
 from benchmarks.gpu_report.sections import PARTS, SECTIONS, Section, run_forked
@@ -62,9 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = options.out / "gpu_report.jsonl"
     chosen = {name: section for name, section in SECTIONS.items() if name not in skip and (not only or name in only)}
     keep(results, chosen)
-    first = forking().Process(target=int)  # so that no section's time is that of the server's imports
-    first.start()
-    first.join()
+    import_first()
     deadline = time.monotonic() + 60 * (options.minutes or (9.5 if options.device == "cuda" else 60))
     with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch_in(0 if options.tiny else BASE_BYTES)) as scratch:
         for name, section in chosen.items():
@@ -116,10 +115,16 @@ def run_section(name: str, section: Section, device: str, tiny: bool, results: P
         append(results, Row(name, "-", "failed", {"exit_code": code}, tail(log)))
 
 
+def import_first() -> None:
+    """Start the server from which sections are forked, so that no section's time is that of its imports."""
+    with patch.dict(os.environ, FIXED):  # some are read by what is imported
+        first = forking().Process(target=int)
+        first.start()
+    first.join()
+
+
 def forking() -> ForkServerContext:
     """Processes are forked from a server that has imported `PRELOAD`. It must not begin CUDA: no fork of it could use it."""
-    for name in ("HF_HUB_OFFLINE", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # read while packages are imported
-        os.environ.setdefault(name, FIXED[name])
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

@@ -61,9 +61,8 @@ bench: $(READY)
 	@for benchmark in $$(grep -l '^def main' benchmarks/*.py); do echo "$$benchmark"; $(BIN)/python "$$benchmark"; done
 
 # With the interpreter that is there, so that it runs on an image which has PyTorch and no package index (benchmarks/README.md).
-gpu-report: OUT ?= benchmarks/results
 gpu-report:
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_report --out "$(OUT)" \
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_report $(if $(OUT),--out "$(OUT)") \
 		$(if $(GPU),--device cuda,--device cpu --tiny) $(if $(ONLY),--only "$(ONLY)")
 
 check: $(READY)

@@ -53,8 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="for all sections together; 9.5 on a GPU, 60 without")
     parser.add_argument("--only", default="", help="names of sections or of parts (a, b, c), with commas")
     parser.add_argument("--skip", default="", help="names of sections, with commas")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument(
+        "--out", type=Path, help="benchmarks/results on a GPU, build/gpu_report without: its numbers mean nothing"
+    )
     options = parser.parse_args(arguments)
+    options.out = options.out or ROOT / ("benchmarks/results" if options.device == "cuda" else "build/gpu_report")
     only, skip = (set(filter(None, text.split(","))) for text in (options.only, options.skip))
     only = {name for given in only for name in PARTS.get(given, (given,))}
     if unknown := (only | skip) - SECTIONS.keys():
@@ -106,9 +109,11 @@ def run_section(name: str, section: Section, device: str, tiny: bool, results: P
         target=run_forked, args=(environment(os.environ, device), log, name, device, tiny, results, scratch)
     )
     process.start()
-    process.join(limit)
-    code = process.exitcode
-    with_children(process)
+    try:
+        process.join(limit)
+        code = process.exitcode
+    finally:
+        with_children(process)
     if code is None:
         append(results, Row(name, "-", "failed", note=f"ended after its limit of {limit:.0f} s: {tail(log)}"))
     elif code:

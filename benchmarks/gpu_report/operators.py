@@ -139,7 +139,7 @@ def _implemented_by(implementation: str | None) -> Iterator[None]:
 
 
 def _in_any_order() -> Any:
-    return patch.object(packed_attention, "in_one_order", nullcontext)
+    return patch.object(packed_attention, "deterministic_mode", nullcontext)
 
 
 def _packed_attention(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:

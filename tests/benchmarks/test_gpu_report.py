@@ -124,7 +124,7 @@ def test_attention_is_measured_as_another_package_computes_it_and_in_any_order(m
     found: list[tuple[str | None, bool]] = []
 
     def measured(*_: Any) -> dict[str, Any]:
-        with packed_attention.in_one_order():
+        with packed_attention.deterministic_mode():
             found.append((current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()))
         return {}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.layers.packed_attention import Order
+from workers.layers.packed_attention import DeterministicAttention
 from workers.layers.scored_attention import AttentionPattern, assert_same
 from workers.quant import gpu_kernels
 
@@ -43,7 +43,7 @@ def _by(
 ) -> Tensor:
     seen = (pattern.window - 1 if pattern.window else -1, 0)
     options = {"softmax_scale": pattern.scale, "causal": True, "window_size": seen, "softcap": pattern.softcap}
-    options |= {"deterministic": Order.kept}
+    options |= {"deterministic": DeterministicAttention.wanted}
     return package.flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **options)
 
 

@@ -1,4 +1,4 @@
-"""A GPU's fused attention of a row of samples, with sinks too, whose gradients have the same bits whenever they are computed.
+"""A GPU's fused attention of a row of samples, or of padded rows as one, with sinks too, whose gradients repeat bit for bit.
 
 On an H200, with 8,192 tokens in 13 samples of log-normal lengths, the backward takes 2.35 ms instead of 1.45: to each head of a
 sample the kernel gives one processor, so that the longest last when all others are done. Fewer samples a call, which have more
@@ -84,18 +84,18 @@ def _grad_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
     given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
-    with in_one_order() if Order.kept else nullcontext():
+    with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))
 
 
-class Order:
-    """Whether gradients are added up in one order, by this process: `precision.deterministic_attention` of what it trains."""
+class DeterministicAttention:
+    """Whether this process adds up gradients in one order: `precision.deterministic_attention` of what it trains."""
 
-    kept: ClassVar[bool] = True
+    wanted: ClassVar[bool] = True
 
 
 @contextmanager
-def in_one_order() -> Iterator[None]:
+def deterministic_mode() -> Iterator[None]:
     """While it is entered, operators that know a deterministic way take it: PyTorch's kernel otherwise adds up the gradient of
     queries in the order in which its blocks happen to end.
 

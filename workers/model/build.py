@@ -23,7 +23,7 @@ from workers.base.parameter_sources import turn_convolutions
 from workers.layers.experts import declare_input_scaled
 from workers.layers.fused import kernel_fault
 from workers.layers.noise import add_noise
-from workers.layers.packed_attention import Order
+from workers.layers.packed_attention import DeterministicAttention
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
 from workers.model.buffers import STORAGE_DTYPE, restore_buffers
@@ -121,7 +121,7 @@ def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None
 def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> Arithmetic:
     """Let a base's layers compute in the way that is fastest on a device, as far as the spec allows it."""
     compute = COMPUTE_DTYPE[spec.precision.compute]
-    Order.kept = spec.precision.deterministic_attention
+    DeterministicAttention.wanted = spec.precision.deterministic_attention
     products = choose_products(base, spec.precision, compute, device)
     wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
     if not wanted or device.type != "cuda" or compute != torch.bfloat16:

@@ -328,7 +328,7 @@ def test_gradients_of_the_fused_kernel_are_added_up_in_one_order() -> None:
             CURRENT.use(STARTS, STARTS, max(LENGTHS))
             query, key, value = (tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
             segment_attention(Layer(), query, key, value, None, scaling=SCALE)[0].sum().backward()
-            with patch.object(packed_attention.Order, "kept", False):
+            with patch.object(packed_attention.DeterministicAttention, "wanted", False):
                 segment_attention(Layer(), query, key, value, None, scaling=SCALE)[0].sum().backward()
     assert during == [(True, False, False), before], "with warnings alone the kernel keeps to its own order"
     assert modes() == before == (False, False, True)

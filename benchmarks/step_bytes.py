@@ -77,12 +77,12 @@ def _counted(found: Iterable[Any]) -> dict[str, Moved]:
 def category(operation: Any) -> str:
     """What an operator of a layer is for: by the module of the workers that calls it, and the shapes of a product."""
     where = operation.where
-    if operation.flops and where.startswith(("quant.", "layers.linear")):
+    if operation.flops and where.startswith(("quant.", "layers.linear", "layers.low_rank")):
         of_adapter = any(size in RANKS for shape in operation.shapes for size in shape)
         return "LoRA" if of_adapter else "frozen products"
     if where.startswith("quant."):
         return CATEGORIES[3] if where.startswith("quant.fp8") and not where.startswith("quant.fp8_blocks") else "dequantise"
-    if where.startswith("layers.linear"):
+    if where.startswith(("layers.linear", "layers.low_rank")):
         return "LoRA"
     if where.startswith(("layers.segment_attention", "layers.packed_attention")):
         return "attention"

@@ -53,7 +53,7 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers import dropout, packed_attention
+from workers.layers import dropout, low_rank, packed_attention
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.attention import attention_faults
@@ -277,6 +277,9 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
     if fault is not None:
         text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
         reporter.message(text, "warn")
+    fault = low_rank.kernel_fault(device) if in_fp8 else None
+    if fault is not None:
+        reporter.message(f"Adapters' parts are added to products in FP8 by the library instead of a kernel: {fault}")
     fault = nf4.kernel_fault(device) if "nf4" in built.formats.values() else None
     if fault is not None:
         reporter.message(f"NF4 weights are dequantised by several kernels instead of one: {fault}")

@@ -71,6 +71,8 @@ def _products(context: Context, device: torch.device, tokens: int, rows: int, co
     if fp8_products.why_not(torch.bfloat16, device) is None:
         stored, numerics = FP8Weight.quantize(weight), FP8Weight.IN_FP8
         timed("rounded to FP8", lambda: fp8_products._rounded(x), moved=3 * x.numel())
+        factors = stored.parts[1]
+        timed("gradient times scales, rounded to FP8", lambda: fp8_products._rounded(grad, factors), moved=3 * grad.numel())
         context.rows.run(f"{named}, rounded to FP8 by torchao", lambda: _rounded_by_torchao(x))
         timed("FP8 codes transposed", lambda: fp8_products._transposed(stored.codes), moved=2 * rows * cols)
         timed("FP8 forward", lambda: numerics.linear(x.view_as(x), list(stored.parts), cols), work)
@@ -145,9 +147,9 @@ def _in_any_order() -> Any:
 def _packed_attention(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:
     tokens, longest = sum(lengths), max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    query, key, value = (_drawn(device, tokens, n, 128).requires_grad_() for n in (heads, groups, groups))
+    query, key, value = (_drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups))
     pattern = AttentionPattern(128**-0.5)
-    grad = _drawn(device, tokens, heads, 128)
+    grad = _drawn(device, 1, tokens, heads, 128)
 
     def attend() -> Tensor:
         return packed_attention.attend_packed(query, key, value, starts, longest, pattern)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +28,22 @@ def measure(context: Context) -> None:
                     raise SkippedError("not installed: bitsandbytes")
                 if liger and (not context.on_gpu or importlib.util.find_spec("liger_kernel") is None):
                     raise SkippedError("needs a GPU, and liger_kernel to be installed")
-                step_of = step_of or steps(context, quantised, liger)
+                stock = Stock(context.device, base_of(context), llama_of(context).vocabulary, "all-linear", quantised, liger)
+                step_of = step_of or steps(stock)
                 try:
                     numbers.update(speed(context, step_of(shape), shape))
                 except torch.OutOfMemoryError:  # as its users would
-                    step_of = steps(context, quantised, liger, checkpointed=True)
+                    step_of = steps(replace(stock, checkpointed=True))
                     numbers.update(speed(context, step_of(shape), shape) | {"checkpointed": True})
 
 
 def speed(context: Context, step: Callable[[], float], shape: Shape) -> dict[str, Any]:
+    tokens_per_second, others = step_speed(context, step, shape)
+    return figures(context, tokens_per_second, shape) | others
+
+
+def step_speed(context: Context, step: Callable[[], float], shape: Shape) -> tuple[float, dict[str, Any]]:
+    """Tokens a second of steps of this shape, their peak of memory and the last loss."""
     for _ in range(WARM_UP):
         step()
     if context.on_gpu:
@@ -45,8 +54,9 @@ def speed(context: Context, step: Callable[[], float], shape: Shape) -> dict[str
         loss = step()
     synchronize()
     tokens = count * shape.micro_batches * shape.tokens
-    found = figures(context, tokens / (time.perf_counter() - began), shape)
-    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if context.on_gpu else {}) | {"loss": loss}
+    tokens_per_second = tokens / (time.perf_counter() - began)
+    peak = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if context.on_gpu else {}
+    return tokens_per_second, peak | {"loss": loss}
 
 
 def rows_of(shape: Shape) -> list[list[int]]:
@@ -67,14 +77,27 @@ def padded(lengths: list[int], vocabulary: int, generator: torch.Generator, devi
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def steps(
-    context: Context, quantised: bool, liger: bool = False, checkpointed: bool = False
-) -> Callable[[Shape], Callable[[], float]]:
+@dataclass(frozen=True)
+class Stock:
+    """A model of stock parts."""
+
+    device: str
+    base: Path
+    vocabulary: int
+    """Words that samples are drawn from."""
+    target_modules: str | list[str]
+    quantised: bool
+    """By bitsandbytes, to NF4."""
+    liger: bool = False
+    checkpointed: bool = False
+
+
+def steps(stock: Stock) -> Callable[[Shape], Callable[[], float]]:
     """A model with adapters, and for a shape of micro-batches its optimizer step, which returns the loss."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    if liger:
+    if stock.liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
 
         apply_liger_kernel_to_llama()  # before the model is made, which it changes the classes of
@@ -82,13 +105,14 @@ def steps(
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
-    options: dict[str, Any] = {"quantization_config": settings} if quantised else {}
+    options: dict[str, Any] = {"quantization_config": settings} if stock.quantised else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        base_of(context), dtype=torch.bfloat16, device_map={"": 0 if context.on_gpu else "cpu"}, **options
+        stock.base, dtype=torch.bfloat16, device_map={"": 0 if stock.device == "cuda" else "cpu"}, **options
     )
     model.config.use_cache = False
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
-    if checkpointed:
+    adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=stock.target_modules, task_type="CAUSAL_LM")
+    model = get_peft_model(model, adapters)
+    if stock.checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,14 +120,14 @@ def steps(
 
     def step_of(shape: Shape) -> Callable[[], float]:
         generator = torch.Generator().manual_seed(0)
-        batches = [padded(rows, llama_of(context).vocabulary, generator, context.device) for rows in rows_of(shape)]
+        batches = [padded(rows, stock.vocabulary, generator, stock.device) for rows in rows_of(shape)]
 
         def step() -> float:
             loss = 0.0
             for _ in range(shape.micro_batches):
                 for batch in batches:
                     share = float((batch["labels"] != -100).sum()) / shape.tokens / shape.micro_batches
-                    with torch.autocast(context.device, torch.bfloat16):  # as its users do: PEFT keeps adapters in fp32
+                    with torch.autocast(stock.device, torch.bfloat16):  # as its users do: PEFT keeps adapters in fp32
                         part = model(**batch).loss * share
                     part.backward()
                     loss = part.detach() + loss

@@ -1,4 +1,4 @@
-"""Profile of a step: the kernels that its time goes to, and for how much of it the device has nothing to do."""
+"""Profile of a step: the kernels that its time goes to, what adapters take of it, and how long the device has nothing to do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_report.ceilings import synchronize
 from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_alone, train_on
 from benchmarks.gpu_report.sections import Context
-from benchmarks.gpu_report.speed_job import Shape, job, shapes_of
+from benchmarks.gpu_report.speed_job import RANK, Shape, job, shapes_of
 
-FIRST, LAST = 3, 6
+FIRST, LAST = 3, 5
 """Steps behind which profiling begins and ends."""
 KERNELS = 15
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
+RANKS = {RANK, 2 * RANK, 3 * RANK}
+"""Of the adapters of one product: those of gate and up, or of q, k and v, are multiplied as one."""
 
 
 def measure(context: Context) -> None:
@@ -27,7 +30,7 @@ def measure(context: Context) -> None:
 
 def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if context.on_gpu else [])]
-    profiler = profile(activities=kinds)
+    profiler = profile(activities=kinds, record_shapes=True)
 
     def on_step(step: int) -> None:
         if step in (FIRST, LAST):
@@ -37,8 +40,10 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
     run = prepare(context.scratch / "runs" / f"profile-{precision}-{shape.tokens}", job(context, shape, precision, LAST + 1))
     with alone(), steps_alone(), built_once(lambda: None):
         train_on(context.place, run, on_step=on_step)
-    kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    events = list(profiler.events() or ())
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
     steps = LAST - FIRST
+    adapters = [event for event in events if event.name in PRODUCTS and of_adapters(event.input_shapes)]
     if kernels:
         spans = [(event.time_range.start, event.time_range.end) for event in kernels]
         whole = max(end for _, end in spans) - min(start for start, _ in spans)
@@ -50,11 +55,22 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
             "step_ms": whole / 1e3 / steps,
             "idle_share": 1 - covered(spans) / whole,
             "kernels_a_step": len(kernels) / steps,
+            "adapters_ms": sum(event.self_device_time_total for event in adapters) / 1e3 / steps,
+            "adapters_products": len(adapters) / steps,
         }
     averages = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
     for event in averages[:KERNELS]:
         context.rows.add(f"{precision}, {shape}: {event.key}", ms_a_step=event.self_cpu_time_total / 1e3 / steps)
-    return {"operators_a_step": sum(event.count for event in averages) / steps}
+    return {
+        "operators_a_step": sum(event.count for event in averages) / steps,
+        "adapters_ms": sum(event.self_cpu_time_total for event in adapters) / 1e3 / steps,
+        "adapters_products": len(adapters) / steps,
+    }
+
+
+def of_adapters(shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether a product of these matrices has an adapter's rank among its sizes: none of the base's is as small."""
+    return any(size in RANKS for shape in shapes for size in shape)
 
 
 def most(kernels: Sequence[Any]) -> list[tuple[str, tuple[int, float]]]:

@@ -57,6 +57,7 @@ SECTIONS = {
     "ceilings": Section("ceilings", 45),
     "kernels": Section("kernels", 60, WORKERS),
     "operators": Section("operators", 75, WORKERS),
+    "host": Section("host", 30, WORKERS),
     "speed nf4": Section("speed", 120, WORKERS, ("nf4", "eager")),
     "speed bf16": Section("speed", 90, WORKERS, ("bf16", "eager")),
     "speed fp8": Section("speed", 90, WORKERS, ("fp8", "eager")),
@@ -64,8 +65,9 @@ SECTIONS = {
     "compiled nf4": Section("speed", 120, WORKERS, ("nf4", "compiled")),
     "compiled bf16": Section("speed", 120, WORKERS, ("bf16", "compiled")),
     "compiled fp8": Section("speed", 120, WORKERS, ("fp8", "compiled")),
-    "synchronisations": Section("synchronisations", 75, WORKERS),
-    "profile": Section("profile", 75, WORKERS),
+    "synchronisations": Section("synchronisations", 60, WORKERS),
+    "profile": Section("profile", 100, WORKERS),
+    "experts": Section("experts", 100, WORKERS),
     "models": Section("models", 120, WORKERS),
     "two ranks": Section("two_ranks", 90, WORKERS),
     "service": Section("service", 150, WORKERS),
@@ -73,9 +75,9 @@ SECTIONS = {
 """In the order of what one wants to know first: the report's minutes may end before the last."""
 
 PARTS = {
-    "a": ("ceilings", "kernels", "operators", "models", "two ranks", "service"),
+    "a": ("ceilings", "kernels", "operators", "host", "models", "two ranks", "service"),
     "b": ("ceilings", "speed nf4", "speed bf16", "speed fp8", "compiled nf4", "compiled bf16"),
-    "c": ("ceilings", "speed peft", "compiled fp8", "synchronisations", "profile"),
+    "c": ("ceilings", "speed peft", "compiled fp8", "synchronisations", "profile", "experts"),
 }
 """The report in three calls, none of which takes ten minutes. All begin with what the others are compared with."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_report.arithmetic import Work
 from benchmarks.gpu_report.ceilings import synchronize, tflops_of
-from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_alone, steps_of, train_on, warnings_of
+from benchmarks.gpu_report.jobs import alone, built_once, losses_of, prepare, steps_alone, steps_of, train_on, warnings_of
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import RANK, Shape, job, llama_of, shapes_of
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
+from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
 from workers.describe import describe
 
@@ -46,17 +48,20 @@ def speed(context: Context, spec: JobSpec, shape: Shape, name: str, device: torc
     run = prepare(context.scratch / "runs" / name, spec)
     train_on(device, run)
     synchronize()
-    steps = steps_of(run)
-    tokens = sum(metrics.tokens or 0 for _, metrics in steps[WARM_UP:])
-    seconds = sum(metrics.step_seconds or 0.0 for _, metrics in steps[WARM_UP:])  # the device's own, which are reported late
-    found = figures(context, tokens / max(seconds, 1e-9), shape)
+    found = figures(context, rate_of(run), shape)
     planned = plan_job(describe(spec.model.path), spec, MACHINES["H200"]).rank.total
     if context.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         found |= {"peak_gib": peak / 2**30, "planned_gib": planned / 2**30, "peak_of_plan": peak / planned}
     else:
         found["planned_gib"] = planned / 2**30
-    return found | {"loss": steps[-1][1].train_loss, "note": warnings_of(run)}
+    return found | {"loss": losses_of(run)[-1], "note": warnings_of(run)}
+
+
+def rate_of(run: RunDir) -> float:
+    """Tokens a second of the median step after the first ones, by the device's own clock: steps are reported late."""
+    steps = [metrics for _, metrics in steps_of(run)][WARM_UP:]
+    return median((metrics.tokens or 0) / max(metrics.step_seconds or 0.0, 1e-9) for metrics in steps)
 
 
 def figures(context: Context, tokens_per_second: float, shape: Shape) -> dict[str, Any]:

@@ -83,10 +83,20 @@ def base_of(context: Context) -> Path:
     return folder
 
 
-def job(context: Context, shape: Shape, precision: str, steps: int, *, compiled: bool = False) -> JobSpec:
+def job(
+    context: Context,
+    shape: Shape,
+    precision: str,
+    steps: int,
+    *,
+    compiled: bool = False,
+    base: Path | None = None,
+    target_modules: str | list[str] = "all-linear",
+) -> JobSpec:
+    """`base`: a folder; None: that of the 8B."""
     batch = shape.samples * shape.micro_batches
     return spec_for(
-        base_of(context),
+        base or base_of(context),
         long_chats(context.scratch / f"long-{shape.tokens}.jsonl", shape.lengths * 2 * shape.micro_batches),
         precision={"default": precision, "compare_served": "off"},
         training={
@@ -96,7 +106,7 @@ def job(context: Context, shape: Shape, precision: str, steps: int, *, compiled:
             "tokens_per_micro_batch": shape.tokens,
             "max_length": max(shape.lengths),
         },
-        lora={"r": RANK},
+        lora={"r": RANK, "target_modules": target_modules},
         distributed={"compile": compiled},
         checkpoint={"save_steps": 10_000},
     )

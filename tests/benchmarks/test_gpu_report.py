@@ -20,11 +20,11 @@ from benchmarks.gpu_report import __main__ as harness
 from benchmarks.gpu_report import operators, sections
 from benchmarks.gpu_report.arithmetic import Work
 from benchmarks.gpu_report.packages import COMPARED, NAMES, pinned, trim
-from benchmarks.gpu_report.peft_speed import rows_of, steps
+from benchmarks.gpu_report.peft_speed import Stock, rows_of, steps
 from benchmarks.gpu_report.profile import covered
 from benchmarks.gpu_report.rows import Row, Rows, SkippedError, append, markdown, read
 from benchmarks.gpu_report.sections import PARTS, SECTIONS, Context, Section
-from benchmarks.gpu_report.speed_job import Shape, log_normal, long_chats, shapes_of
+from benchmarks.gpu_report.speed_job import TINY, Shape, base_of, log_normal, long_chats, shapes_of
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from tests.support.fused_attention import fused_attention
 from tests.support.ranks import run_on_ranks
@@ -159,7 +159,8 @@ def test_the_stock_parts_compute_in_bf16(tmp_path: Path) -> None:
 
 def adapters_results_on_rank(rank: int, world: int, folder: str) -> set[torch.dtype]:
     context = Context("cpu", True, Rows(Path(folder, "rows"), "peft"), Path(folder), Path(folder, "rows"))
-    step_of, found = steps(context, quantised=False), set[torch.dtype]()
+    stock = Stock("cpu", base_of(context), TINY.vocabulary, "all-linear", quantised=False)
+    step_of, found = steps(stock), set[torch.dtype]()
 
     def watch(module: nn.Module, _: Any, result: Any) -> None:
         if isinstance(module, nn.Linear) and module.weight.requires_grad:

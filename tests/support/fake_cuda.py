@@ -51,11 +51,14 @@ from workers.quant.rowwise import RowQuantized
 KERNEL_MODULES = (
     "workers.layers.fused_kernels",
     "workers.layers.loss_kernel",
+    "workers.layers.low_rank_kernel",
     "workers.layers.mask_kernel",
     "workers.quant.fp8_kernels",
     "workers.quant.nf4_kernels",
 )
 """Modules that import Triton."""
+IN_PLACE = ("_added",)
+"""Kernels that read their first tensor and write it."""
 WITHOUT_WORK = frozenset(
     "aten." + name
     for name in [
@@ -241,6 +244,7 @@ class _Kernel:
 
     def _launch(self, *args: Any, **options: Any) -> None:
         tensors = list(dict.fromkeys(a for a in (*args, *options.values()) if isinstance(a, Tensor)))
+        tensors += tensors[:1] * (self._function.__name__ in IN_PLACE)
         assert len({tensor.device for tensor in tensors}) == 1, f"{self._function.__name__} is given tensors of two devices"
         for record in _RECORDS[-1:]:
             record.add(f"triton.{self._function.__name__}", tensors, [])
@@ -252,7 +256,7 @@ def _dry_triton() -> dict[str, ModuleType]:
     language: Any = ModuleType("triton.language")
     language.constexpr = int
     triton.language = language
-    triton.jit = _Kernel
+    triton.jit = lambda function=None, **_: _Kernel if function is None else _Kernel(function)
     triton.cdiv = lambda a, b: -(-a // b)
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     return {"triton": triton, "triton.language": language}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ def run_with_triton(program: str, folder: Path, *arguments: str, **environment: 
 
 def correct_casts(*, by_way_of_fp16: bool) -> None:
     """Let Triton's interpreter round to the nearest, as GPUs do: for fewer bits it cuts off, or rounds up ties and some others.
+    In products it takes the bits of bf16 for whole numbers.
 
     Called by a program that runs in the interpreter. `by_way_of_fp16`: cast to FP8 as GPUs of compute capability 8.9 do.
     """
@@ -49,3 +51,11 @@ def correct_casts(*, by_way_of_fp16: bool) -> None:
         return numbers.view(bits).numpy().view(shape).reshape(values.shape)
 
     interpreter._convert_float = cast
+    stock = interpreter.InterpreterBuilder.create_dot
+
+    def multiplied(self: object, *given: Any) -> object:
+        factors = [own.data if own.dtype == tl.float32 else cast(own.data, own.dtype, tl.float32, None) for own in given[:2]]
+        whole = [interpreter.TensorHandle(factor.view(np.float32), tl.float32) for factor in factors]
+        return stock(self, *whole, *given[2:])
+
+    interpreter.InterpreterBuilder.create_dot = multiplied

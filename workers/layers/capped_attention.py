@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.layers.packed_attention import DeterministicAttention
-from workers.layers.scored_attention import AttentionPattern, assert_same
+from workers.layers.scored_attention import AttentionPattern, assert_same, joined
 from workers.quant import gpu_kernels
 
 PACKAGE = "flash_attn"
@@ -30,7 +30,7 @@ def kernel_fault(device: torch.device) -> str | None:
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
-    """A row of samples (`scored_attention.Kernel`)."""
+    """Samples in rows (`scored_attention.Kernel`)."""
     return _by(_kernels(query.device)[0], query, key, value, starts, longest, pattern)
 
 
@@ -44,7 +44,9 @@ def _by(
     seen = (pattern.window - 1 if pattern.window else -1, 0)
     options = {"softmax_scale": pattern.scale, "causal": True, "window_size": seen, "softcap": pattern.softcap}
     options |= {"deterministic": DeterministicAttention.wanted}
-    return package.flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **options)
+    rows = (joined(tensor) for tensor in (query, key, value))
+    out = package.flash_attn_varlen_func(*rows, starts, starts, longest, longest, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _compare(package: Any, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ft_service.bases.adapter_names import MAGNITUDE
-from workers.layers import dropout
+from workers.layers import dropout, low_rank
 from workers.layers.dropout import Dropping, Keys
 from workers.quant import frozen_linear
 from workers.quant.rowwise import RowQuantized
@@ -258,7 +258,7 @@ def _output(x: Tensor, down: Tensor, b: Tensor, bias: Tensor | None, parts: Sequ
         y = y.add_(bias) if not frozen_linear.watched() else y + bias
     if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
         return torch.addmm(y.flatten(0, -2), *added, alpha=call.scale).view(y.shape)
-    y.flatten(0, -2).addmm_(*added, alpha=call.scale)
+    low_rank.add(y.flatten(0, -2), *added, call.scale)
     return y
 
 
@@ -270,11 +270,18 @@ def _input_grad(
     """
     total = None
     added = False
+    more: list[Tensor] = []
+    """Gradients that the kernel adds, together with the adapters' part."""
     for grad, own, call in zip(grads, parts, calls, strict=True):
         weight = _added_later(grad, own, call)
         if weight is None:
             made = frozen_linear.product_grad(grad, own, call.stored_as, call.cols)
-            total = made if total is None else total.add_(made)
+            if total is None:
+                total = made
+            elif a is not None and not added and low_rank.takes(made, len(a)):
+                more.append(made)
+            else:
+                total.add_(made)
         elif total is None:
             total, added = (adapted if a is None else adapted @ a).addmm_(grad, weight), True
         else:
@@ -282,7 +289,7 @@ def _input_grad(
     assert total is not None
     if added:
         return total
-    return total.add_(adapted) if a is None else total.addmm_(adapted, a)
+    return total.add_(adapted) if a is None else low_rank.add(total, adapted, a, more=more)
 
 
 def _added_later(x: Tensor, parts: Sequence[Tensor], call: _Call) -> Tensor | None:

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from workers.layers.scored_attention import AttentionPattern, assert_same, gradients_like
-from workers.quant import gpu_kernels
+from workers.layers.scored_attention import AttentionPattern, assert_same, gradients_like, joined
+from workers.quant import frozen_linear, gpu_kernels
 
 _kernel = torch.ops.aten._flash_attention_forward
 _kernel_grad = torch.ops.aten._flash_attention_backward
@@ -50,8 +51,44 @@ def _compare(_: Any, device: torch.device) -> None:
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
-    """A row of samples (`scored_attention.Kernel`)."""
-    return packed_attention(query, key, value, pattern.sinks, starts, longest, pattern.scale, pattern.window)[0]
+    """Samples in rows (`scored_attention.Kernel`)."""
+    settings = pattern.sinks, starts, longest, pattern.scale, pattern.window
+    if frozen_linear.watched():
+        out, _ = packed_attention(*(joined(tensor) for tensor in (query, key, value)), *settings)
+        return out.unflatten(0, (query.shape[0], query.shape[2]))
+    return _Attention.apply(query, key, value, *settings)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    """The operators called directly, where neither a compiler nor a dispatch mode sees them (`frozen_linear`).
+
+    Tensors are turned below autograd, which would keep a node for each time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        starts: Tensor,
+        longest: int,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        ctx.sizes = query.shape[0], query.shape[2]
+        ctx.rest = longest, scale, window
+        own = [joined(tensor) for tensor in (query, key, value)]
+        out, sums = _attended(*own, sinks, starts, longest, scale, window)
+        ctx.save_for_backward(*own, out, sums, starts)
+        return out.unflatten(0, ctx.sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = _gradients(grads[0].flatten(0, 1), *ctx.saved_tensors, *ctx.rest)
+        return *(tensor.unflatten(0, ctx.sizes).transpose(1, 2) for tensor in found), None, None, None, None, None
 
 
 @torch.library.custom_op("ft_service::packed_attention", mutates_args=())
@@ -64,6 +101,12 @@ def packed_attention(
     starts: first token of each sample, and the end, int32 on the device; longest: tokens of the longest at most; window: keys
     that a query sees at most, 0 for all before it.
     """
+    return _attended(query, key, value, sinks, starts, longest, scale, window)
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, starts: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     seen = _seen(window)
     out, sums, *_ = _kernel(query, key, value, starts, starts, longest, longest, 0.0, not window, False, scale=scale, **seen)
     return out, sums if sinks is None else add_sinks(out.transpose(0, 1), sums, sinks)
@@ -82,7 +125,22 @@ def _grad_operator(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    return _gradients(grad, query, key, value, out, sums, starts, longest, scale, window)
+
+
+def _gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # not read
     given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
     with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))

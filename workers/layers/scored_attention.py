@@ -93,8 +93,14 @@ def gradients_like(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionPattern], Tensor]
-"""Function of a GPU for a row of samples: query [tokens, heads, d], key and value [tokens, groups, d], the first token of each
-and the end, int32, tokens of the longest at most, and the pattern → [tokens, heads, d]."""
+"""Function of a GPU for samples in rows: query [rows, heads, length, d], key and value [rows, groups, length, d], the first
+token of each sample and the end, int32, as if the rows were one, tokens of the longest at most, and the pattern
+→ [rows, length, heads, d]."""
+
+
+def joined(rows: Tensor) -> Tensor:
+    """[rows, heads, length, d] → [rows · length, heads, d], as kernels for rows of samples take it."""
+    return rows.transpose(1, 2).flatten(0, 1)
 
 
 @torch.enable_grad()
@@ -103,18 +109,19 @@ def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device)
     four heads, with and without a window."""
     generator = torch.Generator().manual_seed(0)
     starts, heads = torch.tensor([0, 70, 300, 301], dtype=torch.int32), (4, 2, 2, 4)
-    query, key, value, grad = (torch.randn(301, n, 64, generator=generator).bfloat16().to(device) for n in heads)
+    drawn = (torch.randn(1, n, 301, 64, generator=generator).bfloat16().to(device) for n in heads)
+    query, key, value, grad = drawn
     inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
     for window in (0, 50):
         own = replace(pattern, window=window)
         out = kernel(*inputs, starts.to(device), 256, own)
-        found = [out, *torch.autograd.grad(out, inputs, grad)]
+        found = [out.transpose(1, 2), *torch.autograd.grad(out, inputs, grad.transpose(1, 2))]
         samples = [slice(start, end) for start, end in pairwise(starts.tolist())]
-        parts = [[tensor.detach()[sample].transpose(0, 1)[None] for tensor in (*inputs, grad)] for sample in samples]
+        parts = [[tensor.detach()[:, :, sample] for tensor in (*inputs, grad)] for sample in samples]
         grads = zip(*(scored_grad(g, q, k, v, own) for q, k, v, g in parts), strict=True)
         expected = [tuple(scored(q, k, v, own) for q, k, v, _ in parts), *grads]
         for name, ours, theirs in zip(("output", "query", "key", "value"), found, expected, strict=True):
-            whole = torch.cat(theirs, dim=2)[0].float().unflatten(0, (ours.shape[1], -1)).sum(dim=1).transpose(0, 1)
+            whole = torch.cat(theirs, dim=2).float().unflatten(1, (ours.shape[1], -1)).sum(dim=2)
             apart = float((ours.detach().float() - whole).norm() / whole.norm())
             assert apart < 2e-2, f"{name}: {apart:.1%} apart from explicit scores"
 

@@ -66,9 +66,10 @@ def segment_attention(
     query, key, value = _of_one_width(tempered(module, query), key, value)
     kernel = _fused_kernel(query, pattern)
     if kernel is not None and CURRENT.packed:
-        out = _attend_packed(kernel, query, key, value, bounds, pattern)
+        assert bounds.on_device is not None, "Segments.fused"
+        out = kernel(query, key, value, bounds.on_device, bounds.longest, pattern)
     elif kernel is not None and (not chunk or query.shape[2] <= chunk):
-        out = _attend_padded(kernel, query, key, value, pattern)
+        out = kernel(query, key, value, *_of_padded_rows(query), pattern)
     elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
     else:
@@ -151,21 +152,10 @@ def _fused_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
     return capped_attention.attend_packed if capped_attention.takes(query, pattern) else None
 
 
-def _attend_packed(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern
-) -> Tensor:
-    # Not tensor[0], whose backward writes zeros as large as the tensor and copies the gradient into them.
-    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    assert bounds.on_device is not None, "Segments.fused"
-    return kernel(q, k, v, bounds.on_device, bounds.longest, pattern).unsqueeze(0)
-
-
-def _attend_padded(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern) -> Tensor:
-    """The same of padded rows: each is a segment of one row that holds all of them."""
+def _of_padded_rows(query: Tensor) -> tuple[Tensor, int]:
+    """The first token of each row's sample, and the end; tokens of the longest. The padding comes last, and is a part of it."""
     rows, _, length, _ = query.shape
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
-    return kernel(q, k, v, starts, length, pattern).unflatten(0, (rows, length))
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device), length
 
 
 def _without_window(bounds: Bounds, window: int) -> bool:

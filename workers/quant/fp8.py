@@ -54,12 +54,17 @@ def quantize(weight: Tensor) -> FP8Parts:
         return empty_parts(0, cols, weight.device)
     if weight.dtype == torch.float16:
         weight = weight.float()  # its exponents are too few for the scales
-    largest = torch.linalg.vector_norm(weight, ord=math.inf, dim=1, keepdim=True)  # one pass, in the weight's dtype
-    scale = divided(largest, LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = scales_of(weight)
     codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=weight.device)
     for part, some, its_scale in in_cache(codes, weight, scale):
         torch.div(some, its_scale, out=part)  # in fp32, rounded once: no fp32 copy is made
     return FP8Parts(codes, scale)
+
+
+def scales_of(rows: Tensor) -> Tensor:
+    """The scale of each row of [rows, cols], fp32 [rows, 1]."""
+    largest = torch.linalg.vector_norm(rows, ord=math.inf, dim=1, keepdim=True)  # one pass, in the rows' dtype
+    return divided(largest, LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def dequantize(parts: FP8Parts, cols: int, dtype: torch.dtype) -> Tensor:

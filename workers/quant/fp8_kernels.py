@@ -3,8 +3,8 @@
     quantised_rows    rounds bf16 rows to FP8, times a scale a column if there is one: reads 2 bytes an element, writes 1
     transposed        turns a weight's codes, byte by byte, in tiles: PyTorch's copy reaches a tenth of the bandwidth
 
-The arithmetic is that of `workers.quant.fp8.quantize` on a processor, bit for bit: a division is rounded to the nearest, and a
-row in which there is no number becomes none. The cast to FP8 exists from compute capability 8.9 on, as the products do.
+The arithmetic is that of `fp8_products._rounded_by_parts` on a processor, bit for bit: divisions are rounded to the nearest,
+and a row in which there is no number becomes none. The cast to FP8 exists from compute capability 8.9 on, as the products do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from workers.quant.gpu_kernels import AS_WRITTEN
 
-_BLOCK = 4096
-"""Most elements of a row that a program has at a time."""
+_BLOCK = 16384
+"""Most elements of a row that a program has at a time: it reads wider rows twice."""
+_A_THREAD = 32
+"""Elements of a row that a thread has at a time, at most."""
 _TILE = 64
 """Rows and columns of a tile that a program turns."""
 _CASTS_AT_ONCE = (9, 0)
@@ -39,12 +41,13 @@ def _representable(value):
     return tl.where(value == value, found, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantised(
     x,
     factors,
     codes,
     scales,
+    rows,
     width,
     stride,
     tiny,
@@ -55,28 +58,39 @@ def _quantised(
     block: tl.constexpr,
 ):  # Triton takes other annotations for types of its own
     row = tl.program_id(0).to(tl.int64)
+    if row >= rows:
+        tl.store(scales + row, 0.0)
+        return
     x += row * stride
     codes += row * width
     column = tl.arange(0, block)
     # Magnitudes are compared as whole numbers, which they are in order of: NaN is above all of them, and stays.
     highest = tl.zeros([block], dtype=tl.int32)
-    for step in range(steps):
+    for step in tl.static_range(steps):
         at = step * block + column
-        value = tl.load(x + at, mask=at < width, other=0).to(tl.float32)
-        if scaled:
-            value = (value * tl.load(factors + at, mask=at < width, other=0)).to(tl.bfloat16).to(tl.float32)
+        value = _scaled(x, factors, at, width, scaled)
         highest = tl.maximum(highest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(highest, axis=0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, largest_code).to(tl.bfloat16).to(tl.float32)
     scale = tl.where(scale < tiny, tiny, scale)
     tl.store(scales + row, scale)
-    for step in range(steps):  # read again, out of the cache
+    inverse = tl.div_rn(1.0, scale)
+    for step in tl.static_range(steps):
         at = step * block + column
-        value = tl.load(x + at, mask=at < width, other=0).to(tl.float32)
-        if scaled:
-            value = (value * tl.load(factors + at, mask=at < width, other=0)).to(tl.bfloat16).to(tl.float32)
-        value = tl.div_rn(value, scale)
-        tl.store(codes + at, (_representable(value) if twice else value).to(tl.float8e4nv), mask=at < width)
+        if steps > 1:  # read again, out of the cache; a row that is one block is still there
+            value = _scaled(x, factors, at, width, scaled)
+        made = value * inverse
+        tl.store(codes + at, (_representable(made) if twice else made).to(tl.float8e4nv), mask=at < width)
+
+
+@triton.jit
+def _scaled(x, factors, at, width, scaled: tl.constexpr):
+    """Numbers of a row, fp32, each times its column's factor and rounded to bf16, if `scaled`."""
+    value = tl.load(x + at, mask=at < width, other=0, eviction_policy="evict_first").to(tl.float32)
+    if scaled:  # by all rows the same, which are to stay in the cache
+        factor = tl.load(factors + at, mask=at < width, other=0, eviction_policy="evict_last")
+        value = (value * factor).to(tl.bfloat16).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -95,7 +109,7 @@ def casts_twice(device: torch.device) -> bool:
 
 
 def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
-    """Codes of bf16 [rows, cols], float8_e4m3fn; the rows' scales are written to the beginning of `scales`, fp32.
+    """Codes of bf16 [rows, cols], float8_e4m3fn. `scales`, fp32 of rows or more, takes the rows' scales, and zeros behind them.
 
     `factors`: fp32, one a column, by which x is multiplied before; rounded to bf16.
     """
@@ -105,9 +119,10 @@ def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
     finite = torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float32).tiny
     if codes.numel():
         block = min(_BLOCK, triton.next_power_of_2(cols))
-        _quantised[(rows,)](  # pyright: ignore[reportIndexIssue]
-            x, x if factors is None else factors.contiguous(), codes, scales, cols, x.stride(0), finite[1], finite[0],
-            scaled=factors is not None, twice=casts_twice(x.device), steps=triton.cdiv(cols, block), block=block, num_warps=8,
+        _quantised[(scales.shape[0],)](  # pyright: ignore[reportIndexIssue]
+            x, x if factors is None else factors.contiguous(), codes, scales, rows, cols, x.stride(0), finite[1], finite[0],
+            scaled=factors is not None, twice=casts_twice(x.device), steps=triton.cdiv(cols, block), block=block,
+            num_warps=max(4, block // (32 * _A_THREAD)),
             **AS_WRITTEN,
         )  # fmt: skip
     return codes

@@ -5,6 +5,9 @@ With a weight's codes Q [rows, cols] and scales s [rows, 1], W = s ∘ Q:
     forward     x Wᵀ = (x Qᵀ) ∘ sᵀ        the weight's scales multiply the columns of the result
     backward    g W  = (g ∘ sᵀ) Q         they lie along the sum, and are folded into g before that is rounded
 
+A weight's numbers are divided by their scale, those of the other factor multiplied with its reciprocal: GPUs divide more slowly
+than they read and write. One of some seven thousand codes becomes its neighbour by it, and the error is the same.
+
 Both directions read the codes as they are stored; no dequantised weight is ever made. The backward makes one transposed copy
 of the codes, since the hardware wants both factors contiguous along the sum. Rounding and transposing are kernels of our own
 where Triton is there (`fp8_kernels`), and elsewhere PyTorch's operations, which take as long as the products gain.
@@ -136,12 +139,18 @@ def _rounded(x: Tensor, factors: Tensor | None = None) -> FP8Parts:
 def _rounded_by_parts(x: Tensor, factors: Tensor | None) -> FP8Parts:
     if factors is not None:
         x = torch.mul(x, factors.t(), out=torch.empty_like(x))  # in fp32, rounded once to x's dtype
-    return fp8.quantize(x)
+    codes, scale = fp8.empty_parts(*x.shape, x.device)
+    if len(x):
+        scale = fp8.scales_of(x)
+        for part, some, inverse in fp8.in_cache(codes, x, scale.reciprocal()):
+            torch.mul(some, inverse, out=part)  # in fp32, rounded once
+    return FP8Parts(codes, scale)
 
 
 def _rounded_by_kernel(kernels: ModuleType, x: Tensor, factors: Tensor | None) -> FP8Parts:
-    scale = _blocks(x.shape[0], x.device)[: x.shape[0]]
-    return FP8Parts(kernels.quantised_rows(x, factors, scale), scale)
+    rows = x.shape[0]
+    scale = torch.empty(_in_blocks(rows), 1, device=x.device)
+    return FP8Parts(kernels.quantised_rows(x, factors, scale), scale[:rows])
 
 
 def _transposed(codes: Tensor) -> Tensor:
@@ -198,13 +207,7 @@ def _within_blocks(scale: Tensor) -> Tensor:
     rows = scale.shape[0]
     if scale.storage_offset() == 0 and scale.untyped_storage().nbytes() >= _in_blocks(rows) * scale.element_size():
         return scale
-    return _blocks(rows, scale.device)[:rows].copy_(scale)
-
-
-def _blocks(rows: int, device: torch.device) -> Tensor:
-    """Scales to be filled, fp32 [rows, 1], with rows of zeros to the end of a block."""
-    whole = _in_blocks(rows)
-    return (torch.empty if whole == rows else torch.zeros)(whole, 1, device=device)
+    return torch.zeros(_in_blocks(rows), 1, device=scale.device)[:rows].copy_(scale)
 
 
 def _in_blocks(rows: int) -> int:

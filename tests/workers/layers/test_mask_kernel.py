@@ -47,13 +47,14 @@ def test_no_other_module_has_a_kernel() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
                 found.add((path.stem, node.name))
-    of_fp8 = {("fp8_kernels", name) for name in ("_quantised", "_representable", "_turned")}
+    of_fp8 = {("fp8_kernels", name) for name in ("_quantised", "_representable", "_scaled", "_turned")}
     of_layers = {
         ("fused_kernels", f"_{name}") for name in ["normed", "normed_grad", "turned_heads", "rotated", "gated", "gated_grad"]
     }
     assert found == {
         ("mask_kernel", "_kept"),
         ("loss_kernel", "_cross_entropy"),
+        ("low_rank_kernel", "_added"),
         ("nf4_kernels", "_dequantised"),
         *of_fp8,
         *of_layers,

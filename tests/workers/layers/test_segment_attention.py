@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,22 @@ def test_a_fused_kernel_computes_packed_and_padded_rows(
     assert "ft_service::packed_attention" in called.names
     with fused_attention():
         assert_same(ours, written_out(*own, lengths, window, None, values), own)
+
+
+@pytest.mark.parametrize("values", [None, torch.tensor([-2.0, 0.0, 1.0, 5.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_fused_kernel_computes_the_same_bits_with_its_operators_and_without(rows: int, values: Tensor | None) -> None:
+    found: list[list[Tensor]] = []
+    for mode in (nullcontext(), Called()):
+        own = [tensor.detach().bfloat16().requires_grad_() for tensor in drawn(rows, sum(LENGTHS), 16)]
+        with fused_attention(), mode as called:
+            CURRENT.use(STARTS, STARTS, max(LENGTHS)) if rows == 1 else CURRENT.use(None, device=torch.device("cpu"))
+            out, _ = segment_attention(Layer(), *own, None, scaling=SCALE, s_aux=values)
+            found.append([out, *torch.autograd.grad(out, own, torch.ones_like(out))])
+        assert called is None or {"ft_service::packed_attention", "ft_service::packed_attention_grad"} <= called.names
+    for direct, by_operator in zip(*found, strict=True):
+        assert direct.shape == by_operator.shape
+        assert torch.equal(direct, by_operator)
 
 
 def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

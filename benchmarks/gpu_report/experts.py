@@ -1,0 +1,123 @@
+"""Tokens a second of models of experts, a few layers of what is published, next to the limit of matrix products and to PEFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_report.ceilings import synchronize, tflops_of
+from benchmarks.gpu_report.jobs import alone, built_once, losses_of, prepare, steps_alone, train_on, warnings_of
+from benchmarks.gpu_report.peft_speed import Stock, step_speed, steps
+from benchmarks.gpu_report.sections import Context
+from benchmarks.gpu_report.speed import STEPS, WARM_UP, rate_of, reset_peak
+from benchmarks.gpu_report.speed_job import Shape, job, shapes_of
+from ft_service.plan.job import plan_job
+from ft_service.plan.machines import MACHINES
+from ft_service.plan.speed import flops_per_token
+from ft_service.plan.weight_storage import adapters_of
+from ft_service.spec import JobSpec
+from tests.support.training.models import ATTENTION, leave_out_defaults, save_tiny, save_tokenizer
+from workers.describe import describe
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The shape of a published model, with fewer layers."""
+
+    family: str
+    layers: int
+    of_layers: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.layers} of {self.of_layers} layers"
+
+
+QWEN3_30B_A3B = Experts(
+    "qwen3_moe",
+    6,
+    48,
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+    },
+)
+GPT_OSS_20B = Experts("gpt_oss", 6, 24)
+"""Its sizes are transformers' defaults, but for the experts, of which the larger model has more."""
+GPT_OSS_20B.sizes.update(num_local_experts=32)
+SMALL = (Experts("qwen3_moe", 3, 3), Experts("gpt_oss", 2, 2))
+FORMATS = ("nf4", "bf16")
+
+
+def measure(context: Context) -> None:
+    for experts in SMALL if context.tiny else (QWEN3_30B_A3B, GPT_OSS_20B):
+        base = base_of(context, experts)
+        shape = shapes_of(context)[0]
+        with alone(), steps_alone(), built_once(reset_peak):
+            for stored in FORMATS:
+                count = WARM_UP + (2 if context.tiny else STEPS)
+                spec = job(context, shape, stored, count, base=base, target_modules=ATTENTION)
+                name = f"{experts.family}-{stored}"
+                context.rows.run(f"{experts}: {stored}", lambda s=spec, h=shape, n=name: speed(context, s, h, n))
+        context.rows.run(f"{experts}: PEFT on bf16", lambda b=base, h=shape: stock(context, b, h))
+
+
+def base_of(context: Context, experts: Experts) -> Path:
+    """The base's folder, of numbers from the device."""
+    folder = context.scratch / f"experts-{experts.family}"
+    if context.tiny:
+        save_tiny(experts.family, folder, vocab_size=512)
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(experts.family, num_hidden_layers=experts.layers, **experts.sizes)
+        with context.place:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        leave_out_defaults(folder)
+        del model
+        reset_peak()
+    save_tokenizer(folder)
+    return folder
+
+
+def speed(context: Context, spec: JobSpec, shape: Shape, name: str) -> dict[str, Any]:
+    run = prepare(context.scratch / "runs" / name, spec)
+    train_on(context.place, run)
+    synchronize()
+    planned = plan_job(describe(spec.model.path), spec, MACHINES["H200"]).rank.total
+    found = figures(context, spec, rate_of(run), shape) | {"planned_gib": planned / 2**30}
+    if context.on_gpu:
+        found |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return found | {"loss": losses_of(run)[-1], "note": warnings_of(run)}
+
+
+def figures(context: Context, spec: JobSpec, tokens_per_second: float, shape: Shape) -> dict[str, Any]:
+    base = describe(spec.model.path)
+    work = flops_per_token(base, adapters_of(base, spec), round(shape.length), checkpointed=False)
+    found = {"tokens_per_s": tokens_per_second, "tflops": work * tokens_per_second / 1e12}
+    ceiling = tflops_of(context)
+    return found | ({"share_of_limit": found["tflops"] / ceiling} if ceiling else {})
+
+
+def stock(context: Context, base: Path, shape: Shape) -> dict[str, Any]:
+    """transformers' own experts in bf16, and PEFT's adapters on attention."""
+    spec = job(context, shape, "bf16", 1, base=base, target_modules=ATTENTION)
+    model = Stock(context.device, base, vocabulary=512, target_modules=ATTENTION, quantised=False)
+    try:
+        tokens_per_second, others = step_speed(context, steps(model)(shape), shape)
+    except torch.OutOfMemoryError:  # as its users would
+        tokens_per_second, others = step_speed(context, steps(replace(model, checkpointed=True))(shape), shape)
+        others |= {"checkpointed": True}
+    return figures(context, spec, tokens_per_second, shape) | others

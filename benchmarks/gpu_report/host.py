@@ -1,0 +1,102 @@
+"""Time of the host to launch what a layer is made of: each alone, on so few tokens that the device is never waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_report.ceilings import synchronize
+from benchmarks.gpu_report.sections import Context
+from benchmarks.gpu_report.speed_job import RANK
+from workers.layers import fused, packed_attention
+from workers.layers.linear import _Call, products
+from workers.layers.scored_attention import AttentionPattern
+from workers.quant import fp8_products
+from workers.quant.frozen_linear import PLAIN
+from workers.quant.weights import FP8Weight, NF4Weight
+
+TOKENS, WIDTH = 64, 256
+CALLS = 100
+
+
+def measure(context: Context) -> None:
+    device = context.place
+    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {"a sum": lambda: x + x, "a product": lambda: x @ x.t()}
+    calls |= products_of(device, x)
+    if context.on_gpu:
+        calls |= kernels_of(device, x)
+    for name, act in calls.items():
+        context.rows.run(name, partial(host_time, act))
+
+
+def host_time(act: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of the host a call, the median of five rounds."""
+    rounds: list[float] = []
+    for _ in range(6):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            act()
+        rounds.append(time.perf_counter() - began)
+    return {"microseconds": 1e6 * sorted(rounds[1:])[2] / CALLS}
+
+
+def products_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]:
+    """A layer with its adapter, and three with one input, in each format."""
+    a, b = (nn.Parameter(torch.randn(shape, device=device)) for shape in ((RANK, WIDTH), (WIDTH, RANK)))
+    weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+    stored: dict[str, tuple[str, list[Tensor]]] = {"bf16": (PLAIN, [weight])}
+    stored["nf4"] = "nf4", list(NF4Weight.quantize(weight).parts)
+    if fp8_products.why_not(torch.bfloat16, device) is None:
+        stored["fp8"] = FP8Weight.IN_FP8.name, list(FP8Weight.quantize(weight).parts)
+    found: dict[str, Callable[[], Any]] = {}
+    given = x[None].clone().requires_grad_()
+    for name, (format_name, parts) in stored.items():
+        one = _Call(format_name, WIDTH, 2.0, len(parts), None, 0.0), (a, b, None, *parts)
+        for count in (1, 3):
+            what = f"{name}: {'an adapted layer' if count == 1 else 'three of one input'}"
+            found[what] = partial(products, given, [one] * count)
+            found[f"{what}, and backward"] = partial(both, partial(products, given, [one] * count), [given, a, b])
+    return found
+
+
+def kernels_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]:
+    by = fused.kernels(device)
+    rows = x[None].clone().requires_grad_()
+    factor = torch.ones(WIDTH, device=device, dtype=torch.bfloat16)
+    heads = [torch.randn(1, 2, TOKENS, 128, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    angles = [torch.randn(1, TOKENS, 128, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    starts, pattern = torch.tensor([0, TOKENS], dtype=torch.int32, device=device), AttentionPattern(0.1)
+    found: dict[str, tuple[Callable[[], Any], list[Tensor]]] = {
+        "a norm": (lambda: fused.FusedNorm.apply(rows, factor, 1e-6, fused.Form.ROUNDED, by), [rows]),
+        "a SwiGLU": (lambda: fused.FusedGate.apply(rows, rows, by), [rows]),
+        "rotary positions": (lambda: fused.FusedRotation.apply(heads[0], heads[1], *angles, by), heads[:2]),
+        "attention": (lambda: packed_attention.attend_packed(*heads, starts, TOKENS, pattern), heads),
+    }
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, (act, inputs) in found.items():
+        calls[name] = act
+        calls[f"{name}, and backward"] = partial(both, act, inputs)
+    nf4, fp8 = NF4Weight.quantize(x), FP8Weight.quantize(x)
+    calls["nf4 dequantised"] = lambda: nf4.dequantize(torch.bfloat16)
+    if fp8_products.why_not(torch.bfloat16, device) is None:
+        codes, rounded = fp8.parts[0], fp8_products._rounded(x)
+        ones = fp8_products.ones(TOKENS, device)
+        calls["rounded to FP8"] = lambda: fp8_products._rounded(x)
+        calls["FP8 codes transposed"] = lambda: fp8_products._transposed(codes)
+        calls["a product in FP8"] = lambda: fp8_products._product(
+            rounded, codes.t(), ones, x.shape[:1], torch.bfloat16, use_fast_accum=True
+        )
+    return calls
+
+
+def both(act: Callable[[], Any], inputs: list[Tensor]) -> None:
+    made = act()
+    made = list(made) if isinstance(made, tuple) else [made]
+    torch.autograd.grad(made, inputs, [torch.empty_like(tensor) for tensor in made])

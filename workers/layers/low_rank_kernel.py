@@ -1,0 +1,70 @@
+"""Adding a product of low rank to what is there as one kernel for CUDA in Triton; import it only there, as `mask_kernel`.
+
+It reads and writes the sum once, at the speed of memory. The library's product with so short a sum reaches half of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from workers.quant.gpu_kernels import AS_WRITTEN
+
+_HEIGHT, _WIDTH = 32, 256
+"""Of a program's part of the sum."""
+_LEAST_RANK = 16
+"""Of a product on tensor cores; what is missing is zeros."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _added(
+    y,
+    one,
+    two,
+    left,
+    right,
+    rows,
+    cols,
+    rank,
+    left_stride,
+    right_stride,
+    column_stride,
+    scale,
+    more: tl.constexpr,
+    depth: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    row = (tl.program_id(1) * height + tl.arange(0, height)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * width + tl.arange(0, width))[None, :]
+    step = tl.arange(0, depth)
+    factor = tl.load(left + row * left_stride + step[None, :], mask=(row < rows) & (step < rank)[None, :], other=0)
+    other = right + step[:, None] * right_stride + column * column_stride
+    total = tl.dot(factor, tl.load(other, mask=(step < rank)[:, None] & (column < cols), other=0)) * scale
+    at, there = row * cols + column, (row < rows) & (column < cols)
+    total += tl.load(y + at, mask=there, other=0).to(tl.float32)
+    if more > 0:
+        total += tl.load(one + at, mask=there, other=0).to(tl.float32)
+    if more > 1:
+        total += tl.load(two + at, mask=there, other=0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=there)
+
+
+def added(y: Tensor, left: Tensor, right: Tensor, scale: float, more: Sequence[Tensor]) -> None:
+    """Add left [rows, r] times right [r, cols] · scale, and up to two tensors more, to y [rows, cols], rounded once.
+
+    y and the two: contiguous; the rows of `left` too; `right` or its transpose.
+    """
+    rows, cols = y.shape
+    if not y.numel():
+        return
+    grid = (triton.cdiv(cols, _WIDTH), triton.cdiv(rows, _HEIGHT))
+    one, two = (*more, y, y)[:2]
+    sizes = rows, cols, right.shape[0], left.stride(0), right.stride(0), right.stride(1), scale
+    depth = max(_LEAST_RANK, triton.next_power_of_2(right.shape[0]))
+    _added[grid](  # pyright: ignore[reportIndexIssue]
+        y, one, two, left, right, *sizes, more=len(more), depth=depth, height=_HEIGHT, width=_WIDTH, num_warps=8, **AS_WRITTEN
+    )  # fmt: skip

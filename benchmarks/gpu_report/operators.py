@@ -19,7 +19,7 @@ from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY, log_normal
 from ft_service.plan.memory import chunk_rows
-from workers.layers import fused, packed_attention
+from workers.layers import fused, low_rank, packed_attention
 from workers.layers.scored_attention import AttentionPattern
 from workers.model import head
 from workers.quant import fp8_products, nf4
@@ -65,6 +65,8 @@ def _products(context: Context, device: torch.device, tokens: int, rows: int, co
     timed("B's product alone", lambda: torch.mm(down, b), moved=grad.nbytes)
     timed("B's product added to what is there", lambda: y.addmm_(down, b), moved=2 * grad.nbytes)
     timed("A's gradient", lambda: down.t() @ x, moved=x.nbytes)
+    if context.on_gpu and low_rank.takes(y, RANK):
+        timed("B's product added to what is there by our kernel", lambda: low_rank.add(y, down, b), moved=2 * grad.nbytes)
     parts = nf4.quantize(weight)
     timed("nf4 dequantised", lambda: nf4.dequantize(parts, cols, torch.bfloat16), moved=2.516 * rows * cols)
     timed("nf4 by bitsandbytes", lambda: nf4._dequantize_by_parts(parts, cols, torch.bfloat16), moved=2.516 * rows * cols)

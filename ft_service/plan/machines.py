@@ -17,9 +17,10 @@ from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count, memory_bytes, torch_build, wsl_models
 from ft_service.spec import JobSpec
 
-EFFICIENCY = 0.45
-"""Share of the data sheet's matrix products that LoRA training reaches: 12.5 to 14.9 thousand tokens/s of an 8B model at 31.9
-GFLOP a token on an H100 (NeMo AutoModel's performance summary; LoRAFusion, arXiv 2510.00206) are 40 to 48 % of its 989."""
+EFFICIENCY = 0.48
+"""Share of the data sheet's matrix products that training reaches in bf16: an 8B model trained with 482 TFLOP/s on an H200,
+49 % of its 989 (benchmarks/README.md). Published rates on an H100 are 40 to 48 % (NeMo AutoModel's performance summary;
+LoRAFusion, arXiv 2510.00206)."""
 LINK_EFFICIENCY = 0.8
 USABLE = 0.94
 """Share of the memory that tensors can have: the CUDA context and gaps between blocks take the rest."""

@@ -278,17 +278,21 @@ def _dequantised(job: ShardedJob, machine: Machine) -> int:
     return max(map(at_a_time, job.quantised), default=0)
 
 
+def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
+    """Frozen weights whose products are in FP8. A GPU without figures is taken for one that multiplies it."""
+    precision = job.spec.precision
+    knows = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
+    if not knows or precision.fp8_products != "auto" or precision.compute != "bf16":
+        return []
+    return [stored for stored in job.frozen if stored.format == "fp8"]
+
+
 def _product_workspace(job: ShardedJob, machine: Machine) -> int:
     """Bytes per token that the backward of a layer's last product needs in addition to its result: with dropout a mask and the
     input without what is dropped; for an FP8 product its gradient, scaled and rounded, and the last input that was rounded.
-
-    A GPU without figures is taken for one that multiplies FP8.
     """
-    precision = job.spec.precision
-    multiplied = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
-    in_fp8 = multiplied and precision.fp8_products == "auto" and precision.compute == "bf16"
-    rounded = max((s.weight.numel_of_row for s in job.frozen if in_fp8 and s.format == "fp8"), default=0)
+    rounded = max((s.weight.numel_of_row for s in multiplied_in_fp8(job, machine)), default=0)
     return (1 + job.compute_bytes) * dropped + (FP8_BACKWARD_BYTES * job.base.dimensions.hidden + rounded if rounded else 0)
 
 

@@ -21,7 +21,7 @@ from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
 from workers.data.batches import collate
 from workers.job.training_state import JobState
-from workers.layers import dropout, fused, packed_attention
+from workers.layers import dropout, fused, low_rank, packed_attention
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import build
@@ -65,7 +65,15 @@ def peak_of_two_steps(spec: JobSpec) -> int:
     built = build(spec, device)
     checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r)
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
-    for kernels in (fused, packed_attention, head, nf4, fp8_products, dropout):  # compared with others before a job begins
+    for kernels in (
+        fused,
+        packed_attention,
+        head,
+        nf4,
+        fp8_products,
+        low_rank,
+        dropout,
+    ):  # compared with others before a job begins
         kernels.kernel_fault(device)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import adapter, supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.layers import dropout, fused, packed_attention
+from workers.layers import dropout, fused, low_rank, packed_attention
 from workers.model import head
 from workers.quant import fp8, grouped_linear, nf4
 from workers.quant.fp8_products import kernel_fault, why_not
@@ -46,6 +47,10 @@ def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
 @pytest.mark.parametrize("kernels", [fused, packed_attention, head], ids=["layers", "attention", "loss"])
 def test_kernels_compute_what_they_are_compared_with(kernels: Any) -> None:
     assert kernels.kernel_fault(torch.device("cuda", 0)) is None
+
+
+def test_adapters_parts_are_added_as_by_separate_operations() -> None:
+    low_rank.assert_same_sums(importlib.import_module("workers.layers.low_rank_kernel"), torch.device("cuda", 0))
 
 
 def test_linear_forward_and_backward_on_cuda() -> None:

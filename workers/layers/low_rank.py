@@ -53,6 +53,17 @@ def add(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: Sequen
 
 def _compare(kernels: Any, device: torch.device) -> None:
     """Raise AssertionError if the kernel comes to other sums, or is slower than the library on an input of a large layer."""
+    assert_same_sums(kernels, device)
+    if device.type == "cuda":
+        rows, cols, rank = _TIMED
+        shapes = (rows, cols), (rows, rank), (cols, rank)
+        y, left, right = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+        by_kernel = functools.partial(kernels.added, y, left, right.t(), 1.0, ())
+        gpu_kernels.assert_faster(by_kernel, functools.partial(y.addmm_, left, right.t()), device)
+
+
+def assert_same_sums(kernels: Any, device: torch.device) -> None:
+    """Raise AssertionError if the kernel comes to other sums than separate operations."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -66,9 +77,3 @@ def _compare(kernels: Any, device: torch.device) -> None:
             kernels.added(found, left, right, 0.5, more)
             apart = (found.float() - expected).abs() - 2**-8 * expected.abs()
             assert float(apart.max()) < 1e-3, f"it comes to other sums ({rows} x {cols}, rank {rank})"
-    if device.type == "cuda":
-        rows, cols, rank = _TIMED
-        shapes = (rows, cols), (rows, rank), (cols, rank)
-        y, left, right = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
-        by_kernel = functools.partial(kernels.added, y, left, right.t(), 1.0, ())
-        gpu_kernels.assert_faster(by_kernel, functools.partial(y.addmm_, left, right.t()), device)

@@ -218,7 +218,7 @@ class Preview:
         self._refuse(late, stepped_aside("The preview is busy with another base."))
 
     def _why_end(self, process: PreviewProcess, now: float) -> str | None:
-        """Why to end the process, for clients whose answers end with it; empty: it is idle. None: it stays."""
+        """Why to end the process, for clients whose answers end with it; empty: nobody asks it. None: it stays."""
         if process.has_ended:
             return "The preview's process has ended before its answer: ask again."
         if process.leaving is not None and (not process.tickets or now >= process.leaving):
@@ -229,7 +229,7 @@ class Preview:
             if not process.tickets and now - self._looked_at > LOOK_SECONDS:
                 self._looked_at = now
                 if self._store.leases.free_slots(self._host, self._slots):
-                    return "A slot is free: ask again, and the preview answers there."
+                    return ""  # whoever asks next is answered there
         idle = not process.tickets and not self._waiting and now - process.used_at > lasts
         return "" if idle else None
 
@@ -332,10 +332,12 @@ class Preview:
             ticket.deliver(as_part(error))
 
     def _end(self, why: str) -> None:
+        """End the process, and tell `why` to those whom it was answering; empty: only if there is nobody."""
         with self._guard:
             process = self._process
-        if process is None:
-            return
+            if process is None or (not why and process.tickets):
+                return
+            process.ending = True  # until it is gone, requests wait for the next
         process.end()
         with self._guard:
             self._process, self._used_at = None, process.used_at

@@ -71,6 +71,8 @@ class PreviewProcess:
         """Log-probabilities of jobs' probes (rundir/evaluations.py) that are not judged yet."""
         self.leaving: float | None = None
         """Latest time of its end, once a job needs its slot."""
+        self.ending = False
+        """Whether it is being ended, and answers nobody any more."""
         self._loads = 0
         self._jobs: dict[str, Job] = {}
         """Folder of an adapter → job."""
@@ -98,8 +100,8 @@ class PreviewProcess:
         self._write({"op": "base", "load": self._loads, **wanted})
 
     def fits(self, ticket: Ticket) -> bool:
-        """Whether it holds the base that a request needs."""
-        held = self.served
+        """Whether it holds the base that a request needs, and is not being ended."""
+        held = self.served if not self.ending else None
         return held is not None and (held == ticket.served or (ticket.served is None and held.path == ticket.path))
 
     def ask(self, ticket: Ticket) -> None:

@@ -306,6 +306,27 @@ def test_beside_training_the_processor_answers_whoever_asks_for_that(
     assert os.getpriority(os.PRIO_PROCESS, preview.pid or 0) == os.getpriority(os.PRIO_PROCESS, 0), "it has a slot of its own"
 
 
+def test_a_request_that_arrives_while_the_process_is_being_ended_waits_for_the_next(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preview = make(preview_idle_seconds=0.05)
+    ends, may_end, stock = threading.Event(), threading.Event(), PreviewProcess.end
+
+    def held(process: PreviewProcess) -> None:
+        ends.set()
+        may_end.wait(30)
+        stock(process)
+
+    monkeypatch.setattr(PreviewProcess, "end", held)
+    assert Answer(preview).text() == "a bf16 None"
+    first = preview.pid
+    assert ends.wait(30), "it is idle"
+    asked = Answer(preview)
+    may_end.set()
+    assert asked.text() == "a bf16 None"
+    assert preview.pid != first or not alive(first)
+
+
 def test_beside_training_no_base_takes_more_than_half_of_the_free_memory(
     make: Make, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def kernels_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]:
         "a norm": (lambda: fused.FusedNorm.apply(rows, factor, 1e-6, fused.Form.ROUNDED, by), [rows]),
         "a SwiGLU": (lambda: fused.FusedGate.apply(rows, rows, by), [rows]),
         "rotary positions": (lambda: fused.FusedRotation.apply(heads[0], heads[1], *angles, by), heads[:2]),
-        "attention": (lambda: packed_attention.attend_packed(*heads, starts, TOKENS, pattern), heads),
+        "attention": (partial(packed_attention.attend_packed, *heads, starts=starts, longest=TOKENS, pattern=pattern), heads),
     }
     calls: dict[str, Callable[[], Any]] = {}
     for name, (act, inputs) in found.items():

@@ -79,9 +79,9 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.sizes = query.shape[0], query.shape[2]
         ctx.rest = longest, scale, window
-        own = [joined(tensor) for tensor in (query, key, value)]
-        out, sums = _attended(*own, sinks, starts, longest, scale, window)
-        ctx.save_for_backward(*own, out, sums, starts)
+        query, key, value = (joined(tensor) for tensor in (query, key, value))
+        out, sums = _attended(query, key, value, sinks, starts, longest, scale, window)
+        ctx.save_for_backward(query, key, value, out, sums, starts)
         return out.unflatten(0, ctx.sizes)
 
     @staticmethod

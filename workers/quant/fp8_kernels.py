@@ -65,10 +65,10 @@ def _quantised(
     codes += row * width
     column = tl.arange(0, block)
     # Magnitudes are compared as whole numbers, which they are in order of: NaN is above all of them, and stays.
-    highest = tl.zeros([block], dtype=tl.int32)
-    for step in tl.static_range(steps):
-        at = step * block + column
-        value = _scaled(x, factors, at, width, scaled)
+    value = _scaled(x, factors, column, width, scaled)
+    highest = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    for step in tl.static_range(1, steps):
+        value = _scaled(x, factors, step * block + column, width, scaled)
         highest = tl.maximum(highest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(highest, axis=0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, largest_code).to(tl.bfloat16).to(tl.float32)

@@ -139,8 +139,9 @@ def _rounded(x: Tensor, factors: Tensor | None = None) -> FP8Parts:
 def _rounded_by_parts(x: Tensor, factors: Tensor | None) -> FP8Parts:
     if factors is not None:
         x = torch.mul(x, factors.t(), out=torch.empty_like(x))  # in fp32, rounded once to x's dtype
-    codes, scale = fp8.empty_parts(*x.shape, x.device)
-    if len(x):
+    rows, cols = x.shape
+    codes, scale = fp8.empty_parts(rows, cols, x.device)
+    if rows:
         scale = fp8.scales_of(x)
         for part, some, inverse in fp8.in_cache(codes, x, scale.reciprocal()):
             torch.mul(some, inverse, out=part)  # in fp32, rounded once

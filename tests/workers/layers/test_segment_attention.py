@@ -250,7 +250,7 @@ def test_the_fused_kernel_computes_the_same_bits_with_its_operators_and_without(
         own = [tensor.detach().bfloat16().requires_grad_() for tensor in drawn(rows, sum(LENGTHS), 16)]
         with fused_attention(), mode as called:
             CURRENT.use(STARTS, STARTS, max(LENGTHS)) if rows == 1 else CURRENT.use(None, device=torch.device("cpu"))
-            out, _ = segment_attention(Layer(), *own, None, scaling=SCALE, s_aux=values)
+            out, _ = segment_attention(Layer(), own[0], own[1], own[2], None, scaling=SCALE, s_aux=values)
             found.append([out, *torch.autograd.grad(out, own, torch.ones_like(out))])
         assert called is None or {"ft_service::packed_attention", "ft_service::packed_attention_grad"} <= called.names
     for direct, by_operator in zip(*found, strict=True):

@@ -1,31 +1,35 @@
-"""Programs that run beside Triton without a GPU, each in a process of its own: its interpreter is chosen on its import."""
+"""Programs that run beside Triton without a GPU, each in a process of its own, since its interpreter is chosen on its import:
+forked, as ranks are, from one that has imported the rest."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.ranks import run_on_ranks
+
 TRITON = Path(sys.prefix, "triton")
 """Where `make test` puts Triton if PyTorch has brought none."""
 
 
 def run_with_triton(program: str, folder: Path, *arguments: str, **environment: str) -> None:
-    """Run a program to its end. Raises AssertionError with what it wrote, or skips the test. `folder`: for what is compiled."""
+    """Run a program to its end. Raises AssertionError with its traceback, or skips the test. `folder`: for what is compiled."""
     if importlib.util.find_spec("triton") is None and not (TRITON / "triton").is_dir():
         pytest.skip("Triton is not installed")
-    paths = os.pathsep.join([str(ROOT), str(TRITON)])
-    variables = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_on_ranks(_run, 1, program, list(arguments), {"TRITON_CACHE_DIR": str(folder), **environment})
+
+
+def _run(rank: int, world: int, program: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """In a process that has imported PyTorch and the workers, and is to import Triton."""
+    os.environ.update(environment)
+    sys.path.append(str(TRITON))
+    sys.argv[1:] = arguments
+    exec(compile(program, "<a program beside Triton>", "exec"), {"__name__": "__main__"})
 
 
 def correct_casts(*, by_way_of_fp16: bool) -> None:

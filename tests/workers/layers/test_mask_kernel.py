@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.support.triton_programs import ROOT, run_with_triton
+from tests.support.triton_programs import run_with_triton
 
+ROOT = Path(__file__).parents[3]
 COMPILES = """
 import sys
 import triton

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_report.ceilings import synchronize, tflops_of
-from benchmarks.gpu_report.jobs import alone, built_once, losses_of, prepare, steps_alone, train_on, warnings_of
+from benchmarks.gpu_report.jobs import alone, built_once, steps_alone
 from benchmarks.gpu_report.peft_speed import Stock, step_speed, steps
 from benchmarks.gpu_report.sections import Context
-from benchmarks.gpu_report.speed import STEPS, WARM_UP, rate_of, reset_peak
+from benchmarks.gpu_report.speed import STEPS, WARM_UP, figures, reset_peak, speed
 from benchmarks.gpu_report.speed_job import Shape, job, shapes_of
-from ft_service.plan.job import plan_job
-from ft_service.plan.machines import MACHINES
 from ft_service.plan.speed import flops_per_token
 from ft_service.plan.weight_storage import adapters_of
 from ft_service.spec import JobSpec
@@ -53,9 +50,8 @@ QWEN3_30B_A3B = Experts(
         "vocab_size": 151_936,
     },
 )
-GPT_OSS_20B = Experts("gpt_oss", 6, 24)
-"""Its sizes are transformers' defaults, but for the experts, of which the larger model has more."""
-GPT_OSS_20B.sizes.update(num_local_experts=32)
+GPT_OSS_20B = Experts("gpt_oss", 6, 24, {"num_local_experts": 32})
+"""Its other sizes are transformers' defaults."""
 SMALL = (Experts("qwen3_moe", 3, 3), Experts("gpt_oss", 2, 2))
 FORMATS = ("nf4", "bf16")
 
@@ -69,7 +65,8 @@ def measure(context: Context) -> None:
                 count = WARM_UP + (2 if context.tiny else STEPS)
                 spec = job(context, shape, stored, count, base=base, target_modules=ATTENTION)
                 name = f"{experts.family}-{stored}"
-                context.rows.run(f"{experts}: {stored}", lambda s=spec, h=shape, n=name: speed(context, s, h, n))
+                work = work_of(spec, shape)
+                context.rows.run(f"{experts}: {stored}", lambda s=spec, w=work, n=name: speed(context, s, w, n))
         context.rows.run(f"{experts}: PEFT on bf16", lambda b=base, h=shape: stock(context, b, h))
 
 
@@ -92,23 +89,10 @@ def base_of(context: Context, experts: Experts) -> Path:
     return folder
 
 
-def speed(context: Context, spec: JobSpec, shape: Shape, name: str) -> dict[str, Any]:
-    run = prepare(context.scratch / "runs" / name, spec)
-    train_on(context.place, run)
-    synchronize()
-    planned = plan_job(describe(spec.model.path), spec, MACHINES["H200"]).rank.total
-    found = figures(context, spec, rate_of(run), shape) | {"planned_gib": planned / 2**30}
-    if context.on_gpu:
-        found |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-    return found | {"loss": losses_of(run)[-1], "note": warnings_of(run)}
-
-
-def figures(context: Context, spec: JobSpec, tokens_per_second: float, shape: Shape) -> dict[str, Any]:
+def work_of(spec: JobSpec, shape: Shape) -> float:
+    """FLOP a token, by the plan."""
     base = describe(spec.model.path)
-    work = flops_per_token(base, adapters_of(base, spec), round(shape.length), checkpointed=False)
-    found = {"tokens_per_s": tokens_per_second, "tflops": work * tokens_per_second / 1e12}
-    ceiling = tflops_of(context)
-    return found | ({"share_of_limit": found["tflops"] / ceiling} if ceiling else {})
+    return flops_per_token(base, adapters_of(base, spec), round(shape.length), checkpointed=False)
 
 
 def stock(context: Context, base: Path, shape: Shape) -> dict[str, Any]:
@@ -120,4 +104,4 @@ def stock(context: Context, base: Path, shape: Shape) -> dict[str, Any]:
     except torch.OutOfMemoryError:  # as its users would
         tokens_per_second, others = step_speed(context, steps(replace(model, checkpointed=True))(shape), shape)
         others |= {"checkpointed": True}
-    return figures(context, spec, tokens_per_second, shape) | others
+    return figures(context, tokens_per_second, work_of(spec, shape)) | others

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_report.ceilings import synchronize
 from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
-from benchmarks.gpu_report.speed import STEPS, WARM_UP, figures
+from benchmarks.gpu_report.speed import STEPS, WARM_UP, figures, work_of
 from benchmarks.gpu_report.speed_job import RANK, Shape, base_of, llama_of, shapes_of
 
 
@@ -39,7 +39,7 @@ def measure(context: Context) -> None:
 
 def speed(context: Context, step: Callable[[], float], shape: Shape) -> dict[str, Any]:
     tokens_per_second, others = step_speed(context, step, shape)
-    return figures(context, tokens_per_second, shape) | others
+    return figures(context, tokens_per_second, work_of(context, shape)) | others
 
 
 def step_speed(context: Context, step: Callable[[], float], shape: Shape) -> tuple[float, dict[str, Any]]:

@@ -26,7 +26,6 @@ STEPS = 8
 
 def measure(context: Context, precision: str, how: str) -> None:
     """`how`: eager or compiled."""
-    device = context.place
     if context.tiny and how == "compiled" and not context.on_gpu:
         context.rows.add("-", "skipped", "compiling takes minutes on a processor; not in the smallest form")
         return
@@ -34,7 +33,8 @@ def measure(context: Context, precision: str, how: str) -> None:
         for shape in shapes_of(context):
             spec = job(context, shape, precision, WARM_UP + (2 if context.tiny else STEPS), compiled=how == "compiled")
             name = f"{precision}-{how}-{shape.tokens}"
-            context.rows.run(f"{precision}, {how}, {shape}", lambda s=spec, n=name, h=shape: speed(context, s, h, n, device))
+            work = work_of(context, shape)
+            context.rows.run(f"{precision}, {how}, {shape}", lambda s=spec, n=name, w=work: speed(context, s, w, n))
 
 
 def reset_peak() -> None:
@@ -44,11 +44,12 @@ def reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def speed(context: Context, spec: JobSpec, shape: Shape, name: str, device: torch.device) -> dict[str, Any]:
+def speed(context: Context, spec: JobSpec, work: float, name: str) -> dict[str, Any]:
+    """`work`: FLOP a token. `name`: of the run's folder."""
     run = prepare(context.scratch / "runs" / name, spec)
-    train_on(device, run)
+    train_on(context.place, run)
     synchronize()
-    found = figures(context, rate_of(run), shape)
+    found = figures(context, rate_of(run), work)
     planned = plan_job(describe(spec.model.path), spec, MACHINES["H200"]).rank.total
     if context.on_gpu:
         peak = torch.cuda.max_memory_allocated()
@@ -64,9 +65,13 @@ def rate_of(run: RunDir) -> float:
     return median((metrics.tokens or 0) / max(metrics.step_seconds or 0.0, 1e-9) for metrics in steps)
 
 
-def figures(context: Context, tokens_per_second: float, shape: Shape) -> dict[str, Any]:
-    """Tokens a second, and their share of what the measured matrix products allow."""
-    work = Work.of(llama_of(context), RANK).flops_per_token(shape.length)
+def work_of(context: Context, shape: Shape) -> float:
+    """FLOP a token of the 8B."""
+    return Work.of(llama_of(context), RANK).flops_per_token(shape.length)
+
+
+def figures(context: Context, tokens_per_second: float, work: float) -> dict[str, Any]:
+    """Tokens a second, and their share of what the measured matrix products allow. `work`: FLOP a token."""
     ceiling = tflops_of(context)
     found = {"tokens_per_s": tokens_per_second, "tflops": work * tokens_per_second / 1e12}
     found |= {f"limit_{name}": (MACHINES[name].flops or 0) / work for name in LIMITS}

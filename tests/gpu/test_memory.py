@@ -65,15 +65,8 @@ def peak_of_two_steps(spec: JobSpec) -> int:
     built = build(spec, device)
     checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r)
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
-    for kernels in (
-        fused,
-        packed_attention,
-        head,
-        nf4,
-        fp8_products,
-        low_rank,
-        dropout,
-    ):  # compared with others before a job begins
+    # Compared with others before a job begins.
+    for kernels in (fused, packed_attention, head, nf4, fp8_products, low_rank, dropout):
         kernels.kernel_fault(device)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)

@@ -278,7 +278,7 @@ def _input_grad(
             made = frozen_linear.product_grad(grad, own, call.stored_as, call.cols)
             if total is None:
                 total = made
-            elif a is not None and not added and low_rank.takes(made, len(a)):
+            elif a is not None and not added and len(more) < low_rank.MOST_MORE and low_rank.takes(made, len(a)):
                 more.append(made)
             else:
                 total.add_(made)

@@ -39,15 +39,14 @@ def takes(like: Tensor, rank: int) -> bool:
 
 
 def add(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: Sequence[Tensor] = ()) -> Tensor:
-    """Add left [rows, r] times right [r, cols] · scale, and tensors like y, to y [rows, cols], in place; return y."""
+    """Add left [rows, r] times right [r, cols] · scale, and up to `MOST_MORE` tensors like y, to y [rows, cols], in place, and
+    return y. All are of one dtype; the kernel takes bf16.
+    """
     if not takes(y, right.shape[0]) or not y.is_contiguous() or left.stride(1) != 1:
         for tensor in more:
             y.add_(tensor)
         return y.addmm_(left, right, alpha=scale)
-    for tensor in more[MOST_MORE:]:
-        y.add_(tensor)
-    own = [tensor.contiguous() for tensor in more[:MOST_MORE]]
-    _kernels(y.device)[0].added(y, left, right, scale, own)
+    _kernels(y.device)[0].added(y, left, right, scale, [tensor.contiguous() for tensor in more])
     return y
 
 

@@ -1,6 +1,7 @@
 """Adding a product of low rank to what is there as one kernel for CUDA in Triton; import it only there, as `mask_kernel`.
 
-It reads and writes the sum once, at the speed of memory. The library's product with so short a sum reaches half of that.
+It reads and writes the sum once, and is bound by memory. The library's product with so short a sum reached 2.3 of an H200's 4.2
+TB/s; what this one reaches is not measured yet, and `low_rank` uses it only on a GPU where it is faster.
 """
 
 from __future__ import annotations

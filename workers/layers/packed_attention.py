@@ -60,7 +60,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, lon
 
 
 class _Attention(torch.autograd.Function):
-    """The operators called directly, where neither a compiler nor a dispatch mode sees them (`frozen_linear`).
+    """What the operators compute, called directly, where neither a compiler nor a dispatch mode sees them (`frozen_linear`).
 
     Tensors are turned below autograd, which would keep a node for each time.
     """
@@ -91,8 +91,7 @@ class _Attention(torch.autograd.Function):
         return *(tensor.unflatten(0, ctx.sizes).transpose(1, 2) for tensor in found), None, None, None, None, None
 
 
-@torch.library.custom_op("ft_service::packed_attention", mutates_args=())
-def packed_attention(
+def _attended(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, starts: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value [tokens, groups, d], sinks [heads]
@@ -101,31 +100,9 @@ def packed_attention(
     starts: first token of each sample, and the end, int32 on the device; longest: tokens of the longest at most; window: keys
     that a query sees at most, 0 for all before it.
     """
-    return _attended(query, key, value, sinks, starts, longest, scale, window)
-
-
-def _attended(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, starts: Tensor, longest: int, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
     seen = _seen(window)
     out, sums, *_ = _kernel(query, key, value, starts, starts, longest, longest, 0.0, not window, False, scale=scale, **seen)
     return out, sums if sinks is None else add_sinks(out.transpose(0, 1), sums, sinks)
-
-
-@torch.library.custom_op("ft_service::packed_attention_grad", mutates_args=())
-def _grad_operator(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(grad, query, key, value, out, sums, starts, longest, scale, window)
 
 
 def _gradients(
@@ -140,10 +117,15 @@ def _gradients(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of query, key and value, in their shapes, from that of the output. `out`, `sums`: what `_attended` returned."""
     no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # not read
     given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
     with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))
+
+
+packed_attention = torch.library.custom_op("ft_service::packed_attention", _attended, mutates_args=())
+_grad_operator = torch.library.custom_op("ft_service::packed_attention_grad", _gradients, mutates_args=())
 
 
 class DeterministicAttention:

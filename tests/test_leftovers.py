@@ -44,7 +44,7 @@ def run(project: Path, modules: dict[str, str], options: tuple[str, ...]) -> sub
     return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("options", [(), PARALLEL], ids=["alone", "side-by-side"])
+@pytest.mark.parametrize("options", [(), pytest.param(PARALLEL, marks=pytest.mark.slow)], ids=["alone", "side-by-side"])
 def test_a_run_that_leaves_something_behind_has_failed(project: Path, options: tuple[str, ...]) -> None:
     ended = run(project, UNTIDY, options)
     process = re.search(r"^  process (\d+): sleep 600$", ended.stdout, re.MULTILINE)

@@ -167,6 +167,7 @@ def test_a_new_job_goes_on_from_the_old_tuned_model(client: openai.OpenAI, old: 
 # What continues --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_lost_attempt_is_followed_by_one_from_its_checkpoint(
     server: Server, client: openai.OpenAI, old: OldHome, hook: Receiver
 ) -> None:

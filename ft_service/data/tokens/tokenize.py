@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
@@ -25,6 +25,7 @@ from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, Recor
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
+from ft_service.data.tokens.patches.auto_tokenizer import AutoTokenizer
 from ft_service.data.tokens.render import render, render_bare, render_prompt, turn_ends, writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.sample_limits import SampleLimits, TimeUp

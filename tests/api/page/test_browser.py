@@ -377,6 +377,7 @@ def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
     assert driver.execute_script("return window.hacked") is None
 
 
+@pytest.mark.slow
 def test_all_of_it_by_keyboard(driver: webdriver.Chrome, place: Place) -> None:
     files = seed_files(place.settings, place.store, "default")
     sized(driver, 1400, "dark")

@@ -181,6 +181,7 @@ def engine_with_heartbeats_on_rank(rank: int, world: int, root: str) -> None:
     engine_on_rank(rank, world, root)
 
 
+@pytest.mark.slow
 def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path, tmp_path: Path) -> None:
     """Beside supervised training, and a second job of its kind, which gets each step when the one before is done."""
     own, spec, schedule = new_run(tmp_path / "own", base, 2)

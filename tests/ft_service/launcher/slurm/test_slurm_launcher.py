@@ -170,6 +170,7 @@ def test_an_attempt_that_an_operator_cancels_is_no_failure(tmp_path: Path, clust
     store.close()
 
 
+@pytest.mark.slow
 def test_a_preempted_attempt_stops_at_a_checkpoint_and_trains_on_later(tmp_path: Path, cluster: SlurmCluster) -> None:
     store = new_store(tmp_path)
     profile = profile_for(tmp_path, "event,checkpoint=4,wait/succeed", partition="all")
@@ -369,6 +370,7 @@ def slurm_server(folder: Path, models: Path, engine_jobs: int = 0) -> Server:
     )
 
 
+@pytest.mark.slow
 def test_two_jobs_share_an_engine_that_is_one_batch_job(
     tmp_path: Path, data: Path, models: Path, cluster: SlurmCluster
 ) -> None:

@@ -4,8 +4,8 @@ is one, else the preview on this host. Without either, the refusal says what to 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import nullcontext
+import asyncio
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from api.http.auth import Caller
+from api.http.closing_response import ClosingResponse
 from api.http.dependencies import JsonBody, Services, Svc, server_sent
 from api.http.routing import keyed_router
 from api.http.threads import in_thread, turn
@@ -24,6 +25,7 @@ from api.transfer import chat_answer, completion_answer
 from api.transfer.tar_stream import adapter_folder
 from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
+from ft_service.serving import server_samples
 from ft_service.serving.chat_request import parse_chat_completion
 from ft_service.serving.completion_request import parse_completion
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
@@ -48,7 +50,7 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
     the project's own or granted to it. With FT_INFERENCE_URL, that server answers; else the preview of this host does
     (FT_PREVIEW). Training has priority: while it holds the slots, the answer is a 503 with `retry-after`, unless `processor`
     (not in OpenAI's API) is true: then the processor computes the answer, slowly."""
-    tuned = await _model_of(body, caller, services, "/chat/completions")
+    tuned = await _model_of(request, body, caller, services, "/chat/completions")
     if isinstance(tuned, Response):
         return tuned
     assert services.preview is not None
@@ -64,7 +66,7 @@ async def create_completion(request: Request, body: JsonBody, caller: Caller, se
     """Continue a text, or its tokens, without a chat template, as one object; `echo` and `logprobs` give the log-probabilities
     of a prompt, by which evaluation harnesses compare answers. Models and servers as for chat completions; a stream only by
     FT_INFERENCE_URL."""
-    tuned = await _model_of(body, caller, services, "/completions")
+    tuned = await _model_of(request, body, caller, services, "/completions")
     if isinstance(tuned, Response):
         return tuned
     assert services.preview is not None
@@ -78,7 +80,9 @@ async def create_completion(request: Request, body: JsonBody, caller: Caller, se
     return await completion_answer.answer(request, completion, services.preview, submit)
 
 
-async def _model_of(body: Any, caller: Principal, services: Services, path: str) -> tuned_models.Tuned | Response | None:
+async def _model_of(
+    request: Request, body: Any, caller: Principal, services: Services, path: str
+) -> tuned_models.Tuned | Response | None:
     """Return the tuned model that the preview is to answer with, None for a base, or an inference server's answer."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
@@ -88,12 +92,24 @@ async def _model_of(body: Any, caller: Principal, services: Services, path: str)
         if "processor" in body:
             message = "processor: is for the preview, and an inference server answers here (FT_INFERENCE_URL). Leave it out."
             raise SpecError(message, param="processor", code="unsupported_parameter")
-        return await _proxied(services.settings, body, path)
+        if tuned is None:
+            _refuse_adapter_path(name)
+        return await _proxied(request, services.settings, body, path)
     if tuned is not None:  # an inference server may still serve one that was pruned
         await in_thread(tuned_models.refuse_pruned, tuned, services.places)
     if services.preview is None:
         raise _not_served(tuned)
     return tuned
+
+
+def _refuse_adapter_path(name: str) -> None:
+    """Raise NotFoundError for the name of something else that leads an inference server to an adapter of this service.
+
+    Servers take the name of an adapter for a path below FT_ADAPTERS: `./` and a tuned model's name finds that model too,
+    whoever owns it.
+    """
+    if any(is_tuned(part) or part.startswith(server_samples.PREFIX) for part in name.split("/")):
+        raise NotFoundError(f"There is no model {name!r}.", param="model", code="model_not_found")
 
 
 async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Services) -> Previewed:
@@ -176,7 +192,23 @@ def _not_served(tuned: tuned_models.Tuned | None) -> NotFoundError:
     return NotFoundError(message, param="model", code="model_not_served")
 
 
-async def _proxied(settings: Settings, body: Any, path: str) -> StreamingResponse:
+async def _proxied(request: Request, settings: Settings, body: Any, path: str) -> Response:
+    """Send a body to FT_INFERENCE_URL until there is an answer, or the caller has disconnected. Raises UnavailableError."""
+    forwarded = asyncio.create_task(_forward_to_any(settings, body, path))
+    try:
+        while not forwarded.done():
+            await asyncio.wait({forwarded}, timeout=chat_answer.GONE_POLL_SECONDS)
+            if not forwarded.done() and await request.is_disconnected():
+                return Response(status_code=chat_answer.DISCONNECTED)
+        return forwarded.result()
+    finally:
+        if not forwarded.done():
+            forwarded.cancel()
+            with suppress(asyncio.CancelledError, UnavailableError):
+                await forwarded
+
+
+async def _forward_to_any(settings: Settings, body: Any, path: str) -> ClosingResponse:
     """Send a body to a replica of FT_INFERENCE_URL with the server's key; the caller's key is never sent. If a replica does not
     answer, the next one gets the request. Raises UnavailableError.
     """
@@ -191,7 +223,7 @@ async def _proxied(settings: Settings, body: Any, path: str) -> StreamingRespons
     raise failure
 
 
-async def _forward(url: str, settings: Settings, body: Any) -> StreamingResponse:
+async def _forward(url: str, settings: Settings, body: Any) -> ClosingResponse:
     headers = {}
     if settings.inference_api_key:
         headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
@@ -205,13 +237,9 @@ async def _forward(url: str, settings: Settings, body: Any) -> StreamingResponse
             raise UnavailableError(f"The inference server (FT_INFERENCE_URL) does not answer: {error}.") from error
         raise
     kept = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
-    return StreamingResponse(_chunks(client, answer), status_code=answer.status_code, headers=kept)
 
-
-async def _chunks(client: httpx2.AsyncClient, answer: httpx2.Response) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in answer.aiter_bytes():
-            yield chunk
-    finally:
+    async def close() -> None:
         await answer.aclose()
         await client.aclose()
+
+    return ClosingResponse(answer.aiter_bytes(), close, status_code=answer.status_code, headers=kept)

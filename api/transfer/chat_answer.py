@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
+from api.http.closing_response import ClosingResponse
 from api.http.threads import in_thread
 from api.wire.error_views import error_body
 from ft_service.ids import new_id
 from ft_service.serving.chat_request import ChatCompletion
 from ft_service.serving.preview import Deliver, Preview, Ticket
 
-_GONE_POLL_SECONDS = 1.0
-"""Interval of the check whether the caller of an answer that is not streamed is still connected."""
+GONE_POLL_SECONDS = 1.0
+"""Interval of the check whether the caller of an answer that has not begun is still connected."""
 
 DISCONNECTED = 499
 """Status in the log of an answer whose caller has disconnected."""
@@ -45,7 +46,11 @@ async def answer(request: Request, completion: ChatCompletion, preview: Preview,
             shape.take(part)
             if completion.stream:  # the first part has come, so there will be an answer
                 streams = True
-                return StreamingResponse(_events(shape, parts, preview, ticket), media_type="text/event-stream")
+
+                async def close() -> None:
+                    preview.cancel(ticket)
+
+                return ClosingResponse(_events(shape, parts), close, media_type="text/event-stream")
         return JSONResponse(shape.whole())
     finally:
         if not streams:
@@ -84,7 +89,7 @@ async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
     """Return the next part; None if the caller has disconnected. Raises the error in a part that holds one."""
     while True:
         try:
-            part = await asyncio.wait_for(parts.get(), _GONE_POLL_SECONDS)
+            part = await asyncio.wait_for(parts.get(), GONE_POLL_SECONDS)
         except TimeoutError:
             if await request.is_disconnected():
                 return None
@@ -94,23 +99,20 @@ async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
         return part
 
 
-async def _events(shape: _Shape, parts: asyncio.Queue[Part], preview: Preview, ticket: Ticket) -> AsyncIterator[str]:
+async def _events(shape: _Shape, parts: asyncio.Queue[Part]) -> AsyncIterator[str]:
     """Yield server-sent events. An error is an event of its own, after which the stream ends without `[DONE]`."""
-    try:
-        for index in range(shape.request.n):
-            yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
-        while True:
-            part = await parts.get()
-            if part["kind"] == "error":
-                yield _event(error_body(part["error"]))
-                return
-            for chunk in shape.chunks(part):
-                yield _event(chunk)
-            if part["kind"] == "done":
-                yield "data: [DONE]\n\n"
-                return
-    finally:
-        preview.cancel(ticket)
+    for index in range(shape.request.n):
+        yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
+    while True:
+        part = await parts.get()
+        if part["kind"] == "error":
+            yield _event(error_body(part["error"]))
+            return
+        for chunk in shape.chunks(part):
+            yield _event(chunk)
+        if part["kind"] == "done":
+            yield "data: [DONE]\n\n"
+            return
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -120,10 +121,39 @@ def test_a_refusal_comes_back_as_it_is(client: openai.OpenAI, receiver: Receiver
 def test_only_models_that_the_caller_may_use_are_asked_for(service: Service, receiver: Receiver, tuned: str) -> None:
     service.store.projects.ensure_project("other", "rival")
     other = service.client(service.store.keys.create_key(project_id="other", name="k", scope="user")[1])
-    for name in (tuned, "ft:tiny:local::none"):
+    paths = (f"./{tuned}", f"//{tuned}", f"/adapters/{tuned}", f"x/../{tuned}/.", "ft-sampler-1", "./ft-sampler-1")
+    for name in (tuned, "ft:tiny:local::none", *paths):
         with pytest.raises(openai.NotFoundError):
             other.chat.completions.create(model=name, messages=MESSAGES)
     assert receiver.arrived.empty()
+
+
+def test_other_names_of_the_server_are_passed_on(client: openai.OpenAI, receiver: Receiver) -> None:
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    for name in ("meta-llama/Llama-3.1-8B", "/data/models/tiny"):
+        assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
+
+
+class TestWaiting:
+    @pytest.fixture
+    def listener(self) -> Iterator[socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            yield listener
+
+    @pytest.fixture
+    def configure(self, configure: dict[str, Any], listener: socket.socket) -> dict[str, Any]:
+        return configure | {"inference_url": f"http://127.0.0.1:{listener.getsockname()[1]}/v1"}
+
+    def test_a_server_no_longer_computes_what_nobody_waits_for(
+        self, service: Service, listener: socket.socket, tuned: str
+    ) -> None:
+        with pytest.raises(httpx2.ReadTimeout):
+            service.http("POST", "/v1/chat/completions", json={"model": tuned, "messages": MESSAGES}, timeout=0.5)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(20)
+            while connection.recv(65536):
+                pass  # until the service has closed it
 
 
 class TestAway:

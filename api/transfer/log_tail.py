@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +49,14 @@ def log_files(folder: Path | None, rank: int | None = None) -> dict[str, Path]:
 
 
 def tail(path: Path, lines: int) -> str:
-    """Return the last `lines` lines of a file, at most 1 MiB of it; bytes that are not UTF-8 are replaced."""
-    return "".join(_last_bytes(path).decode(errors="replace").splitlines(keepends=True)[-lines:])
+    """Return the last `lines` lines of a file, at most 1 MiB of it; nothing if it was removed. Bytes that are not UTF-8 are
+    replaced.
+    """
+    try:
+        body = _last_bytes(path, path.stat().st_size)
+    except FileNotFoundError:
+        return ""
+    return "".join(body.decode(errors="replace").splitlines(keepends=True)[-lines:])
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,15 @@ def sized(files: Mapping[str, Path]) -> tuple[LogFile, ...]:
 
 
 def beginnings(files: Sequence[LogFile], lines: int) -> dict[str, int]:
-    """Return source → the place where the last `lines` lines of a file begin, at most 1 MiB before its end."""
-    kept = {file: b"".join(_last_bytes(file.path).splitlines(keepends=True)[-lines:]) for file in files}
-    return {file.source: max(0, file.size - len(body)) for file, body in kept.items()}
+    """Return source → the place where the last `lines` lines of a file begin, at most 1 MiB before its end when it was listed;
+    files that were removed since are left out.
+    """
+    places = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            kept = b"".join(_last_bytes(file.path, file.size).splitlines(keepends=True)[-lines:])
+            places[file.source] = max(0, file.size - len(kept))
+    return places
 
 
 def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
@@ -97,7 +108,8 @@ def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
     return [line.removesuffix("\r") for line in lines], place + whole
 
 
-def _last_bytes(path: Path) -> bytes:
+def _last_bytes(path: Path, size: int) -> bytes:
+    """Return the last bytes, at most 1 MiB, of a file's first `size` ones: it may have grown since."""
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_BYTES))
-        return file.read(_MAX_BYTES)
+        file.seek(max(0, size - _MAX_BYTES))
+        return file.read(min(_MAX_BYTES, size))

@@ -266,7 +266,7 @@ def check_step(step: int, sums: BatchSums, grad_norm: float) -> None:
         )
     if sums.is_impossible:
         raise TrainingError(
-            f"At step {step} the loss of {sums.targets} target tokens was exactly 0, which no model reaches: "
-            "the weights are not what they should be.",
+            f"At step {step} the loss of {sums.targets} target tokens was exactly 0, although not all of them were "
+            "the likeliest: the weights are not what they should be.",
             code="zero_loss",
         )

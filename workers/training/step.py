@@ -50,8 +50,12 @@ class Sums:
 
     @property
     def is_impossible(self) -> bool:
-        """Whether no model comes to these numbers."""
-        return self.loss == 0 and self.targets > 0
+        """Whether no model comes to these numbers.
+
+        A sum of exactly 0 is none where each target is likelier than all other tokens by some 29 nats: in fp32 its probability
+        is 1 then, as a small batch of labels learned by heart may have it.
+        """
+        return self.loss == 0 and self.correct < self.targets
 
     @property
     def more(self) -> dict[str, float] | None:

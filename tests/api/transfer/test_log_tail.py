@@ -35,4 +35,10 @@ def test_the_last_lines_of_a_file_and_where_they_begin(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\ntw\xff\nthree\n")
     assert log_tail.tail(path, 2) == "tw\N{REPLACEMENT CHARACTER}\nthree\n"
-    assert log_tail.beginnings(log_tail.sized({"s": path, "gone": tmp_path / "gone"}), 2) == {"s": 4}
+    assert log_tail.tail(tmp_path / "gone", 2) == ""
+    listed = log_tail.sized({"s": path, "gone": tmp_path / "gone"})
+    assert log_tail.beginnings(listed, 2) == {"s": 4}
+    with path.open("a") as more:
+        more.write("four\nfive\nsix\n")
+    removed = log_tail.LogFile("removed", tmp_path / "removed", 9)
+    assert log_tail.beginnings([*listed, removed], 2) == {"s": 4}, "of what was there when it was listed"

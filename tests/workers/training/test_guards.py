@@ -96,7 +96,7 @@ def test_checksum_sees_positions_across_chunks(monkeypatch: pytest.MonkeyPatch) 
     [
         (Sums(float("nan"), 0, 4), 1.0, "step 9 the loss was not a finite number"),
         (Sums(2.0, 0, 4), float("inf"), "step 9 the gradient norm was not a finite number"),
-        (Sums(0.0, 4, 4), 1.0, "loss of 4 target tokens was exactly 0"),
+        (Sums(0.0, 3, 4), 1.0, "loss of 4 target tokens was exactly 0"),
     ],
 )
 def test_impossible_steps_are_refused(sums: Sums, norm: float, says: str) -> None:
@@ -107,6 +107,7 @@ def test_impossible_steps_are_refused(sums: Sums, norm: float, says: str) -> Non
 def test_possible_steps_pass() -> None:
     check_step(9, Sums(2.0, 0, 4), 1.0)
     check_step(9, Sums(0.0, 0, 0), 0.0)
+    check_step(9, Sums(0.0, 4, 4), 0.0)  # learned by heart
 
 
 def watch(rank: int, world: int, changes_on: list[int], learning_rate: float, changes_at: int) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -71,7 +72,8 @@ class Catalogue:
         for folder in self._folders:
             for name, path in _model_folders(folder, MAX_DEPTH):
                 if name not in usable and ((fault := _faults(folder, path)) is None or fault.endswith(_NEVER_READ)):
-                    usable[name] = _base(name, path)
+                    with suppress(FileNotFoundError):  # it has been removed
+                        usable[name] = _base(name, path)
         return [usable[name] for name in sorted(usable)]
 
     def list_aliases(self) -> list[tuple[str, Base]]:
@@ -94,7 +96,8 @@ class Catalogue:
             fault = _faults(folder, path)
             if fault and (to_train or not _has_config(path)):
                 raise self._not_found(f"{named}: {fault}.")
-            return _base(target, path)
+            with suppress(FileNotFoundError):  # it has been removed
+                return _base(target, path)
         raise self._not_found(f"{named}: there is no such base model.")
 
     def _may_be_tuned(self, base: Base) -> bool:
@@ -158,9 +161,9 @@ def _faults(folder: Path, path: Path) -> str | None:
     """The reason why a folder cannot be trained on; None: it can."""
     try:
         state, whole = path.stat(), folder.stat()
+        return _faults_of(folder, path, (state.st_dev, state.st_ino, state.st_mtime_ns), (whole.st_dev, whole.st_ino))
     except OSError as error:
         return f"the folder cannot be read: {error.strerror or error}"
-    return _faults_of(folder, path, (state.st_dev, state.st_ino, state.st_mtime_ns), (whole.st_dev, whole.st_ino))
 
 
 @lru_cache(maxsize=1024)

@@ -27,9 +27,7 @@ class EventAge:
     def running(self, attempt: Attempt) -> Running:
         """Return the observation of an attempt whose processes are alive."""
         known, since = self._segments.get(_key(attempt), (0, self._clock()))
-        count = known
-        while attempt.has_segment(count):
-            count += 1
+        count = _segments(attempt, known)
         if count != known:
             since = self._clock()
         self._segments[_key(attempt)] = (count, since)
@@ -37,6 +35,22 @@ class EventAge:
 
     def forget(self, attempt: Attempt) -> None:
         self._segments.pop(_key(attempt), None)
+
+
+def _segments(attempt: Attempt, known: int) -> int:
+    """Return the number of an attempt's segments, of which `known` are known. Each look may be a request to object storage, and
+    a restarted service knows none of thousands: the distance is doubled, then halved.
+    """
+    if not attempt.has_segment(known):
+        return known
+    last, distance = known, 1
+    while attempt.has_segment(last + distance):
+        last, distance = last + distance, 2 * distance
+    missing = last + distance
+    while missing - last > 1:
+        middle = (last + missing) // 2
+        last, missing = (middle, missing) if attempt.has_segment(middle) else (last, middle)
+    return missing
 
 
 def _key(attempt: Attempt) -> tuple[Path, int]:

@@ -75,13 +75,14 @@ class LocalLauncher:
         if lock is None:
             return
         try:
-            if not (files.has_supervisor() or files.has_exit() or attempt.has_exit()):
-                self._spawn(attempt, lock)
+            try:
+                if not (files.has_supervisor() or files.has_exit() or attempt.has_exit()):
+                    self._spawn(attempt, lock)
+            finally:
+                os.close(lock)  # held by this process, it would look like a supervisor's
         except LaunchError:
-            os.close(lock)
             self.kill(attempt, Reason.LAUNCH_FAILED)  # half a start must not come to life later
             raise
-        os.close(lock)
 
     def observe(self, attempt: Attempt) -> Observation:
         files = attempt.node()

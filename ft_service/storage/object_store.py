@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class ObjectStore:
 
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → size in bytes of every object below a folder."""
-        base = self._path(prefix)
+        base = self._path(prefix).rstrip("/")
         with self._errors():
             objects = self._fs.find(base, detail=True)
         return {path[len(self._root) + 1 :]: info["size"] for path, info in objects.items() if path.startswith(f"{base}/")}
@@ -94,10 +95,13 @@ class ObjectStore:
     def download(self, key: str, path: Path) -> None:
         """Download an object to a file that appears complete or not at all. Raises FileNotFoundError if it does not exist."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".tmp-{path.name}")
-        with self._errors():
-            self._fs.get_file(self._path(key), str(partial))
-        partial.replace(path)
+        partial = path.with_name(f".tmp-{uuid.uuid4().hex}")  # two requests may download one object at once
+        try:
+            with self._errors():
+                self._fs.get_file(self._path(key), str(partial))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def remove(self, key: str) -> None:
         with self._errors(), contextlib.suppress(FileNotFoundError):

@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ft_service.data.token_folder import IN_HOME
@@ -52,6 +53,8 @@ LOGS_SECONDS = 10.0
 """Pause between uploads of the growing logs."""
 FLUSH_SECONDS = 60.0
 """Time for which the flush waits for other nodes' shards of the last checkpoint."""
+DOWNLOADS = 16
+"""Documents that are downloaded at once."""
 TRIES = 4
 """Number of tries if storage does not answer, after 2, 4 and 8 seconds."""
 _MOST_BYTES = 2**40
@@ -82,9 +85,8 @@ class Sync:
 
     def fetch(self) -> None:
         """Download all documents, the data files, and the checkpoint to resume from. Raises FtError if it is damaged."""
-        for key in self._remote_sizes:
-            if self._is_document(key):
-                self._download(key)
+        with ThreadPoolExecutor(DOWNLOADS) as threads:  # a long job has a hundred thousand segments of events
+            list(threads.map(self._download, filter(self._is_document, self._remote_sizes)))
         spec = self.run.read("spec.json", JobSpec)
         start = Attempt(self.run, self.attempt).read_start()
         if spec is None or start is None:

@@ -13,6 +13,7 @@ import yaml
 from sqlalchemy import create_engine, text
 
 from api.http.prometheus import exposition
+from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from tests.support.databases import new_postgres_database, postgres_url
@@ -36,7 +37,12 @@ def test_every_metric_that_a_rule_names_is_exposed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pod", "attempt"), [("ft-ab3de5gh7jk9-12-0-x7k2p", "ft-ab3de5gh7jk9-12"), ("ft-api-6d5f7c9b8-x7k2p", None)]
+    ("pod", "attempt"),
+    [
+        ("ft-ab3de5gh7jk9-12-0-x7k2p", "ft-ab3de5gh7jk9-12"),
+        (f"{object_name('engine-ab3de5gh7jk9', 12)}-0-x7k2p", "ft-engine-ab3de5gh7jk9-12"),
+        ("ft-api-6d5f7c9b8-x7k2p", None),
+    ],
 )
 def test_gpus_are_counted_by_the_name_of_an_attempts_pods(pod: str, attempt: str | None) -> None:
     rules = (COMPONENTS / "monitoring/rules.yaml").read_text()

@@ -125,6 +125,8 @@ class Cluster:
                     ) from None
                 if _code(error) != 409:
                     raise
+                if isinstance(error, ApiError) and error.status.reason == "Conflict":  # of a quota, with other creations
+                    raise ClusterAwayError(f"409 {error.status.message}") from error
             return _plain(self._client.get(kind, manifest["metadata"]["name"]))
 
     def job(self, name: str) -> Manifest | None:

@@ -82,16 +82,18 @@ class SlurmProfile(Strict):
 
     @property
     def time_seconds(self) -> int | None:
-        """`time` in seconds; None: no limit."""
+        """`time` in seconds; None: no limit, which is what Slurm takes 0 for."""
         match = _TIME.fullmatch(self.time) if self.time is not None else None
         if match is None:
             return None
         days, first, second, third = (int(match[name] or 0) for name in ("days", "first", "second", "third"))
         if match["days"] is not None:  # D-HH[:MM[:SS]]
-            return days * 86_400 + first * 3600 + second * 60 + third
-        if match["third"] is not None:
-            return first * 3600 + second * 60 + third
-        return first * 60 + second
+            seconds = days * 86_400 + first * 3600 + second * 60 + third
+        elif match["third"] is not None:
+            seconds = first * 3600 + second * 60 + third
+        else:
+            seconds = first * 60 + second
+        return seconds or None
 
 
 def load_slurm_profile(path: Path) -> SlurmProfile:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,3 +159,26 @@ def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path: Path) -> None:
     assert "no weights" in refusal(catalogue, "hollow").message
     assert "no tokenizer" in refusal(catalogue, "mute").message
     assert "no config.json" in refusal(catalogue, "bare").message
+
+
+def test_a_folder_that_cannot_be_listed_or_was_removed_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "good")
+    closed, removed = make_model(tmp_path / "closed"), make_model(tmp_path / "removed")
+    catalogue, listed, state = Catalogue([tmp_path]), Path.iterdir, Path.lstat
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path == closed:
+            raise PermissionError(13, "Permission denied")
+        return listed(path)
+
+    def lstat(path: Path) -> os.stat_result:
+        if path == removed / "config.json":
+            raise FileNotFoundError(2, "No such file or directory")
+        return state(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert [model.name for model in catalogue.list_models()] == ["good"]
+    assert "the folder cannot be read: Permission denied" in refusal(catalogue, "closed").message
+    assert "There are: good." in refusal(catalogue, "none").message
+    assert "There are: good." in refusal(catalogue, "removed").message

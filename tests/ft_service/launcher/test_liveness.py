@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from ft_service.launcher.liveness import MAX_REMIND_SECONDS, Outage
+from ft_service.launcher.liveness import MAX_REMIND_SECONDS, EventAge, Outage
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.directory import RunDir
 
 
 class Clock:
@@ -44,3 +47,30 @@ def test_an_outage_of_days_is_a_line_an_hour(caplog: pytest.LogCaptureFixture) -
         outage.failed(OSError("refused"))
         clock.now += 60
     assert len(caplog.records) < 2 * 24 * 3600 / MAX_REMIND_SECONDS + 8
+
+
+class Segments(Attempt):
+    """An attempt with so many segments, which counts the looks at them."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        super().__init__(run, 1)
+        self.there, self.looks = number, 0
+
+    def has_segment(self, seq: int) -> bool:
+        self.looks += 1
+        return seq < self.there
+
+
+def test_a_new_process_finds_the_newest_of_many_segments_in_few_looks(tmp_path: Path) -> None:
+    clock = Clock()
+    for number in (*range(20), 50_000):
+        attempt, ages = Segments(RunDir(tmp_path), number), EventAge(clock)
+        assert ages.running(attempt).reported == (number > 0)
+        assert attempt.looks <= 2 + 2 * number.bit_length()
+        clock.now += 5.0
+        assert ages.running(attempt).silent_seconds == 5.0
+        attempt.there += 1
+        assert ages.running(attempt).silent_seconds == 0.0, "one more was seen"
+        attempt.looks = 0
+        ages.running(attempt)
+        assert attempt.looks == 1

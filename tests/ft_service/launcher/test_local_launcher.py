@@ -189,6 +189,19 @@ def test_a_failed_start_is_told_and_cannot_come_to_life_later(folder: Path, monk
             launcher.start(Attempt(new_run(folder, 2), 2))
 
 
+def test_a_start_for_which_the_disk_has_no_room_holds_nothing_and_is_tried_again(folder: Path) -> None:
+    run = new_run(folder)
+    launcher = launcher_for("succeed")
+    full = run.root / "attempts/1/logs"
+    full.write_text("")  # a folder cannot be made there
+    with pytest.raises(OSError, match="logs"):
+        launcher.start(Attempt(run, 1))
+    assert launcher.observe(Attempt(run, 1)) == Absent()
+    full.unlink()
+    launcher.start(Attempt(run, 1))
+    assert wait_for_end(launcher, run).exit is not None
+
+
 def test_silence_is_measured_on_our_clock_from_the_last_new_segment(folder: Path) -> None:
     run = new_run(folder)
     now = 100.0

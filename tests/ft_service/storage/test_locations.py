@@ -48,6 +48,8 @@ def test_a_run_directory_is_the_same_there(service: Places) -> None:
         write_segment(run, 1, 1, [Event(time=1.0, message="again")])
     assert [segment.seq for segment in read_segments(run, 1)] == [0, 1]
     run.put("adapter/config.json", b"{}")
+    assert "adapter/config.json" in run.list("")
+    assert "adapter/config.json" in run.list("adapter")
     assert [path.name for path in run.path("adapter").iterdir()] == ["config.json"]
     run.put("attempts/1/logs/a.log", b"one line\n")
     assert run.path("attempts/1/logs/a.log").read_text() == "one line\n"

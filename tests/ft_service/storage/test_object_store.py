@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,35 @@ def test_objects(objects: ObjectStore, tmp_path: Path) -> None:
     objects.remove("d")
     objects.remove("d")
     assert objects.get("d") is None
+
+
+def test_one_object_is_downloaded_by_two_at_once(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither takes the other's half for the whole."""
+    objects.put("a", b"all of it")
+    get_file, both = objects._fs.get_file, threading.Barrier(2, timeout=60)
+
+    def slowly(key: str, path: str) -> None:
+        Path(path).write_bytes(b"all")
+        both.wait()
+        get_file(key, path)
+        both.wait()
+
+    monkeypatch.setattr(objects._fs, "get_file", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: objects.download("a", tmp_path / "a"), range(2)))
+    assert (tmp_path / "a").read_bytes() == b"all of it"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_nothing_of_a_failed_download_stays(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(key: str, path: str) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("the connection broke")
+
+    monkeypatch.setattr(objects._fs, "get_file", fail)
+    with pytest.raises(UnavailableError):
+        objects.download("a", tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_storage_that_is_away_is_told_apart_from_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from lightkube.config.models import User
 from ft_service.launcher.kubernetes import cluster as cluster_module
 from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError
 from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, job_manifest
-from tests.cluster.apiserver import ApiServer, State
+from tests.cluster.apiserver import ApiServer, Refused, State
 from tests.cluster.controllers import Controllers
 from tests.support.attempts import wait_for
 from tests.support.pods import SECONDS, profile_for
@@ -114,3 +114,28 @@ def test_both_watches_may_decode_their_first_object_at_once(plane: tuple[ApiServ
         started = [subprocess.Popen(command, env=environment) for _ in range(AT_ONCE)]
         ended += [process.wait(2 * SECONDS) for process in started]
     assert ended == [0] * STARTS
+
+
+def test_a_creation_that_met_another_at_a_quota_is_tried_again(
+    plane: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server's words and reason (kubernetes#67761); an object that exists has another reason."""
+    server, job = plane
+    config = KubeConfig.from_one(cluster=KubeCluster(server=server.url), user=User(token="t"))
+    cluster = Cluster(NAMESPACE, config)
+    body = server.state.get(("jobs", NAMESPACE, job))
+    new = {**body, "metadata": {"name": "another", "namespace": NAMESPACE, "labels": body["metadata"]["labels"]}}
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: object) -> None:
+            text = (
+                'Operation cannot be fulfilled on resourcequotas "q": the object has been modified; please apply your changes'
+            )
+            raise Refused(409, "Conflict", text)
+
+        patch.setattr(server.state, "_admit", conflict)
+        with pytest.raises(ClusterAwayError, match="resourcequotas"):
+            cluster.create(new)
+    assert cluster.create(body)["metadata"]["uid"] == body["metadata"]["uid"]
+    assert cluster.create(new)["metadata"]["name"] == "another"
+    cluster.close()

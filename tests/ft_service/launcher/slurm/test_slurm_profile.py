@@ -52,6 +52,8 @@ def test_a_profile_that_is_wrong_is_named_with_its_field(tmp_path: Path, values:
         ("1-00:30", 88_200),
         ("2-01:01:01", 176_461),
         (None, None),
+        ("0", None),
+        ("0-00", None),
     ],
 )
 def test_time_is_read_as_sbatch_reads_it(tmp_path: Path, time: str | None, seconds: int | None) -> None:

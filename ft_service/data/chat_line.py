@@ -8,6 +8,7 @@ OpenAI's API does, with one difference: a call's arguments are an object for the
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,8 +110,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises LineError for a key that is given twice: Python's reader would silently keep the last one."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise LineError("", f"has the key {shown(twice)} twice in an object: keep one")
     return made
 

@@ -88,9 +88,20 @@ def _packed(lengths: Sequence[int], costs: Sequence[float], world: int, limits: 
     """
     budget = max([limits.tokens, *lengths])
     rows = max(-(-sum(lengths) // budget), -(-len(lengths) // (limits.samples or len(lengths) or 1)), 1)
-    count = -(-rows // world) * world
-    while (found := _by_cost(lengths, costs, count, budget, limits)) is None:
-        count += world
+    fewest = -(-rows // world) * world
+    if (found := _by_cost(lengths, costs, fewest, budget, limits)) is not None:
+        return found
+    # Samples of more than half the budget need a row each: of a validation set, thousands more than the sum says.
+    low, more = fewest, world
+    while (found := _by_cost(lengths, costs, low + more, budget, limits)) is None:
+        low, more = low + more, 2 * more
+    high = low + more
+    while high - low > world:
+        middle = low + (high - low) // (2 * world) * world
+        if (fewer := _by_cost(lengths, costs, middle, budget, limits)) is None:
+            low = middle
+        else:
+            high, found = middle, fewer
     return found
 
 

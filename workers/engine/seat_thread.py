@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 
+from ft_service.errors import FtError
 from ft_service.host.disk import is_no_room, no_room
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence, SealedError
@@ -106,8 +107,13 @@ class SeatThread:
         return None if self._waiting is None else (self._waiting[0], (self._lane, self._waiting[1]))
 
     def is_due(self) -> bool:
-        """Whether it has waited for its client and can go on. Asked on rank 0."""
-        return self._due is not None and self._due()
+        """Whether it has waited for its client and can go on. Asked on rank 0, outside of the seat: what it cannot read or
+        write ends no other one. `is_over` tells whether it ends itself.
+        """
+        try:
+            return self._due is not None and self._due()
+        except (FtError, OSError, SealedError):
+            return False
 
     def resume(self, *given: Any) -> None:
         """Let it go on until it waits or ends. `given`: the result of the call that it has waited for."""
@@ -137,8 +143,13 @@ class SeatThread:
             self._stop.request()
 
     def is_over(self) -> bool:
-        """Whether it is to be dropped: its user has cancelled it, or its attempt is sealed. Read by rank 0."""
-        return self._fence.seal() is not None or self._is_cancelled()
+        """Whether it is to be dropped: its user has cancelled it, or its attempt is sealed. Read by rank 0; False while the
+        disk does not answer.
+        """
+        try:
+            return self._fence.seal() is not None or self._is_cancelled()
+        except OSError:
+            return False
 
     def conclude(self) -> None:
         """Write the exit record of a seat that has ended. Called on rank 0."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ft_service.data.chat_line import LineError, parse_line
+from ft_service.data.chat_line import LineError, load_object, parse_line
 from ft_service.data.sample_kinds import Conversation
 
 USER = {"role": "user", "content": "Two plus two?"}
@@ -130,3 +130,10 @@ def test_what_cannot_be_trained_on_is_refused_with_its_place(text: str, field: s
 
     assert caught.value.field == field
     assert reason in caught.value.reason
+
+
+def test_a_key_given_twice_behind_many_others_is_found_without_comparing_each_with_all() -> None:
+    """One by one, the keys of this line would be compared twenty thousand million times."""
+    names = ", ".join(f'"{number}": 0' for number in range(200_000))
+    with pytest.raises(LineError, match="has the key 'last' twice in an object"):
+        load_object(f'{{{names}, "last": 0, "last": 1}}')

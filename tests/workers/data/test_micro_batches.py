@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from workers.data import micro_batches
 from workers.data.micro_batches import MicroBatchLimits, Rounds, attention_share, share_out, share_out_pairs
 
 
@@ -58,6 +61,24 @@ def cost(rounds: Rounds, lengths: list[int], limits: MicroBatchLimits) -> float:
 def test_there_are_hardly_more_rounds_than_tokens_ask_for() -> None:
     lengths = drawn(512)
     assert len(share_out(lengths, 2, MicroBatchLimits(8192))) <= -(-sum(lengths) // (2 * 8192)) + 1
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_samples_above_half_the_budget_take_few_tries(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation set is shared out at once, and each of its samples may need a row."""
+    lengths = np.random.default_rng(0).integers(900, 1900, 3000).tolist()
+    tries, by_cost = [], micro_batches._by_cost
+
+    def counted(lengths: list[int], costs: list[float], count: int, *limits: Any) -> Any:
+        tries.append(count)
+        return by_cost(lengths, costs, count, *limits)
+
+    monkeypatch.setattr(micro_batches, "_by_cost", counted)
+    limits = MicroBatchLimits(2048)
+    rounds = share_out(lengths, world, limits)
+    assert len(tries) < 30
+    assert all(sum(lengths[i] for i in own) <= 2048 for micro in rounds for own in micro)
+    assert by_cost(lengths, [limits.cost(length) for length in lengths], (len(rounds) - 1) * world, 2048, limits) is None
 
 
 def test_samples_of_like_length_are_padded_together() -> None:

@@ -1,0 +1,55 @@
+"""What an engine asks a waiting seat ends none of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_seal import SealedError
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from workers.engine.seat_thread import SeatThread
+
+UNREADABLE = UnreadableDocumentError("attempts/1/control.json", "it is no JSON")
+
+
+def waiting(due: Any, fence: Any = None, attempt: Any = None) -> SeatThread:
+    """A seat that waits for its client, without its thread."""
+    seat = object.__new__(SeatThread)
+    seat._due, seat._fence, seat._attempt = due, fence, attempt
+    return seat
+
+
+class Raising:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self) -> bool:
+        raise self._error
+
+    seal = __call__
+
+
+@pytest.mark.parametrize("error", [UNREADABLE, OSError(5, "Input/output error"), SealedError("attempt 1")])
+def test_a_seat_whose_documents_cannot_be_read_is_not_due(error: Exception) -> None:
+    assert not waiting(Raising(error)).is_due()
+    assert waiting(lambda: True).is_due()
+
+
+def test_a_seat_whose_control_is_unreadable_is_over_and_one_whose_disk_is_away_is_not(folder: RunDir) -> None:
+    folder.path("attempts/1").mkdir(parents=True)
+    folder.path("attempts/1/control.json").write_text("no json")
+
+    class Unsealed:
+        def seal(self) -> None:
+            return None
+
+    attempt = Attempt(folder, 1)
+    assert waiting(None, Unsealed(), attempt).is_over()
+    assert not waiting(None, Raising(OSError(5, "Input/output error")), attempt).is_over()
+
+
+@pytest.fixture
+def folder(tmp_path: Any) -> RunDir:
+    return RunDir(tmp_path)

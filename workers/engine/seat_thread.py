@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,9 @@ class SeatThread:
         """Whether it has waited for its client and can go on. Asked on rank 0, outside of the seat: what it cannot read or
         write ends no other one. `is_over` tells whether it ends itself.
         """
-        try:
+        with suppress(FtError, OSError, SealedError):
             return self._due is not None and self._due()
-        except (FtError, OSError, SealedError):
-            return False
+        return False
 
     def resume(self, *given: Any) -> None:
         """Let it go on until it waits or ends. `given`: the result of the call that it has waited for."""
@@ -146,10 +146,9 @@ class SeatThread:
         """Whether it is to be dropped: its user has cancelled it, or its attempt is sealed. Read by rank 0; False while the
         disk does not answer.
         """
-        try:
+        with suppress(OSError):
             return self._fence.seal() is not None or self._is_cancelled()
-        except OSError:
-            return False
+        return False
 
     def conclude(self) -> None:
         """Write the exit record of a seat that has ended. Called on rank 0."""

@@ -94,7 +94,7 @@ def create_model(new: NewModel, context: AdmissionContext, places: Places) -> Jo
             [job] = context.store.jobs.create_jobs([stored])
         except ConflictError:  # a request that came at the same time
             job = context.store.jobs.get_job(context.principal.project_id, job_id)
-    CommandLog(places.run(job.id)).put(Command(0, "create_model", {"model_id": new.model_id, "load": new.load}))
+    _put(job, Command(0, "create_model", {"model_id": new.model_id, "load": new.load}), context.store, places)
     return job
 
 
@@ -169,7 +169,18 @@ def accept(job: Job, command: Command, store: Store, places: Places) -> None:
     """Store a command of a model, unless its number has one, and have the model go on. Raises SpecError if it has ended."""
     if job.state in TERMINAL and not CommandLog(places.run(job.id)).has(command.seq):
         raise SpecError(ended_text(job), param="model_id", code="model_ended")
+    _put(job, command, store, places)
+
+
+def _put(job: Job, command: Command, store: Store, places: Places) -> None:
+    """Store a command of a model, and resume the model if it was paused before the command could be seen: `pause_idle` looks
+    for commands after it has paused, so that one of the two sees what the other has done."""
     CommandLog(places.run(job.id)).put(command)
+    _resume_idle(store.jobs.get_job(job.project_id, job.id), store)
+
+
+def _resume_idle(job: Job, store: Store) -> None:
+    """Resume a model that waits for its client, unless its user has paused it."""
     if job.desired is Desired.PAUSE and job.reason is Reason.IDLE:
         store.jobs.request(job.project_id, job.id, Verb.RESUME)
 
@@ -310,7 +321,9 @@ def pause_idle(store: Store, places: Places, seconds: float) -> None:
             continue
         if not commands.has_unanswered() and commands.last_used() < time.time() - seconds:
             log.info("a model waits for its client and is paused", extra={"job_id": job.id})
-            store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
+            paused = store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
+            if commands.has_unanswered():  # which came meanwhile, and whose request may have seen the model run (`_put`)
+                _resume_idle(paused, store)
 
 
 def remove_unused(store: Store, places: Places) -> None:

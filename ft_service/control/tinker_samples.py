@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableErro
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.serving.preview import PreviewModel
+from ft_service.serving.preview_process import ProjectFullError
 from ft_service.serving.served_verdict import OTHER_PRECISION, distance, judge
 from ft_service.serving.token_sampler import SampleOrders, Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 BUSY_SECONDS = 1.0
-"""Pause before a request is sent again that the sampler had no place for."""
+"""Pause before requests are sent again that the sampler had no place for: all, or those of one project."""
 AT_ONCE = 128
 AT_ONCE_OF_PROJECT = 48
 MEASURED_AT_ONCE = 8
@@ -64,6 +66,9 @@ class SampleLoop:
     def __post_init__(self) -> None:
         self._orders = SampleOrders[tuple[str, str]](self.sampler)
         """By the ids of request and project."""
+        self._full: dict[str, float] = {}
+        """Projects that have no place at the sampler, which chats and other jobs of theirs take too → time (monotonic, seconds)
+        until which nothing of theirs is sent."""
         self._known: set[str] = set()
         """Samplers that were measured, or are, or have nothing to measure."""
         self._measuring: set[str] = set()
@@ -93,14 +98,20 @@ class SampleLoop:
         if room <= 0:
             return
         of_project = Counter(project_id for _, project_id in self._orders.under_way)
-        full = [project_id for project_id, count in of_project.items() if count >= AT_ONCE_OF_PROJECT]
+        now = time.monotonic()
+        self._full = {project_id: until for project_id, until in self._full.items() if until > now}
+        full = {*self._full, *(project_id for project_id, count in of_project.items() if count >= AT_ONCE_OF_PROJECT)}
         measuring = tuple(self._measuring)  # which other threads change
         for sample in self.store.tinker.unanswered(room, asked, projects=full, samplers=measuring):
-            if of_project[sample.project_id] >= AT_ONCE_OF_PROJECT or sample.sampler_id in self._measuring:
+            project_id = sample.project_id
+            if of_project[project_id] >= AT_ONCE_OF_PROJECT or project_id in self._full or sample.sampler_id in self._measuring:
                 continue
-            of_project[sample.project_id] += 1
+            of_project[project_id] += 1
             try:
                 self._ask(sample)
+            except ProjectFullError as error:
+                log.info("requests for samples of the project %s wait: %s", project_id, error.message)
+                self._full[project_id] = now + BUSY_SECONDS
             except UnavailableError:
                 raise
             except FtError as error:

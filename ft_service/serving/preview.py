@@ -40,6 +40,7 @@ from ft_service.serving.preview_process import (
     Deliver,
     LoadedBase,
     PreviewProcess,
+    ProjectFullError,
     Ticket,
     as_part,
     stepped_aside,
@@ -120,7 +121,7 @@ class Preview:
         on_processor: bool = False,
     ) -> Ticket:
         """Request an answer, whose parts are delivered. Raises UnavailableError while training has the slots, or with too many
-        requests.
+        requests; ProjectFullError if only the project has too many.
 
         `project_id`: of the client. `on_processor`: answer on the CPU while training has the slots.
         """
@@ -138,7 +139,7 @@ class Preview:
             if len(tickets) >= MOST_REQUESTS:
                 raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
             if sum(other.project_id == project_id for other in tickets) >= MOST_OF_PROJECT:
-                raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.")
+                raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.", ProjectFullError)
             if process is not None and process.fits(ticket):
                 process.ask(ticket)
             else:

@@ -153,8 +153,12 @@ class PreviewProcess:
         ticket.deliver(message if message["kind"] != "error" else as_part(_error(message)))
 
 
-def stepped_aside(why: str) -> UnavailableError:
-    return UnavailableError(f"{why or 'The preview has ended.'} Try again.", code="preview_busy", retry_after=RETRY_SECONDS)
+class ProjectFullError(UnavailableError):
+    """A project has as many requests under way as one may have; those of others are taken."""
+
+
+def stepped_aside(why: str, kind: type[UnavailableError] = UnavailableError) -> UnavailableError:
+    return kind(f"{why or 'The preview has ended.'} Try again.", code="preview_busy", retry_after=RETRY_SECONDS)
 
 
 def as_part(error: FtError) -> dict[str, Any]:

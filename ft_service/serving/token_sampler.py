@@ -39,7 +39,7 @@ class Sampler(Protocol):
     def submit(
         self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
     ) -> object:
-        """Have an order answered, whose parts are delivered. Raises UnavailableError."""
+        """Have an order answered, whose parts are delivered. Raises UnavailableError, or of its kind ProjectFullError."""
         ...
 
     def cancel(self, ticket: Any) -> None:

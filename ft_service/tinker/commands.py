@@ -82,8 +82,8 @@ class CommandLog:
         return None if found is None else CommandResult(*found)
 
     def newest(self) -> int:
-        """Number of the newest command that is stored; -1: there is none."""
-        return max(self._numbers(COMMANDS), default=-1)
+        """Number of the newest command that was stored; -1: there was none. If it is gone, its result is there (`prune`)."""
+        return max([*self._numbers(COMMANDS), *self._numbers(RESULTS)], default=-1)
 
     def has_unanswered(self) -> bool:
         """Whether the ranks have something to do: the command behind the newest result. One that waits for another before it,
@@ -96,11 +96,12 @@ class CommandLog:
         return max((folder.stat().st_mtime for folder in folders if folder.is_dir()), default=0.0)
 
     def prune(self, upto: int, results_before: float) -> None:
-        """Remove the commands up to a number, and those of their results that are older than a time."""
+        """Remove the commands up to a number, all of which are answered, and those of their results that are older than a time.
+        The newest result stays: it says up to which number commands were given and carried out."""
         for seq in self._numbers(COMMANDS):
             if seq <= upto:
                 self.run.path(_key(COMMANDS, seq)).unlink(missing_ok=True)
-        for seq in self._numbers(RESULTS):
+        for seq in sorted(self._numbers(RESULTS))[:-1]:
             path = self.run.path(_key(RESULTS, seq))
             if seq <= upto and path.stat().st_mtime < results_before:
                 path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from ft_service.control.tinker_samples import SampleLoop
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.evaluations import Probe
+from ft_service.serving.preview_process import ProjectFullError
 from ft_service.serving.server_samples import PREFIX, ServerSampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -231,4 +232,26 @@ def test_a_project_with_many_requests_leaves_places_to_others(place: Place, monk
         assert not place.store.tinker.answered(many)
     finally:
         go.set()
+    wait_for(lambda: place.store.tinker.answered(many) == set(many), 20)
+
+
+def test_a_project_without_a_place_holds_up_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are older, and more than are looked at together. They are refused, since its chats have its places."""
+    monkeypatch.setattr(tinker_samples, "AT_ONCE", 3)
+    other = place.store.projects.create_project(name="other", organization="local").id
+    submit, is_full = place.sampler.submit, threading.Event()
+    is_full.set()
+
+    def submit_unless_full(*order: Any, project_id: str, **more: Any) -> None:
+        if project_id == PROJECT and is_full.is_set():
+            raise ProjectFullError("64 requests of this project are under way.")
+        submit(*order, project_id=project_id, **more)
+
+    monkeypatch.setattr(place.sampler, "submit", submit_unless_full)
+    many = [place.put(place.sampler_of(None), {"max_tokens": 1}) for _ in range(9)]
+    for _ in range(2):
+        one = place.put(place.sampler_of(None, other), {"max_tokens": 1}, other)
+        wait_for(lambda one=one: one in place.store.tinker.answered([one]), 20)
+        assert not place.store.tinker.answered(many)
+    is_full.clear()
     wait_for(lambda: place.store.tinker.answered(many) == set(many), 20)

@@ -22,7 +22,7 @@ from ft_service.launcher.local_launcher import host_id
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import preview as preview_module
 from ft_service.serving.preview import Preview, PreviewModel
-from ft_service.serving.preview_process import PreviewProcess, Ticket
+from ft_service.serving.preview_process import PreviewProcess, ProjectFullError, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
 from ft_service.storage.locations import Places
@@ -392,10 +392,11 @@ def test_one_project_does_not_take_all_places(make: Make, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(preview, "_load_next", lambda: None)  # all wait
     tickets = [ask("rival"), ask("rival")]
-    with pytest.raises(UnavailableError, match="2 requests of this project"):
+    with pytest.raises(ProjectFullError, match="2 requests of this project"):
         ask("rival")
     tickets += [ask("default"), ask("third")]
-    with pytest.raises(UnavailableError, match="4 requests are"):
+    with pytest.raises(UnavailableError, match="4 requests are") as refused:
         ask("second")
+    assert not isinstance(refused.value, ProjectFullError), "another project's would be refused too"
     for ticket in tickets:
         preview.cancel(ticket)

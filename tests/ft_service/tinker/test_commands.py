@@ -50,6 +50,20 @@ def test_results_outlive_their_commands(log: CommandLog) -> None:
     assert [log.has_result(seq) for seq in range(4)] == [False, False, False, True]
 
 
+def test_the_position_outlives_all_that_is_old(log: CommandLog) -> None:
+    """The next number would be one that the ranks have passed, and that they never read."""
+    for seq in range(3):
+        log.put(Command(seq, "optim_step"))
+        log.put_result(seq, CommandResult({}))
+    log.prune(2, results_before=log.last_used() - 3600)
+    assert (log.newest(), log.has_unanswered()) == (2, False), "commands go before their results"
+    log.prune(2, results_before=log.last_used() + 3600)
+    assert [log.has_result(seq) for seq in range(3)] == [False, False, True]
+    assert (log.newest(), log.has_unanswered()) == (2, False)
+    log.put(Command(3, "finish"))
+    assert (log.newest(), log.has_unanswered()) == (3, True)
+
+
 def test_a_file_that_is_none_is_said_to_be_one(log: CommandLog) -> None:
     log.run.put("commands/000000007", b"{nothing")
     with pytest.raises(UnreadableDocumentError):

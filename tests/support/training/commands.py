@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from ft_service.rundir.documents import Control, Desired, Outcome
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, resolve
 from ft_service.spec.request import parse_client_loop
 from ft_service.tinker import tinker_messages_pb2 as pb
-from ft_service.tinker.commands import Command, CommandLog
+from ft_service.tinker.commands import RESULTS, Command, CommandLog
 from tests.support.bases import AS_IT_IS
 from tests.support.training.attempts import run_attempt
 from tests.support.training.loss_messages import Arrays, loss_message
@@ -88,13 +89,18 @@ class Script:
         return message.metrics["loss:sum"], found
 
 
-def attempt_until(run: RunDir, attempt: int, world: int, seq: int, checkpoint: str | None = None) -> Outcome:
-    """An attempt that is paused once a command is answered."""
+def attempt_until(
+    run: RunDir, attempt: int, world: int, seq: int, checkpoint: str | None = None, *, rested_seconds: float = 0.0
+) -> Outcome:
+    """An attempt that is paused once a command is answered, as if it had been answered so many seconds before."""
     stopped = threading.Event()
 
     def pause() -> None:
         while not stopped.wait(0.02):
             if CommandLog(run).has_result(seq):
+                answered_at = time.time() - rested_seconds
+                for key in run.list(RESULTS):
+                    os.utime(run.path(key), (answered_at, answered_at))
                 Attempt(run, attempt).write_control(Control(generation=2, desired=Desired.PAUSE))
                 return
 

@@ -19,6 +19,7 @@ from tests.support.training.attempts import adapter, losses, run_attempt
 from tests.support.training.commands import ADAM, Script, attempt_until, examples, loop_spec
 from tests.support.training.models import reference, save_chat_base
 from workers.base.load import initial_adapter, plain_name
+from workers.tinker.command_loop import KEEP_RESULT_SECONDS
 
 PRECISION = {"default": "nf4", "compute": "fp32"}
 
@@ -137,6 +138,21 @@ def test_an_attempt_goes_on_where_another_was_stopped_or_killed(
         result = run.read("result.json", Result)
         assert result is not None
         assert result.steps == 2
+
+
+def test_a_model_that_rested_for_long_ends_by_the_next_number(base: Path, tmp_path: Path) -> None:
+    """The checkpoint of its pause holds all commands, and their results are too old to be asked for."""
+    run = new_run(tmp_path, base)
+    script = Script(run)
+    script.losses(examples(2, seed=1))
+    last = script.step()
+    outcome = attempt_until(run, 1, 1, last, rested_seconds=2 * KEEP_RESULT_SECONDS)
+    assert (outcome.kind, outcome.checkpoint) == (OutcomeKind.STOPPED, "step-1-a1")
+    assert [seq for seq in range(last + 1) if script.log.has(seq)] == []
+    assert script.log.newest() == last
+    script.log.put(Command(script.log.newest() + 1, "finish"))
+    assert run_attempt(run, 2, 1, outcome.checkpoint).kind is OutcomeKind.SUCCEEDED
+    assert adapter(run)
 
 
 def test_what_cannot_be_done_is_answered_and_changes_nothing(

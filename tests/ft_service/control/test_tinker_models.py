@@ -1,0 +1,144 @@
+"""Models of Tinker's clients: their commands, and when they are paused and go on. The wire is in tests/api/routes/tinker."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ft_service.control.admission import AdmissionContext
+from ft_service.control.tinker_models import (
+    MODEL_KEY,
+    SESSION_KEY,
+    NewModel,
+    accept,
+    create_model,
+    finish_models,
+    pause_idle,
+)
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Job, State
+from ft_service.jobs.user_actions import Verb
+from ft_service.rundir.documents import Desired
+from ft_service.spec import StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.store.sql import Store
+from ft_service.tinker.bodies import LoraConfig
+from ft_service.tinker.commands import COMMANDS, RESULTS, Command, CommandLog, CommandResult
+from ft_service.tinker.names import job_id_of, session_of
+from tests.support.creating import create_job
+from tests.support.reconciling import PROJECT, get, new_store, spec_of
+from tests.support.records import new_job
+
+MODEL = "session-1:train:0"
+
+
+@dataclass
+class Place:
+    """A model that runs, and has carried out three commands."""
+
+    store: Store
+    places: Places
+    job: Job
+    log: CommandLog
+
+    def accept(self) -> None:
+        """Give the model its next command, by a request that has read the job while it ran."""
+        accept(self.job, Command(3, "optim_step"), self.store, self.places)
+
+    def pause_idle(self) -> None:
+        pause_idle(self.store, self.places, -1.0)
+
+    def now(self) -> tuple[Desired, Reason | None]:
+        job = get(self.store, self.job.id)
+        return job.desired, job.reason
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    store, places, job_id = new_store(tmp_path), Places(tmp_path), job_id_of(MODEL)
+    request = {"model": "tiny", "metadata": {MODEL_KEY: MODEL, SESSION_KEY: session_of(MODEL)}}
+    spec = StoredSpec.of(spec_of(job_id, training_data=None))
+    new = new_job(id=job_id, project_id=PROJECT, request=request, stored_spec=spec, state=State.RUNNING)
+    place = Place(store, places, create_job(store, new), CommandLog(places.run(job_id)))
+    for seq, op in enumerate(("create_model", "forward_backward", "optim_step")):
+        place.log.put(Command(seq, op))
+        place.log.put_result(seq, CommandResult({}))
+    yield place
+    store.close()
+
+
+def test_a_session_ends_behind_commands_that_are_gone(place: Place) -> None:
+    """Their checkpoint holds the state, and everything else of them is old."""
+    place.log.prune(2, results_before=place.log.last_used() + 3600)
+    for _ in range(2):
+        finish_models(PROJECT, session_of(MODEL), place.store, place.places)
+        assert [seq for seq in range(9) if place.log.has(seq)] == [3], "the next that the ranks wait for"
+        assert place.log.command(3) == Command(3, "finish")
+
+
+def test_a_command_resumes_a_model_that_is_paused_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = CommandLog.put
+
+    def put_after_pause(log: CommandLog, command: Command) -> bool:
+        place.pause_idle()
+        assert place.now() == (Desired.PAUSE, Reason.IDLE)
+        return put(log, command)
+
+    monkeypatch.setattr(CommandLog, "put", put_after_pause)
+    place.accept()
+    assert place.now() == (Desired.RUN, None)
+
+
+def test_a_repeated_creation_resumes_a_model(place: Place) -> None:
+    """As if the service had been killed before it stored the command, and the model been paused since it had none."""
+    for folder in (COMMANDS, RESULTS):
+        shutil.rmtree(place.log.run.path(folder))
+    place.pause_idle()
+    assert place.now() == (Desired.PAUSE, Reason.IDLE)
+    context = cast(AdmissionContext, SimpleNamespace(store=place.store, principal=SimpleNamespace(project_id=PROJECT)))
+    create_model(NewModel(MODEL, "tiny", LoraConfig()), context, place.places)
+    assert place.log.has_unanswered()
+    assert place.now() == (Desired.RUN, None)
+
+
+@pytest.fixture
+def before_pause(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What is done between the look of `pause_idle` at the commands, and its request."""
+    request, acts = place.store.jobs.request, list[Callable[[], object]]()
+
+    def request_after(*given: Any, **more: Any) -> Job:
+        while acts:
+            acts.pop(0)()
+        return request(*given, **more)
+
+    monkeypatch.setattr(place.store.jobs, "request", request_after)
+    return acts
+
+
+def test_a_model_is_not_paused_over_a_command_that_comes_meanwhile(
+    place: Place, before_pause: list[Callable[[], object]]
+) -> None:
+    before_pause.append(place.accept)
+    place.pause_idle()
+    assert before_pause == []
+    assert place.log.has_unanswered()
+    assert place.now() == (Desired.RUN, None)
+
+
+def test_a_model_that_its_user_pauses_meanwhile_stays_so(place: Place, before_pause: list[Callable[[], object]]) -> None:
+    before_pause += [place.accept, lambda: place.store.jobs.request(PROJECT, place.job.id, Verb.PAUSE)]
+    place.pause_idle()
+    assert before_pause == []
+    assert place.now() == (Desired.PAUSE, None)
+
+
+def test_a_model_that_waits_for_its_client_is_paused(place: Place) -> None:
+    place.log.put(Command(5, "optim_step"))  # the one before it may never come
+    place.pause_idle()
+    assert place.now() == (Desired.PAUSE, Reason.IDLE)

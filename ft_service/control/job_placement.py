@@ -115,10 +115,14 @@ class JobPlacement:
         return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_slots=slots, new_engine=new)
 
     def _preempt(self, snapshot: QueueSnapshot) -> None:
-        """Ask jobs to stop that the head of the queue may preempt."""
+        """Ask jobs to stop here that the head of the queue may preempt."""
         assert self._preempt_after is not None, "preemption is on"
         self._preemption.restart()
         head, running = choose_preempted(snapshot, after_seconds=self._preempt_after) or (None, [])
+        if head and head.host is None:  # another host may have room for it, make room already, or lose less by it
+            everywhere = replace(self._store.queue.snapshot(self._paces), waiting=[head])
+            _, chosen = choose_preempted(everywhere, after_seconds=self._preempt_after) or (None, [])
+            running = [job for job in chosen if job.host == self._launcher.host]
         engines = {engine.id for engine in self._store.engines.live_engines(host=self._launcher.host)} if running else set()
         for job in running:
             if job.id in engines:

@@ -207,13 +207,15 @@ class QueueState:
         return self._shares[project].max_slots if project in self._shares else None
 
     def _candidates(self) -> Iterator[QueuedJob]:
-        """Due jobs in order, without those that no host can hold and those of projects at their limit."""
+        """Due jobs in order, without those that no host can hold or the limit of their project does not allow at all, and those
+        of projects at their limit.
+        """
         passed_over: set[str] = set()
         for job in self.in_order(passed_over):
             if self.hosts_for(job):
                 if not self.over_limit(job) or self.open_engine(job) is not None:
                     yield job
-                else:
+                elif job.slots <= (self._limit(job.project) or 0):  # else waiting does not help: the limit has been lowered
                     passed_over.add(job.project)
 
     def head(self) -> QueuedJob | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sqlalchemy import Connection, Exists, and_, bindparam, exists, insert, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, insert, or_, select, update
 
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.records import File, Order, Page
 from ft_service.store.rows import FILE, Listing, file_row, not_found, page
-from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs
+from ft_service.store.tables import TO_FREE, VISIBLE, files, referred_to
 from ft_service.store.tenants.audit import acting_key, record
 from ft_service.store.tenants.projects import refuse_bytes_beyond
 from ft_service.store.tenants.usage import add_use
@@ -78,12 +78,12 @@ class FileStore(StorePart):
             if connection.execute(update(files).where(*mine, LIVE).values(deleted_at=database_time())).rowcount == 0:
                 raise not_found("file", file_id)
             record(connection, project_id, "file.deleted", file_id)
-            return connection.scalars(select(~_referring()).where(*mine)).one()
+            return connection.scalars(select(~referred_to()).where(*mine)).one()
 
     def freeable_files(self, limit: int = 100) -> list[str]:
         """Ids of deleted and expired files of all projects to which no unfinished job refers, and whose bytes still exist."""
         over = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= database_time())
-        query = select(files.c.id).where(TO_FREE, over, ~_referring()).order_by(files.c.position).limit(limit)
+        query = select(files.c.id).where(TO_FREE, over, ~referred_to()).order_by(files.c.position).limit(limit)
         with self._database.reading() as connection:
             return list(connection.scalars(query))
 
@@ -95,7 +95,7 @@ class FileStore(StorePart):
     def old_files(self, seconds: float) -> list[File]:
         """Visible files of all projects older than `seconds` to which no unfinished job refers."""
         old = files.c.created_at <= database_time() - seconds
-        query = select(*FILE).where(old, LIVE, ~_referring()).order_by(files.c.position)
+        query = select(*FILE).where(old, LIVE, ~referred_to()).order_by(files.c.position)
         with self._database.reading() as connection:
             return [File(**row) for row in connection.execute(query).mappings()]
 
@@ -117,10 +117,3 @@ def insert_file(connection: Connection, file: File, seconds: int | None) -> File
     row = file_row(file) | {"created_at": now, "expires_at": None if seconds is None else now + seconds}
     add_use(connection, file.project_id, acting_key(), now, bytes=file.bytes)
     return File(**connection.execute(insert(files).values(row).returning(*FILE)).mappings().one())
-
-
-def _referring() -> Exists:
-    """Condition: an unfinished job of the file's project refers to the file."""
-    names = (jobs.c.request[name].as_string() for name in ("training_file", "validation_file"))
-    refers = or_(*(name == files.c.id for name in names))
-    return exists().where(jobs.c.project_id == files.c.project_id, UNFINISHED, refers).correlate(files)

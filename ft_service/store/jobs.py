@@ -50,6 +50,7 @@ from ft_service.store.rows import (
 )
 from ft_service.store.tables import UNFINISHED, WAITING, checkpoints, events, integrations, job_metadata, jobs, projects
 from ft_service.store.tenants.audit import record
+from ft_service.store.tenants.projects import lock_project
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -171,13 +172,16 @@ class JobStore(StorePart):
         succeeded: int | None = None,
         reason: Reason | None = None,
     ) -> Job:
-        """Apply `user_actions.request` by compare-and-set, with an event. Raises SpecError as it does, ConflictError if the job
-        keeps changing."""
+        """Apply `user_actions.request` by compare-and-set, with an event. Raises SpecError as it does, LimitError if one job
+        too many would wait, ConflictError if the job keeps changing."""
         for _ in range(MAX_TRIES):
             with self._database.writing(makes_room=verb is not Verb.RESUME) as connection:
                 old = _get(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
                 new = user_actions.request(old, verb, now, slots, succeeded=succeeded, reason=reason)
+                if new.state is State.QUEUED and old.state is State.PAUSED and old.reason is not Reason.IDLE:
+                    limit = lock_project(connection, project_id).get("max_queued")
+                    _refuse_waiting_beyond(connection, project_id, 1, limit)
                 if new != old and not write_job(connection, old, new):
                     continue
                 if new != old:
@@ -363,17 +367,19 @@ def _refuse_more_waiting(connection: Connection, new: Sequence[NewJob]) -> None:
     """Raise LimitError for a project with a limit that these jobs would exceed, counted in the transaction that stores them."""
     limits = {one.job.project_id: one.max_queued for one in new if one.max_queued is not None}
     for project_id, limit in limits.items():
-        if connection.dialect.name == "postgresql":  # SQLite's writers exclude each other anyway
-            connection.execute(select(projects.c.id).where(projects.c.id == project_id).with_for_update(key_share=True))
-        count = select(func.count()).where(jobs.c.project_id == project_id, UNFINISHED, WAITING)
-        waiting = connection.scalars(count).one()
-        more = sum(one.job.project_id == project_id for one in new)
-        if waiting + more > limit:
-            raise LimitError(
-                f"{waiting} jobs of this project wait, and {limit} may (its limit max_queued). Wait until one has started, or "
-                "cancel one.",
-                code="queue_limit",
-            )
+        lock_project(connection, project_id)
+        _refuse_waiting_beyond(connection, project_id, sum(one.job.project_id == project_id for one in new), limit)
+
+
+def _refuse_waiting_beyond(connection: Connection, project_id: str, more: int, limit: int | None) -> None:
+    """Raise LimitError if more jobs of a project would wait than may; its row is locked. `limit` None: any number may."""
+    count = select(func.count()).where(jobs.c.project_id == project_id, UNFINISHED, WAITING)
+    if limit is not None and (waiting := connection.scalars(count).one()) + more > limit:
+        raise LimitError(
+            f"{waiting} jobs of this project wait, and {limit} may (its limit max_queued). Wait until one has started, or "
+            "cancel one.",
+            code="queue_limit",
+        )
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

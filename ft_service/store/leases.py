@@ -232,8 +232,8 @@ def _release_slots(connection: Connection, job: Job) -> None:
     if not number:
         return
     seconds = exact(max(0.0, now - taken_at))
+    add_to_share(connection, job.project_id, number, seconds, now)  # locks the project first, as who stores a file does
     add_use(connection, job.project_id, job.key_id, now, slot_seconds=number * seconds)
     connection.execute(delete(slots).where(*mine))
     used = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + number * seconds}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None))
-    add_to_share(connection, job.project_id, number, seconds, now)

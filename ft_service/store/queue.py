@@ -156,7 +156,8 @@ class QueueStore(StorePart):
         with self._database.reading() as connection:
             now, running, shares, live = _read_running(connection)
             lately = hosts.c.seen_at.between(now - HOST_SECONDS, now + HOST_SECONDS)
-            known = {row.host: Host(slots=row.slots) for row in connection.execute(select(hosts).where(lately))}
+            announced = connection.execute(select(hosts).where(lately).order_by(hosts.c.host))
+            known = {row.host: Host(slots=row.slots) for row in announced}
             waiting = [_waiting(row, paces) for row in connection.execute(query).mappings()]
         return QueueSnapshot(now=now, hosts=known, waiting=waiting, running=running, shares=shares, engines=live)
 

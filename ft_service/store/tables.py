@@ -12,6 +12,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Double,
+    Exists,
     ForeignKey,
     Index,
     Integer,
@@ -20,6 +21,7 @@ from sqlalchemy import (
     Table,
     UniqueConstraint,
     and_,
+    exists,
     literal_column,
     or_,
 )
@@ -215,6 +217,14 @@ Index(
 # By which waiting jobs are estimated.
 Index("ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, postgresql_where=MEASURED)
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
+
+
+def referred_to() -> Exists:
+    """Condition of a file: an unfinished job of its project refers to it."""
+    names = (jobs.c.request[name].as_string() for name in ("training_file", "validation_file"))
+    refers = or_(*(name == files.c.id for name in names))
+    return exists().where(jobs.c.project_id == files.c.project_id, UNFINISHED, refers).correlate(files)
+
 
 SEATED = jobs.c.engine_id.is_not(None)
 Index("ix_jobs_engine", jobs.c.engine_id, sqlite_where=SEATED, postgresql_where=SEATED)

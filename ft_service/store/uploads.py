@@ -14,6 +14,7 @@ from ft_service.store.files import insert_file
 from ft_service.store.records import File, Upload, UploadPart
 from ft_service.store.rows import columns_of, not_found
 from ft_service.store.tables import PENDING, upload_parts, uploads
+from ft_service.store.tenants.projects import lock_project, refuse_bytes_beyond
 
 UPLOAD = columns_of(Upload, uploads)
 PART = columns_of(UploadPart, upload_parts)
@@ -24,10 +25,15 @@ class UploadStore(StorePart):
     """Uploads and their parts."""
 
     def add_upload(self, upload: Upload, *, seconds: int, at_most: int) -> Upload:
-        """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already."""
-        count = select(func.count()).select_from(uploads).where(uploads.c.project_id == upload.project_id, _OPEN)
+        """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already,
+        LimitError if it may not store what they all have announced.
+        """
+        announced = select(func.count(), func.coalesce(func.sum(uploads.c.bytes), 0))
         with self._database.writing() as connection:
-            if connection.scalars(count).one() >= at_most:
+            lock_project(connection, upload.project_id)
+            count, pending = connection.execute(announced.where(uploads.c.project_id == upload.project_id, _OPEN)).one()
+            refuse_bytes_beyond(connection, upload.project_id, upload.bytes, int(pending))
+            if count >= at_most:
                 message = f"This project has {at_most} uploads that are neither completed nor cancelled. Cancel one first."
                 raise SpecError(message, code="too_many_uploads")
             now = connection.scalars(select(database_time())).one()

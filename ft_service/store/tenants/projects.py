@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, Select, func, insert, or_, select, update
 
 from ft_service.errors import LimitError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.records import Page, Project, TenantLimits
 from ft_service.store.rows import not_found, page
-from ft_service.store.tables import VISIBLE, files, projects
+from ft_service.store.tables import VISIBLE, files, projects, referred_to
 from ft_service.store.tenants.audit import record
 
 MANAGING_PROJECT = "default"
@@ -100,24 +100,35 @@ def limits_of(max_slots: int | None, limits: dict[str, Any] | None) -> TenantLim
     return TenantLimits(**{**values, "max_slots": max_slots})
 
 
-def refuse_bytes_beyond(connection: Connection, project_id: str, more: int) -> None:
-    """Raise LimitError if the project would store more bytes of files than it may. The project's row is locked meanwhile."""
+def lock_project(connection: Connection, project_id: str) -> dict[str, Any]:
+    """Lock a project's row until the end of the transaction. Returns its limits that are set, but for max_slots."""
     query = select(projects.c.limits).where(projects.c.id == project_id).with_for_update(key_share=True)
-    limit = (connection.scalars(query).one_or_none() or {}).get("max_bytes")
+    return connection.scalars(query).one_or_none() or {}
+
+
+def refuse_bytes_beyond(connection: Connection, project_id: str, more: int, pending: int = 0) -> None:
+    """Raise LimitError if the project would store more bytes of files than it may. The project's row is locked meanwhile.
+
+    `pending`: bytes that it has announced in other uploads.
+    """
+    limit = lock_project(connection, project_id).get("max_bytes")
     if limit is None:
         return
     held = _bytes_of_files(connection, project_id)
-    if held + more > limit:
+    if held + pending + more > limit:
+        announced = f", has announced {pending} in uploads" if pending else ""
         raise LimitError(
-            f"The file has {more} bytes; this project keeps {held} and may keep {limit} (its limit max_bytes). Delete files "
-            "that are not needed any more, or ask an administrator for more.",
+            f"The file has {more} bytes; this project keeps {held}{announced} and may keep {limit} (its limit max_bytes). "
+            "Delete files that are not needed any more, or ask an administrator for more.",
             code="storage_limit",
         )
 
 
 def _bytes_of_files(connection: Connection, project_id: str) -> int:
-    kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.project_id == project_id, VISIBLE)
-    return int(connection.scalars(kept).one())
+    """Bytes of files that are kept: also of expired ones until they are removed, and of deleted ones that a job still needs."""
+    kept = files.c.freed_at.is_(None), or_(VISIBLE, referred_to())
+    query = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.project_id == project_id, *kept)
+    return int(connection.scalars(query).one())
 
 
 def _get(connection: Connection, project_id: str, *, lock: bool = False) -> Project:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -725,6 +726,26 @@ def test_a_higher_priority_displaces_what_has_held_its_slots_long_enough(
     launcher.end("ftjob-low", 2, SUCCEEDED)
     assert step_until(reconciler, store, job_id="ftjob-low").state is State.SUCCEEDED
     assert "The job makes room. It stops at a checkpoint, to make room for a job of priority 5." in messages(store, "ftjob-low")
+
+
+def test_one_of_two_hosts_makes_room_and_not_both(tmp_path: Path, store: Store) -> None:
+    launchers = [FakeLauncher(host=name) for name in ("host-a", "host-b")]
+    reconcilers = [new_reconciler(tmp_path, store, launcher, preempt_after=600.0) for launcher in launchers]
+    for launcher, reconciler in zip(launchers, reconcilers, strict=True):
+        add_job(store, f"ftjob-{launcher.host}")
+        start_running(reconciler, store, launcher, f"ftjob-{launcher.host}")
+        training_since(launcher, store, reconciler, f"ftjob-{launcher.host}", 700.0)
+    add_job(store, "ftjob-high", priority=5)
+
+    def signals() -> list[str]:
+        for reconciler in reconcilers:
+            reconciler.step()
+        return [job_id for launcher in launchers for job_id, _, _ in launcher.signals]
+
+    wait_for(lambda: signals() or None)
+    for _ in range(20):
+        assert len(signals()) == 1
+        time.sleep(0.1)  # the next look for who must make room is a second after the last
 
 
 def test_a_job_that_may_take_so_long_ends_there(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:

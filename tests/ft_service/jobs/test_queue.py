@@ -154,6 +154,16 @@ def test_a_project_at_its_limit_is_passed_over_and_told_so() -> None:
     assert reasons["theirs"] == "It is about to start."
 
 
+def test_a_job_that_its_projects_lowered_limit_does_not_allow_keeps_no_other_from_its_start() -> None:
+    found = snapshot(job("large", 0, slots=8), job("small", 1), total=8, a=Share(max_slots=4))
+    start = next_start(found)
+    assert start is not None
+    assert start.job.id == "small"
+    told = forecast(found)
+    assert told["large"].reason == "Its project runs 0 ranks and may run 4 at once; this job needs 8."
+    assert told["small"].reason == "It is about to start."
+
+
 def test_who_has_just_begun_or_makes_room_already_is_not_preempted() -> None:
     head = job("head", priority=5, slots=2)
     old, young = running_job("old", 2, preemptible=True), running_job("young", 2, preemptible=True, taken_at=NOW - 10)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.jobs.decisions import fail
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
@@ -107,6 +107,23 @@ def test_an_expired_file_is_hidden_and_freeable(store):
         store.files.delete_file(PROJECT, file.id)
     assert store.files.list_files(PROJECT).data == []
     assert store.files.freeable_files() == [file.id]
+
+
+def test_what_counts_towards_a_projects_limit_is_what_is_kept(store):
+    store.projects.update_project(PROJECT, limits={"max_bytes": 100})
+    expired = store.files.add_file(new_file(bytes=80), seconds=0)
+    with pytest.raises(LimitError, match="keeps 80 and may keep 100"):
+        store.files.add_file(new_file(bytes=80))
+    store.files.mark_freed([expired.id])
+    needed = store.files.add_file(new_file(bytes=80))
+    waiting = create_job(store, new_job(request={"training_file": needed.id}))
+    store.files.delete_file(PROJECT, needed.id)
+    with pytest.raises(LimitError):
+        store.files.add_file(new_file(bytes=80))  # the job still needs the other
+    mine = claim(store)
+    assert mine.job.id == waiting.id
+    assert store.leases.apply(mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
+    store.files.add_file(new_file(bytes=80))
 
 
 def test_text_that_a_database_cannot_hold_is_made_storable(store):

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.reasons import Reason
@@ -302,3 +302,19 @@ def test_events_in_both_orders(store):
     assert store.jobs.list_events(PROJECT, job.id, order="asc").data == [oldest, newest]
     assert store.jobs.list_events(PROJECT, job.id, order="asc", after=oldest.id).data == [newest]
     assert store.jobs.list_events(PROJECT, job.id, after=newest.id).data == [oldest]
+
+
+def test_what_is_resumed_counts_towards_the_limit_of_what_waits(store):
+    store.projects.update_project(PROJECT, limits={"max_queued": 2})
+    paused = []
+    for _ in range(3):
+        job = create_job(store, new_job(state=State.QUEUED))
+        paused.append(store.jobs.request(PROJECT, job.id, Verb.PAUSE))
+    assert {job.state for job in paused} == {State.PAUSED}
+    for job in paused[:2]:
+        assert store.jobs.request(PROJECT, job.id, Verb.RESUME).state is State.QUEUED
+    with pytest.raises(LimitError, match="2 jobs of this project wait, and 2 may"):
+        store.jobs.request(PROJECT, paused[2].id, Verb.RESUME)
+    assert store.jobs.get_job(PROJECT, paused[2].id).state is State.PAUSED
+    store.jobs.request(PROJECT, paused[0].id, Verb.CANCEL)
+    assert store.jobs.request(PROJECT, paused[2].id, Verb.RESUME).state is State.QUEUED

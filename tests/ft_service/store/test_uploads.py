@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.records import Upload, UploadPart
 from tests.support.records import OTHER, PROJECT, new_file
@@ -58,6 +58,17 @@ def test_parts_that_arrive_at_once_are_bounded_together(store):
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(try_part, range(24))) == 10
+
+
+def test_uploads_announce_no_more_than_the_project_may_keep(store):
+    store.projects.update_project(PROJECT, limits={"max_bytes": 250})
+    store.files.add_file(new_file(bytes=50))
+    first = add(store, size=100)
+    with pytest.raises(LimitError, match="The file has 101 bytes; this project keeps 50, has announced 100 in uploads"):
+        add(store, size=101)
+    add(store, size=100)
+    store.uploads.cancel_upload(PROJECT, first.id)
+    add(store, size=100)
 
 
 def test_an_ended_upload_takes_nothing(store):

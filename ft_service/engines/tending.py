@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ft_service.engines.engine_directory import PREFIX, EngineDirectory
 from ft_service.errors import UnavailableError
+from ft_service.host.loops import log_errors
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Job, Running
 from ft_service.launcher.protocol import Launcher
@@ -144,8 +145,11 @@ class EngineTending:
 
 
 def remove_ended_engines(store: Store, places: Places) -> None:
-    """Remove the directories of engines that ended more than KEEP_SECONDS ago. Raises UnavailableError and OSError."""
+    """Remove the directories of engines that ended more than KEEP_SECONDS ago, except those that cannot be removed now, which
+    is logged. Raises UnavailableError.
+    """
     folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
     for engine_id in store.engines.ended_engines(list(folders), KEEP_SECONDS) if folders else ():
-        EngineDirectory(places.engines_dir, engine_id).hide()
-        shutil.rmtree(folders[engine_id])
+        with log_errors(f"removing {folders[engine_id]}"):
+            EngineDirectory(places.engines_dir, engine_id).hide()
+            shutil.rmtree(folders[engine_id])

@@ -10,6 +10,7 @@ answer. A deleted model is unloaded, and its folder removed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
@@ -54,7 +55,6 @@ class Handoff:
         self._servers = inference_servers(settings)
         self._jobs: dict[str, Job] = {}
         """Name of the tuned model → job."""
-        self._known: set[str] = set()
         self._refused: set[tuple[str, str]] = set()
         """(replica, name) of failed loads, which are not tried again until the replica restarts."""
         self._away: set[str] = set()
@@ -65,11 +65,12 @@ class Handoff:
 
     def look(self) -> None:
         """Compare and act once. Raises UnavailableError if the database does not answer."""
+        known = {job.id for job in self._jobs.values()}
         for project_id, job_id in self._store.models.succeeded_jobs():
-            if job_id not in self._known:
-                self._known.add(job_id)
-                job = self._store.jobs.get_job(project_id, job_id)
-                self._jobs[str(job.tuned_name)] = job
+            if job_id not in known:
+                with contextlib.suppress(NotFoundError):  # it has gone meanwhile
+                    job = self._store.jobs.get_job(project_id, job_id)
+                    self._jobs[str(job.tuned_name)] = job
         deleted = self._store.models.all_deleted_models()
         wanted = {name: job for name, job in self._jobs.items() if name not in deleted}
         for name in self._jobs.keys() - wanted.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import handoff as handoff_module
@@ -155,3 +157,28 @@ def test_a_replica_that_is_away_gets_it_later(
     replicas[1].key = away
     handoff.look()
     assert replicas[1].loaded
+
+
+@pytest.mark.parametrize("error", [UnavailableError("The database is away."), NotFoundError("There is no job ftjob-1.")])
+def test_a_model_whose_job_could_not_be_read_is_handed_over_later(
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    monkeypatch: pytest.MonkeyPatch,
+    error: FtError,
+) -> None:
+    """An outage between two queries ends the look; a job that has gone, by a backup that was restored, does not."""
+    job = succeeded(store, tmp_path)
+    handoff = Handoff(settings, store, tmp_path / "served")
+
+    def fails(*_: object) -> Job:
+        raise error
+
+    with monkeypatch.context() as outage:
+        outage.setattr(store.jobs, "get_job", fails)
+        with contextlib.suppress(UnavailableError):
+            handoff.look()
+    assert not replicas[0].loaded
+    handoff.look()
+    assert set(replicas[0].loaded) == {str(job.tuned_name)}

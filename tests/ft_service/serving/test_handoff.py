@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -314,3 +315,21 @@ def test_a_run_directory_that_was_replaced_by_a_link_keeps_no_other_model_waitin
     assert [set(vllm.loaded) for vllm in replicas] == [{str(other.tuned_name)}] * 2
     assert told(store, replaced) == []
     assert caplog.text.count("was replaced by a link") == 1, "it is not logged every two seconds"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+def test_a_replica_that_answers_in_another_form_keeps_no_other_waiting(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    answer = replicas[0].answer
+    strange = {"choices": []} if path == "/v1/completions" else "<html>The page of a proxy.</html>"
+
+    def strangely(method: str, asked: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return (200, strange) if asked == path else answer(method, asked, body)
+
+    monkeypatch.setattr(replicas[0], "answer", strangely)
+    job = succeeded(store, tmp_path)
+    Handoff(settings, store, tmp_path / "served").look()
+    assert set(replicas[1].loaded) == {str(job.tuned_name)}
+    assert told(store, job)[-1].startswith("Served, verified")
+    assert any("in another form" in message for message in told(store, job)) is (path == "/v1/completions")

@@ -19,7 +19,7 @@ import yaml
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
 from ft_service.errors import ConflictError, NotFoundError, SpecError
-from ft_service.host.loops import every
+from ft_service.host.loops import every, log_errors
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Job
 from ft_service.jobs.user_actions import Verb
@@ -330,6 +330,7 @@ def remove_unused(store: Store, places: Places) -> None:
     """Remove samples that were answered long ago, and weights that were saved for one sampler which is not used any more."""
     store.tinker.forget_samples(UNUSED_SECONDS)
     for sampler in store.tinker.unused_samplers(UNUSED_SECONDS):
-        path = WeightsPath.parse(sampler.model_path or "")
-        delete_sampler(places.run(job_id_of(path.model_id)), path.name)
-        store.tinker.forget_weights(sampler.id)
+        with log_errors(f"removing the weights of the sampler {sampler.id}"):
+            path = WeightsPath.parse(sampler.model_path or "")
+            delete_sampler(places.run(job_id_of(path.model_id)), path.name)
+            store.tinker.forget_weights(sampler.id)

@@ -11,12 +11,17 @@ import pytest
 
 from ft_service.control import pruning
 from ft_service.control.housekeeping import remove_expired, retain
+from ft_service.control.tinker_models import remove_unused
 from ft_service.engines.tending import KEEP_SECONDS
 from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.settings import Settings
+from ft_service.storage.locations import Places
 from ft_service.store.engines import EngineStore
 from ft_service.store.records import File
 from ft_service.store.sql import Store
+from ft_service.store.tinker import TinkerSampler
+from ft_service.tinker.names import job_id_of
+from ft_service.tinker.saved_weights import sampler_key
 from tests.support.reconciling import PROJECT, new_store
 
 PARTS = "upload_0"
@@ -140,3 +145,28 @@ def test_an_engines_folder_that_cannot_be_removed_keeps_no_others(
     remove_expired(settings, store)
     assert left(settings.home / "engines") == ["engine-1"]
     assert swept == ["deliveries"]
+
+
+def test_weights_of_a_sampler_that_cannot_be_removed_keep_no_others(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods of engines may write to the folder of their project, and put a link in a run directory's place."""
+    places = Places.of(settings)
+    models = ["session-0:train:0", "session-1:train:0"]
+    runs = [places.run_of_project(PROJECT, job_id_of(model)).root for model in models]
+    for run in runs:
+        (run / sampler_key("own")).mkdir(parents=True)
+    runs[0].rename(runs[0].with_name("elsewhere"))
+    runs[0].symlink_to(runs[0].with_name("elsewhere"))
+    unused = [
+        TinkerSampler(
+            id=model, project_id=PROJECT, session_id=model, base="tiny", model_path=f"tinker://{model}/sampler_weights/own"
+        )
+        for model in models
+    ]
+    forgotten: list[str] = []
+    monkeypatch.setattr(store.tinker, "unused_samplers", lambda seconds: unused)
+    monkeypatch.setattr(store.tinker, "forget_weights", forgotten.append)
+    remove_unused(store, places)
+    assert forgotten == models[1:]
+    assert [(run / sampler_key("own")).exists() for run in runs] == [True, False]

@@ -315,15 +315,14 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 def pause_idle(store: Store, places: Places, seconds: float) -> None:
     """Pause the models that have done all that their clients said, and wait for more for so long."""
-    for job in store.jobs.running_with(MODEL_KEY):
-        commands = CommandLog(places.run(job.id))
-        if not is_model(job):
-            continue
-        if not commands.has_unanswered() and commands.last_used() < time.time() - seconds:
-            log.info("a model waits for its client and is paused", extra={"job_id": job.id})
-            paused = store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
-            if commands.has_unanswered():  # which came meanwhile, and whose request may have seen the model run (`_put`)
-                _resume_idle(paused, store)
+    for job in filter(is_model, store.jobs.running_with(MODEL_KEY)):
+        with log_errors(f"pausing the model {job.id}"):
+            commands = CommandLog(places.run(job.id))
+            if not commands.has_unanswered() and commands.last_used() < time.time() - seconds:
+                log.info("a model waits for its client and is paused", extra={"job_id": job.id})
+                paused = store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
+                if commands.has_unanswered():  # which came meanwhile, and whose request may have seen the model run (`_put`)
+                    _resume_idle(paused, store)
 
 
 def remove_unused(store: Store, places: Places) -> None:

@@ -166,7 +166,7 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
     pid = preview.pid
     job = succeeded(store, tmp_path)
     preview.preload(job)
-    wait_for(lambda: told(store, job) != [], 30)
+    wait_for(lambda: Places(tmp_path).run(job.id).has(preview_module.PREVIEWED), 30)
     (message,) = told(store, job)
     assert message.startswith("In the preview: served, verified: 1 prompts")
     asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)

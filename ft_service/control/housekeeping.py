@@ -14,7 +14,7 @@ from ft_service.control import pruning
 from ft_service.control.job_placement import Interval
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
-from ft_service.engines.tending import remove_ended_engines
+from ft_service.engines.engine_directory import PREFIX, EngineDirectory
 from ft_service.host.loops import every, log_errors
 from ft_service.logs import fields
 from ft_service.meters import Meters
@@ -27,6 +27,8 @@ log = logging.getLogger("ft_service.housekeeping")
 
 EXPIRE_SECONDS = 60.0
 RETAIN_SECONDS = 900.0
+KEEP_ENGINE_SECONDS = 7 * 86_400.0
+"""How long the directory of an ended engine is kept, for its logs."""
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
@@ -67,6 +69,17 @@ def retain(settings: Settings, store: Store) -> None:
             if pruning.remove(removal, settings, store):
                 job = {"job_id": removal.job.id} if removal.job else {}
                 log.info("removed %s: %s", removal.path, removal.why, extra=fields(bytes=removal.bytes, **job))
+
+
+def remove_ended_engines(store: Store, places: Places) -> None:
+    """Remove the directories of engines that ended more than KEEP_ENGINE_SECONDS ago, except those that cannot be removed now,
+    which is logged. Raises UnavailableError.
+    """
+    folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
+    for engine_id in store.engines.ended_engines(list(folders), KEEP_ENGINE_SECONDS) if folders else ():
+        with log_errors(f"removing {folders[engine_id]}"):
+            EngineDirectory(places.engines_dir, engine_id).hide()
+            shutil.rmtree(folders[engine_id])
 
 
 def free(places: Places, store: Store, file_ids: Sequence[str]) -> bool:

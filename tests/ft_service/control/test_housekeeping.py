@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from ft_service.control import pruning
-from ft_service.control.housekeeping import remove_expired, retain
+from ft_service.control.housekeeping import KEEP_ENGINE_SECONDS, remove_expired, retain
 from ft_service.control.tinker_models import remove_unused
-from ft_service.engines.tending import KEEP_SECONDS
 from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -137,7 +136,7 @@ def test_an_engines_folder_that_cannot_be_removed_keeps_no_others(
         (settings.home / "engines" / name).mkdir(parents=True)
 
     def ended(engines: EngineStore, found: list[str], seconds: float) -> list[str]:
-        assert (sorted(found), seconds) == (ids, KEEP_SECONDS)
+        assert (sorted(found), seconds) == (ids, KEEP_ENGINE_SECONDS)
         return ids
 
     monkeypatch.setattr(EngineStore, "ended_engines", ended)

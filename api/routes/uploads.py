@@ -24,7 +24,7 @@ from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
-from ft_service.store.records import File, Upload, UploadPart
+from ft_service.store.records import UPLOAD_PREFIX, File, Upload, UploadPart
 
 router = keyed_router("/v1/uploads", "uploads")
 
@@ -83,7 +83,7 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
         message = f"bytes = {given.bytes}: larger than {most} (FT_MAX_UPLOAD_BYTES). Split it."
         raise SpecError(message, param="bytes", code="file_too_large")
     upload = Upload(
-        id=new_id("upload_"),
+        id=new_id(UPLOAD_PREFIX),
         project_id=caller.project_id,
         filename=filename,
         purpose=given.purpose,

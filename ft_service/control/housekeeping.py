@@ -14,18 +14,21 @@ from ft_service.control import pruning
 from ft_service.control.job_placement import Interval
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
-from ft_service.engines.tending import remove_ended_engines
-from ft_service.host.loops import every
+from ft_service.engines.engine_directory import PREFIX, EngineDirectory
+from ft_service.host.loops import every, log_errors
 from ft_service.logs import fields
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
+from ft_service.store.records import UPLOAD_PREFIX
 from ft_service.store.sql import Store
 
 log = logging.getLogger("ft_service.housekeeping")
 
 EXPIRE_SECONDS = 60.0
 RETAIN_SECONDS = 900.0
+KEEP_ENGINE_SECONDS = 7 * 86_400.0
+"""How long the directory of an ended engine is kept, for its logs."""
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
@@ -42,41 +45,64 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 
 def remove_expired(settings: Settings, store: Store) -> None:
-    """Remove everything that has expired. Several servers may do it at once. Raises UnavailableError and OSError."""
+    """Remove everything that has expired, except what cannot be removed now, which is logged. Several servers may do it at
+    once. Raises UnavailableError.
+    """
     places = Places.of(settings)
     store.keep_reserve()
-    while file_ids := store.files.freeable_files():
-        free(places, store, file_ids)
+    while (file_ids := store.files.freeable_files()) and free(places, store, file_ids):
+        pass
     _remove_parts(settings, store)
     remove_ended_engines(store, places)
     store.webhooks.forget_deliveries(KEEP_SECONDS, GIVE_UP_SECONDS)
 
 
 def retain(settings: Settings, store: Store) -> None:
-    """Remove everything older than its age limit. Files without an owner are left to `ft prune`: they may be a person's."""
+    """Remove everything older than its age limit, except what cannot be removed now, which is logged. Files without an owner
+    are left to `ft prune`: they may be a person's. Raises UnavailableError.
+    """
     cache, tokens = cache_folder.folder_of(os.environ, settings.home), token_folder.folder_of(os.environ, settings.home)
     for removal in pruning.plan_pruning(
         settings, store, pruning.RetentionLimits.from_settings(settings), cache=cache, tokens=tokens
     ):
-        if pruning.remove(removal, settings, store):
-            job = {"job_id": removal.job.id} if removal.job else {}
-            log.info("removed %s: %s", removal.path, removal.why, extra=fields(bytes=removal.bytes, **job))
+        with log_errors(f"removing {removal.path}"):
+            if pruning.remove(removal, settings, store):
+                job = {"job_id": removal.job.id} if removal.job else {}
+                log.info("removed %s: %s", removal.path, removal.why, extra=fields(bytes=removal.bytes, **job))
 
 
-def free(places: Places, store: Store, file_ids: Sequence[str]) -> None:
-    """Remove the bytes and tokens of files, then mark them as freed: after a crash in between, the removal is repeated."""
-    for sha256 in store.files.digests_of_files(file_ids):
-        places.remove_tokens(sha256)
+def remove_ended_engines(store: Store, places: Places) -> None:
+    """Remove the directories of engines that ended more than KEEP_ENGINE_SECONDS ago, except those that cannot be removed now,
+    which is logged. Raises UnavailableError.
+    """
+    folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
+    for engine_id in store.engines.ended_engines(list(folders), KEEP_ENGINE_SECONDS) if folders else ():
+        with log_errors(f"removing {folders[engine_id]}"):
+            EngineDirectory(places.engines_dir, engine_id).hide()
+            shutil.rmtree(folders[engine_id])
+
+
+def free(places: Places, store: Store, file_ids: Sequence[str]) -> bool:
+    """Remove the bytes and tokens of files, then mark them as freed: after a crash in between, the removal is repeated. So is
+    that of a file which cannot be removed now, which is logged. False if none could be removed.
+    """
+    freed: list[str] = []
     for file_id in file_ids:
-        places.remove(file_id)
-    store.files.mark_freed(file_ids)
+        with log_errors(f"removing the bytes of {file_id}"):
+            for sha256 in store.files.digests_of_files([file_id]):
+                places.remove_tokens(sha256)
+            places.remove(file_id)
+            freed.append(file_id)
+    store.files.mark_freed(freed)
+    return bool(freed)
 
 
 def _remove_parts(settings: Settings, store: Store) -> None:
-    """Remove the parts of uploads that are no longer pending. Folders are listed first, so that newer uploads are not
-    touched."""
-    folders = list(settings.uploads_dir.glob("*"))
+    """Remove the parts of uploads that are no longer pending. Folders are listed first, so that newer uploads are not touched;
+    nor is anything else that is there, such as the `lost+found` of a volume."""
+    folders = list(settings.uploads_dir.glob(f"{UPLOAD_PREFIX}*"))
     pending = store.uploads.pending_uploads() if folders else set()
     for folder in folders:
         if folder.name not in pending:
-            shutil.rmtree(folder)
+            with log_errors(f"removing {folder}"):
+                shutil.rmtree(folder)

@@ -20,6 +20,7 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import DESCRIPTIONS
 from ft_service.data import token_folder
 from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.host.loops import log_errors
 from ft_service.jobs.states import TERMINAL, Job
 from ft_service.rundir.checkpoints import remove_marker
 from ft_service.rundir.project_runs import PROJECT_RUNS, run_root
@@ -115,7 +116,9 @@ def plan_pruning(
 
 
 def remove(removal: Removal, settings: Settings, store: Store) -> bool:
-    """Remove an item. False, with nothing removed, if it came into use since the plan. Raises OSError."""
+    """Remove an item. False, with nothing removed, if it came into use since the plan. Raises OSError, and NotFoundError if its
+    job is gone.
+    """
     if removal.file is not None:
         try:
             unused = store.files.delete_file(removal.file.project_id, removal.file.id)
@@ -134,11 +137,12 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
     if removal.kind == "cache":
         return Cache(removal.path.parent).remove(removal.path.name, removal.last_use)
     if removal.job is not None:
-        for model in removal.hides:  # before the last check, so that no new job can begin to need it
+        if _is_in_use(removal, removal.job, settings, store):
+            return False
+        for model in removal.hides:
             store.models.delete_model(removal.job.project_id, model)
-        if not _over(store.jobs.get_job(removal.job.project_id, removal.job.id)) or _is_needed(
-            removal, _Needed.now(store, settings)
-        ):
+        # No new job can begin to need it now. One that did in the last moment keeps the data, but the models stay deleted.
+        if removal.hides and _is_in_use(removal, removal.job, settings, store):
             return False
     _remove_path(removal.path)
     if removal.path.parents[1] == settings.home / PROJECT_RUNS:
@@ -154,9 +158,10 @@ def _of_jobs(settings: Settings, store: Store, limits: RetentionLimits, now: flo
     deleted = {project_id: store.models.deleted_models(project_id) for project_id in {job.project_id for job in jobs}}
     for job in filter(_over, jobs):
         age = now - (job.finished_at or now)
-        for removal in _of_job(job, folders[job.id], deleted[job.project_id], limits, age / DAY_SECONDS):
-            if not _is_needed(removal, needed):
-                yield removal
+        found: list[Removal] = []
+        with log_errors(f"measuring {folders[job.id]}"):
+            found = list(_of_job(job, folders[job.id], deleted[job.project_id], limits, age / DAY_SECONDS))
+        yield from (removal for removal in found if not _is_needed(removal, needed))
 
 
 def _of_job(job: Job, folder: Path, deleted: set[str], limits: RetentionLimits, days: float) -> Iterator[Removal]:
@@ -238,6 +243,10 @@ def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
         for entry, last_use, unused in sorted(ages)
         if unused >= days
     ]
+
+
+def _is_in_use(removal: Removal, job: Job, settings: Settings, store: Store) -> bool:
+    return not _over(store.jobs.get_job(job.project_id, job.id)) or _is_needed(removal, _Needed.now(store, settings))
 
 
 def _is_needed(removal: Removal, needed: _Needed) -> bool:

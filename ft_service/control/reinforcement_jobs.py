@@ -98,13 +98,20 @@ class ReinforcementJobs:
             thread.join(2 * LOOK_SECONDS)
 
     def _start(self, job: Job, stop: threading.Event) -> None:
+        thread = threading.Thread(target=self._drive, args=(job, stop), name=f"rollouts-{job.id}", daemon=True)
+        self.threads[job.id] = thread
+        thread.start()
+
+    def _loop(self, job: Job, stop: threading.Event) -> RolloutLoop:
+        """Raises FtError if the job's run directory cannot be used."""
+
         def stopped() -> bool:
             return stop.is_set() or job.id not in self.running
 
         def secrets(endpoint_id: str) -> list[str]:
             return secrets_of(self.store.webhooks.get_webhook(job.project_id, endpoint_id))
 
-        loop = RolloutLoop(
+        return RolloutLoop(
             job,
             self.places.run(job.id),
             self.sampler,
@@ -112,23 +119,20 @@ class ReinforcementJobs:
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
         )
-        thread = threading.Thread(target=self._drive, args=(loop,), name=f"rollouts-{job.id}", daemon=True)
-        self.threads[job.id] = thread
-        thread.start()
 
-    def _drive(self, loop: RolloutLoop) -> None:
+    def _drive(self, job: Job, stop: threading.Event) -> None:
         try:
-            loop.run()
+            self._loop(job, stop).run()
         except SamplingStopped:
             pass
         except JobPaused as paused:
-            self._pause(loop.job, str(paused))
+            self._pause(job, str(paused))
         except UnavailableError as error:
-            log.info("a job's answers wait: %s", error.message, extra={"job_id": loop.job.id})
+            log.info("a job's answers wait: %s", error.message, extra={"job_id": job.id})
         except FtError as error:
-            self._pause(loop.job, f"Its answers cannot be sampled: {error.message}")
+            self._pause(job, f"Its answers cannot be sampled: {error.message}")
         except Exception:
-            log.exception("a job's answers wait", extra={"job_id": loop.job.id})
+            log.exception("a job's answers wait", extra={"job_id": job.id})
             time.sleep(LOOK_SECONDS)
 
     def _pause(self, job: Job, why: str) -> None:

@@ -19,7 +19,7 @@ import yaml
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
 from ft_service.errors import ConflictError, NotFoundError, SpecError
-from ft_service.host.loops import every
+from ft_service.host.loops import every, log_errors
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Job
 from ft_service.jobs.user_actions import Verb
@@ -315,21 +315,21 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 def pause_idle(store: Store, places: Places, seconds: float) -> None:
     """Pause the models that have done all that their clients said, and wait for more for so long."""
-    for job in store.jobs.running_with(MODEL_KEY):
-        commands = CommandLog(places.run(job.id))
-        if not is_model(job):
-            continue
-        if not commands.has_unanswered() and commands.last_used() < time.time() - seconds:
-            log.info("a model waits for its client and is paused", extra={"job_id": job.id})
-            paused = store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
-            if commands.has_unanswered():  # which came meanwhile, and whose request may have seen the model run (`_put`)
-                _resume_idle(paused, store)
+    for job in filter(is_model, store.jobs.running_with(MODEL_KEY)):
+        with log_errors(f"pausing the model {job.id}"):
+            commands = CommandLog(places.run(job.id))
+            if not commands.has_unanswered() and commands.last_used() < time.time() - seconds:
+                log.info("a model waits for its client and is paused", extra={"job_id": job.id})
+                paused = store.jobs.request(job.project_id, job.id, Verb.PAUSE, reason=Reason.IDLE)
+                if commands.has_unanswered():  # which came meanwhile, and whose request may have seen the model run (`_put`)
+                    _resume_idle(paused, store)
 
 
 def remove_unused(store: Store, places: Places) -> None:
     """Remove samples that were answered long ago, and weights that were saved for one sampler which is not used any more."""
     store.tinker.forget_samples(UNUSED_SECONDS)
     for sampler in store.tinker.unused_samplers(UNUSED_SECONDS):
-        path = WeightsPath.parse(sampler.model_path or "")
-        delete_sampler(places.run(job_id_of(path.model_id)), path.name)
-        store.tinker.forget_weights(sampler.id)
+        with log_errors(f"removing the weights of the sampler {sampler.id}"):
+            path = WeightsPath.parse(sampler.model_path or "")
+            delete_sampler(places.run(job_id_of(path.model_id)), path.name)
+            store.tinker.forget_weights(sampler.id)

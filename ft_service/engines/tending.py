@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_service.engines.engine_directory import PREFIX, EngineDirectory
+from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Job, Running
@@ -28,8 +27,6 @@ TEND_SECONDS = 0.5
 """Interval at which engines are looked at."""
 IDLE_SECONDS = 60.0
 """How long an engine stays without a job."""
-KEEP_SECONDS = 7 * 86_400.0
-"""How long the directory of an ended engine is kept, for its logs."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +138,3 @@ class EngineTending:
 
     def _directory(self, engine_id: str) -> EngineDirectory:
         return EngineDirectory(self._places.engines_dir, engine_id)
-
-
-def remove_ended_engines(store: Store, places: Places) -> None:
-    """Remove the directories of engines that ended more than KEEP_SECONDS ago. Raises UnavailableError and OSError."""
-    folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
-    for engine_id in store.engines.ended_engines(list(folders), KEEP_SECONDS) if folders else ():
-        EngineDirectory(places.engines_dir, engine_id).hide()
-        shutil.rmtree(folders[engine_id])

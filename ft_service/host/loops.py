@@ -1,12 +1,13 @@
-"""Periodic work of a service in a thread of its own."""
+"""Periodic work of a service in a thread of its own, whose errors end neither the loop nor the turns of other items."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from ft_service.errors import UnavailableError
+from ft_service.errors import FtError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -35,3 +36,17 @@ def every(seconds: float, work: Callable[[], object], stop: threading.Event, wha
             else:
                 log.exception(message, what, pause)
         stop.wait(pause)
+
+
+@contextlib.contextmanager
+def log_errors(what: str) -> Iterator[None]:
+    """Log an OSError or FtError of one item of a loop with `what`, such as "removing run 7", so that the others get their turn.
+
+    An UnavailableError is raised: what does not answer (the database, object storage) is missing for every item.
+    """
+    try:
+        yield
+    except UnavailableError:
+        raise
+    except (OSError, FtError) as error:
+        log.warning("%s has failed: %s", what, error)

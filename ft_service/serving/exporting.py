@@ -1,7 +1,8 @@
 """Exports of tuned models, made one after the other, each by a process of its own (`workers.tasks.export`).
 
-A requested export is an empty file below FT_HOME/exports until it is made or has failed, so that a restarted server continues
-with it. The process ends with the server, uses no GPU, and runs at low priority.
+A requested export is an empty file below FT_HOME/exports, its order, until it is made or has failed and the job's user was
+told, so that a restarted server continues with it. An export is removed with its order first: what is written of it afterwards
+goes too. The process ends with the server, uses no GPU, and runs at low priority.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ft_service.host.helper_process import Failure, HelperFailed, Program, run_o
 from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.rundir.directory import RunDir, unfinished
+from ft_service.rundir.directory import unfinished
 from ft_service.rundir.documents import Export, ExportFormat, export_key, read_export, state_key
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.settings import Settings
@@ -34,12 +35,12 @@ POLL_SECONDS = 0.5
 WORKER = (sys.executable, "-P", "-m", "workers.tasks.export")
 NICENESS = 10
 
-Make = Callable[[Path, Path, ExportFormat, threading.Event], dict[str, Any]]
-"""(adapter, out, format, stop) → report. Raises FtError with a message for the user, and Stopped."""
+Make = Callable[[Path, Path, ExportFormat, Callable[[], bool]], dict[str, Any]]
+"""(adapter, out, format, stop) → report. Raises FtError with a message for the user, and Stopped once `stop` returns True."""
 
 
 class Stopped(Exception):
-    """The server ends: the next one starts the export again."""
+    """The server ends, and the next one starts the export again; or it was removed."""
 
 
 def ask(job: Job, to: ExportFormat, settings: Settings, places: Places) -> Export:
@@ -47,16 +48,16 @@ def ask(job: Job, to: ExportFormat, settings: Settings, places: Places) -> Expor
     refuse_elsewhere(settings)
     run = places.run(job.id)
     there = read_export(run, to)
-    if there is not None and there.status in ("queued", "running"):
-        return there
     if there is not None and there.status == "succeeded" and run.plain(export_key(to)) is not None:
         return there
-    requested = Export(format=to, status="queued", created_at=time.time())
-    run.write(state_key(to), requested)
-    folder = _queue(settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{job.project_id}@{job.id}@{to.value}").touch()
-    return requested
+    if there is None or there.status not in ("queued", "running"):
+        there = Export(format=to, status="queued", created_at=time.time())
+        run.write(state_key(to), there)
+    order = _order(job, to, settings)
+    if not order.exists():  # or a server has ended between the two
+        order.parent.mkdir(parents=True, exist_ok=True)
+        order.touch()
+    return there
 
 
 def refuse_elsewhere(settings: Settings) -> None:
@@ -72,7 +73,7 @@ def refuse_elsewhere(settings: Settings) -> None:
 def remove(job: Job, to: ExportFormat, settings: Settings, places: Places) -> None:
     """Remove an export or its request. Repeating it does nothing."""
     run = places.run(job.id)
-    (_queue(settings) / f"{job.project_id}@{job.id}@{to.value}").unlink(missing_ok=True)
+    _order(job, to, settings).unlink(missing_ok=True)
     run.path(state_key(to)).unlink(missing_ok=True)
     shutil.rmtree(run.path(export_key(to)), ignore_errors=True)
 
@@ -104,42 +105,50 @@ def make_all(settings: Settings, store: Store, stop: threading.Event, make: Make
         except NotFoundError:
             order.unlink(missing_ok=True)
             continue
-        try:
-            _make_one(job, to, places, store, make or by_process, stop)
-        except Stopped:
+        ended = _make_one(order, job, to, places, make or by_process, stop)
+        if not order.exists():
+            remove(job, to, settings, places)
+        elif ended is None:
             return
-        order.unlink(missing_ok=True)
+        else:  # the order goes last: what is missing after a crash, or while the database is away, is done the next time
+            store.jobs.add_events(job, [_event(ended)])
+            order.unlink(missing_ok=True)
 
 
-def _make_one(job: Job, to: ExportFormat, places: Places, store: Store, make: Make, stop: threading.Event) -> None:
+def _make_one(order: Path, job: Job, to: ExportFormat, places: Places, make: Make, stop: threading.Event) -> Export | None:
+    """Make an export, unless it is made or has failed already and only its user was not told. Its state at the end; None: it
+    was stopped."""
     run_dir = places.run(job.id)
     begun = read_export(run_dir, to) or Export(format=to, status="queued", created_at=time.time())
+    if begun.status in ("succeeded", "failed"):
+        return begun
     run_dir.write(state_key(to), begun.model_copy(update={"status": "running"}))
     started = time.monotonic()
     try:
         refuse_damaged(run_dir.path("adapter"), str(job.tuned_name))
-        report = make(run_dir.path("adapter"), run_dir.path(export_key(to)), to, stop)
+        report = make(run_dir.path("adapter"), run_dir.path(export_key(to)), to, lambda: stop.is_set() or not order.exists())
+        size = sum(path.stat().st_size for path in run_dir.path(export_key(to)).rglob("*") if path.is_file())
+    except Stopped:
+        return None
     except (FtError, OSError) as error:
-        _report(run_dir, begun, store, job, {"status": "failed", "error": str(error)})
-        return
-    size = sum(path.stat().st_size for path in run_dir.path(export_key(to)).rglob("*") if path.is_file())
-    log.info("job %s was exported as %s in %.0f s", job.id, to.value, time.monotonic() - started)
-    _report(run_dir, begun, store, job, {"status": "succeeded", "report": report, "bytes": size})
-
-
-def _report(run_dir: RunDir, begun: Export, store: Store, job: Job, changes: dict[str, Any]) -> None:
-    ended = begun.model_copy(update={**changes, "finished_at": time.time()})
-    run_dir.write(state_key(ended.format), ended)
-    if ended.status == "failed":
-        event = NewEvent(level="warn", message=f"It was not exported as {ended.format.value}: {ended.error}")
+        changes = {"status": "failed", "error": str(error)}
     else:
-        event = NewEvent(level="info", message=f"Exported as {ended.format.value}: {ended.bytes or 0:,} bytes to download.")
-    store.jobs.add_events(job, [event])
+        log.info("job %s was exported as %s in %.0f s", job.id, to.value, time.monotonic() - started)
+        changes = {"status": "succeeded", "report": report, "bytes": size}
+    ended = begun.model_copy(update={**changes, "finished_at": time.time()})
+    run_dir.write(state_key(to), ended)
+    return ended
 
 
-def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
-    """Make an export in a process, which is ended when `stop` is set. If the process is killed otherwise, it is started once
-    more. Incomplete files are removed.
+def _event(ended: Export) -> NewEvent:
+    if ended.status == "failed":
+        return NewEvent(level="warn", message=f"It was not exported as {ended.format.value}: {ended.error}")
+    return NewEvent(level="info", message=f"Exported as {ended.format.value}: {ended.bytes or 0:,} bytes to download.")
+
+
+def by_process(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+    """Make an export in a process, which is ended when `stop` returns True. If the process is killed otherwise, it is started
+    once more. Incomplete files are removed.
     """
     if to is ExportFormat.PEFT:
         raise SpecError("The adapter as it was trained is downloaded as it is: GET …/adapter.", param="format")
@@ -153,7 +162,7 @@ def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event
     return report
 
 
-def _run_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any] | None:
+def _run_process(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any] | None:
     """Report of the process; None: it was killed. Raises FtError, and Stopped."""
     program = Program(
         command=(*WORKER, str(adapter), str(out), "--format", to.value),
@@ -161,9 +170,9 @@ def _run_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Eve
         variables={"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     try:
-        return run_once(program, stop=stop.is_set)
+        return run_once(program, stop=stop)
     except HelperFailed as error:
-        if stop.is_set():
+        if stop():
             raise Stopped from None
         if error.failure is not Failure.KILLED:
             raise
@@ -175,9 +184,14 @@ def _queue(settings: Settings) -> Path:
     return settings.home / "exports"
 
 
+def _order(job: Job, to: ExportFormat, settings: Settings) -> Path:
+    return _queue(settings) / f"{job.project_id}@{job.id}@{to.value}"
+
+
 def _waiting(settings: Settings) -> Iterator[tuple[Path, str, str, ExportFormat]]:
-    """Requests, oldest first: file, project, job and format."""
+    """Requests, oldest first: file, project, job and format. One that is removed while others are made does not come any
+    more."""
     orders = sorted(_queue(settings).glob("*@*@*"), key=lambda path: path.stat().st_mtime)
-    for order in orders:
+    for order in filter(Path.exists, orders):
         project_id, job_id, to = order.name.split("@")
         yield order, project_id, job_id, ExportFormat(to)

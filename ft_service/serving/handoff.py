@@ -2,7 +2,8 @@
 
 The adapter of every succeeded job is copied to FT_ADAPTERS, into a folder with the tuned model's name, where vLLM's resolver
 finds it, and every replica is asked to load it. Then its log-probabilities are compared with the trainer's (served_verdict.py),
-since loading an adapter can fail silently. The result is an event of the job, once, and `serving.json` in its run directory.
+since loading an adapter can fail silently. The result is an event of the job, once, and `serving.json` in its run directory,
+which also names the replicas that need no comparison any more: one that could not answer is asked again.
 
 The desired and the observed state are compared repeatedly, which also covers restarts of either side and replicas that did not
 answer. A deleted model is unloaded, and its folder removed.
@@ -10,20 +11,22 @@ answer. A deleted model is unloaded, and its folder removed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 
-from ft_service.errors import FtError, UnavailableError
-from ft_service.host.loops import every
+from ft_service.errors import FtError, NotFoundError, UnavailableError
+from ft_service.host.loops import every, log_errors
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.serving.inference_server import InferenceServer
-from ft_service.serving.served_verdict import Verdict, judge, read_probes, report
+from ft_service.serving.served_verdict import Verdict, forget_replica, is_judged, judge, read_probes, report
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
@@ -54,9 +57,14 @@ class Handoff:
         self._servers = inference_servers(settings)
         self._jobs: dict[str, Job] = {}
         """Name of the tuned model → job."""
-        self._known: set[str] = set()
+        self._unpublished: set[str] = set()
+        """Names of the adapters that could not be copied, which their users were told."""
         self._refused: set[tuple[str, str]] = set()
         """(replica, name) of failed loads, which are not tried again until the replica restarts."""
+        self._judged: set[tuple[str, str]] = set()
+        """(replica, name) of adapters that need no comparison until the replica loads them anew."""
+        self._unanswered: Counter[tuple[str, str]] = Counter()
+        """(replica, name) → comparisons in which the replica could not answer."""
         self._away: set[str] = set()
 
     def close(self) -> None:
@@ -65,11 +73,12 @@ class Handoff:
 
     def look(self) -> None:
         """Compare and act once. Raises UnavailableError if the database does not answer."""
+        known = {job.id for job in self._jobs.values()}
         for project_id, job_id in self._store.models.succeeded_jobs():
-            if job_id not in self._known:
-                self._known.add(job_id)
-                job = self._store.jobs.get_job(project_id, job_id)
-                self._jobs[str(job.tuned_name)] = job
+            if job_id not in known:
+                with contextlib.suppress(NotFoundError):  # it has gone meanwhile
+                    job = self._store.jobs.get_job(project_id, job_id)
+                    self._jobs[str(job.tuned_name)] = job
         deleted = self._store.models.all_deleted_models()
         wanted = {name: job for name, job in self._jobs.items() if name not in deleted}
         for name in self._jobs.keys() - wanted.keys():
@@ -90,43 +99,75 @@ class Handoff:
         self._away.discard(server.url)
         for name in sorted(there & deleted & self._jobs.keys()):
             self._unload(server, name)
+        to_judge: list[str] = []
         for name, job in published.items():
-            if name not in there and (server.url, name) not in self._refused:
-                self._load(server, name, job)
+            with log_errors(f"handing {name} over to {server.url}"):
+                if (name in there or self._load(server, name, job)) and not self._is_judged(server, name, job):
+                    to_judge.append(name)
+        for name in sorted(to_judge, key=lambda name: self._unanswered[server.url, name]):
+            with log_errors(f"verifying {name} on {server.url}"):
+                if not self._verify(server, name, published[name]):
+                    self._unanswered[server.url, name] += 1
+                    return  # it cannot answer now, and each try may take a minute
 
     def _publish(self, name: str, job: Job) -> bool:
         """Copy an adapter to FT_ADAPTERS, atomically, unless it is there. False if that failed."""
         target = self._adapters / name
         if target.is_dir():
             return True
-        source = self._places.run(job.id).plain("adapter")
-        if not isinstance(source, Path) or not source.is_dir():
-            return False
         try:
+            source = self._places.run(job.id).plain("adapter")
+            if not isinstance(source, Path) or not source.is_dir():
+                return False
             refuse_damaged(source, name)
             put_adapter(source, target, job.stored_spec.base_folder)
+        except UnavailableError:
+            raise
         except (FtError, OSError) as error:
-            self._report(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
+            if name not in self._unpublished:
+                with log_errors(f"telling that {name} is not served"):
+                    self._report(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
+                self._unpublished.add(name)
             return False
         return True
 
-    def _load(self, server: InferenceServer, name: str, job: Job) -> None:
+    def _load(self, server: InferenceServer, name: str, job: Job) -> bool:
+        """Have a replica load an adapter. False if it does not."""
+        if (server.url, name) in self._refused:
+            return False
+        self._judged.discard((server.url, name))
+        forget_replica(self._places.run(job.id), SERVING, server.url)
         try:
             server.load(name, str(self._adapters / name))
-            verdict = self._verify(server, name, job)
         except UnavailableError:
-            return  # tried again when the server answers
+            return False  # tried again when the server answers, unless it has loaded it all the same
         except FtError as error:
+            self._report(job, Verdict(False, f"not served: {error.message}{_instead(job)}"))
             self._refused.add((server.url, name))
+            return False
+        return True
+
+    def _is_judged(self, server: InferenceServer, name: str, job: Job) -> bool:
+        pair = server.url, name
+        if pair not in self._judged and is_judged(self._places.run(job.id), SERVING, server.url):
+            self._judged.add(pair)  # before this service began
+        return pair in self._judged
+
+    def _verify(self, server: InferenceServer, name: str, job: Job) -> bool:
+        """Compare a replica's answers by an adapter that it has loaded with the trainer's. False if it cannot answer now."""
+        probes = read_probes(self._places.run(job.id))
+        verdict = Verdict(None, "served, not verified: the job ran with a version that measured nothing to compare with")
+        try:
+            if probes:
+                verdict = judge(probes, [server.logprobs(name, probe.tokens) for probe in probes])
+        except UnavailableError:
+            return False
+        except FtError as error:
             verdict = Verdict(False, f"not served: {error.message}{_instead(job)}")
         log.info("%s on %s: %s", name, server.url, verdict.text)
-        self._report(job, verdict)
-
-    def _verify(self, server: InferenceServer, name: str, job: Job) -> Verdict:
-        probes = read_probes(self._places.run(job.id))
-        if not probes:
-            return Verdict(None, "served, not verified: the job ran with a version that measured nothing to compare with")
-        return judge(probes, [server.logprobs(name, probe.tokens) for probe in probes])
+        self._report(job, verdict, server.url)
+        self._judged.add((server.url, name))
+        return True
 
     def _unload(self, server: InferenceServer, name: str) -> None:
         try:
@@ -134,8 +175,8 @@ class Handoff:
         except FtError as error:
             log.warning("%s was not unloaded: %s", name, error.message)
 
-    def _report(self, job: Job, verdict: Verdict) -> None:
-        report(self._places.run(job.id), SERVING, self._store, job, verdict)
+    def _report(self, job: Job, verdict: Verdict, replica: str | None = None) -> None:
+        report(self._places.run(job.id), SERVING, self._store, job, verdict, replica)
 
 
 def inference_servers(settings: Settings) -> list[InferenceServer]:

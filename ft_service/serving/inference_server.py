@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -34,11 +36,15 @@ class InferenceServer:
 
     def models(self) -> set[str]:
         """Names of the models that it serves."""
-        return {str(model["id"]) for model in self._call("GET", "/models").json()["data"]}
+        answer = self._call("GET", "/models")
+        with self._reading("/models"):
+            return {str(model["id"]) for model in answer.json()["data"]}
 
     def longest(self) -> int:
         """Tokens of its context. Raises SpecError if it does not tell."""
-        told = [model.get("max_model_len") for model in self._call("GET", "/models").json()["data"]]
+        answer = self._call("GET", "/models")
+        with self._reading("/models"):
+            told = [model.get("max_model_len") for model in answer.json()["data"]]
         lengths = [length for length in told if length is not None]
         if not lengths:
             raise SpecError(f"max_tokens: {self.url}/models does not tell its context. Give it.", param="max_tokens")
@@ -54,15 +60,26 @@ class InferenceServer:
     def logprobs(self, name: str, tokens: list[int]) -> list[float]:
         """Log-probabilities in nats of all tokens but the first."""
         body = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-        choice = self._call("POST", "/completions", body).json()["choices"][0]
-        given = choice["logprobs"]["token_logprobs"][1 : len(tokens)]
+        answer = self._call("POST", "/completions", body)
+        with self._reading("/completions"):
+            given = answer.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(tokens)]
         if len(given) != len(tokens) - 1 or None in given:
             raise FtError(f"{self.url} gives no log-probabilities of a prompt (echo and logprobs of /completions).")
         return [float(value) for value in given]
 
     def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of a completion."""
-        return self._call("POST", "/completions", body, timeout=_ANSWER_TIMEOUT).json()["choices"]
+        answer = self._call("POST", "/completions", body, timeout=_ANSWER_TIMEOUT)
+        with self._reading("/completions"):
+            return answer.json()["choices"]
+
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """Raise InferenceServerError for an answer in another form, such as the page of a proxy."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InferenceServerError(f"{self.url}{path} answers in another form than OpenAI's: {error!r:.200}.") from error
 
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx2.Timeout = _TIMEOUT

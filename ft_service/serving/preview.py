@@ -370,9 +370,10 @@ class Preview:
             log.info("%s in the preview: %s", job.tuned_name, verdict.text)
             try:
                 report(run_dir, PREVIEWED, self._store, job, Verdict(verdict.verified, f"in the preview: {verdict.text}"))
-            except FtError as error:
+            except FtError as error:  # the next request proves it again
                 log.warning("the verdict on job %s in the preview was not reported: %s", job.id, error.message)
-            self._proved.add(job.id)
+            else:
+                self._proved.add(job.id)
 
 
 def all_train(slots: int) -> UnavailableError:

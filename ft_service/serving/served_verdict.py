@@ -10,6 +10,7 @@ from statistics import fmean
 from pydantic import BaseModel
 
 from ft_service.errors import NotFoundError
+from ft_service.host.loops import log_errors
 from ft_service.jobs.states import Job
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
@@ -75,6 +76,8 @@ class ReportedVerdict(BaseModel):
 
     verified: bool | None
     text: str
+    replicas: list[str] = []
+    """URLs of the inference servers that were judged since they loaded the adapter."""
 
 
 def read_probes(run_dir: RunDir) -> list[Probe]:
@@ -83,15 +86,38 @@ def read_probes(run_dir: RunDir) -> list[Probe]:
     return document.probes if document is not None else []
 
 
-def report(run_dir: RunDir, key: str, store: Store, job: Job, verdict: Verdict) -> None:
-    """Add an event to the job, unless the same verdict was reported before. `key`: of the document that remembers it."""
-    reported = ReportedVerdict(verified=verdict.verified, text=verdict.text)
+def report(run_dir: RunDir, key: str, store: Store, job: Job, verdict: Verdict, replica: str | None = None) -> None:
+    """Add an event to the job, unless the same verdict was reported before, then remember it. `key`: of the document that
+    remembers it. `replica`: URL of the inference server that was judged.
+
+    Raises UnavailableError if the database does not answer; nothing is remembered then, so that the verdict can be reported
+    again.
+    """
     before = run_dir.readable(key, ReportedVerdict)
-    if before is not None and before.verified == reported.verified:
+    replicas = [] if before is None else before.replicas
+    reported = ReportedVerdict(verified=verdict.verified, text=verdict.text, replicas=sorted({*replicas, replica} - {None}))
+    if before is None or before.verified != reported.verified:
+        try:
+            level = "info" if verdict.verified else "warn"
+            store.jobs.add_events(job, [NewEvent(level=level, message=f"{verdict.text[0].upper()}{verdict.text[1:]}.")])
+        except NotFoundError:  # it was pruned meanwhile
+            log.info("job %s is gone", job.id)
+    elif replica is None or replica in replicas:
         return
-    run_dir.put(key, reported.model_dump_json().encode() + b"\n")
-    try:
-        level = "info" if verdict.verified else "warn"
-        store.jobs.add_events(job, [NewEvent(level=level, message=f"{verdict.text[0].upper()}{verdict.text[1:]}.")])
-    except NotFoundError:  # it was pruned meanwhile
-        log.info("job %s is gone", job.id)
+    with log_errors(f"remembering the verdict on job {job.id}"):  # after a restart it may be told again
+        run_dir.write(key, reported)
+
+
+def is_judged(run_dir: RunDir, key: str, replica: str) -> bool:
+    """Whether a replica was judged since it loaded the adapter."""
+    before = run_dir.readable(key, ReportedVerdict)
+    return before is not None and replica in before.replicas
+
+
+def forget_replica(run_dir: RunDir, key: str, replica: str) -> None:
+    """Note that a replica, which is about to load the adapter anew, is to be judged again."""
+    before = run_dir.readable(key, ReportedVerdict)
+    if before is not None and replica in before.replicas:
+        before.replicas.remove(replica)
+        with log_errors(f"noting that {replica} loads an adapter anew"):
+            run_dir.write(key, before)

@@ -232,6 +232,10 @@ class JobChange:
     """How long the job need not be looked at, unless it changes or `look_again` is called."""
 
 
+UPLOAD_PREFIX = "upload_"
+"""Beginning of every upload's id, which is the name of its parts' folder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Upload:
     """A file that arrives in parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def job_id(service: Service, client: openai.OpenAI, training_file: str) -> str:
     return job_id
 
 
-def made(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+def made(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
     out.mkdir(parents=True)
     (out / "model.gguf").write_bytes(b"12345")
     return {"exact": 3}

@@ -130,6 +130,26 @@ def test_a_job_that_comes_to_need_it_between_plan_and_removal_keeps_it(settings:
     add(store, settings, "ftjob-child", State.QUEUED, parent=ref)
     assert remove(removal, settings, store) is False
     assert run.path("adapter/a").exists()
+    assert removal.hides
+    assert not any(store.models.is_deleted(model) for model in removal.hides)
+
+
+def test_a_run_that_cannot_be_read_keeps_no_other(
+    settings: Settings, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers may write there: a job can close its own folder to the service."""
+    for name in ("ftjob-a", "ftjob-b", "ftjob-c"):
+        add(store, settings, name, State.SUCCEEDED, 99)
+    real = Path.is_dir
+
+    def is_dir(path: Path) -> bool:
+        if path.parents[1].name == "ftjob-b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert pruned(settings, store, RetentionLimits(runs=30)) == ["runs/ftjob-a", "runs/ftjob-c"]
+    assert f"measuring {settings.runs_dir}/ftjob-b has failed: " in caplog.text
 
 
 def test_a_deleted_models_adapter_goes_and_the_rest_stays(settings: Settings, store: Store) -> None:

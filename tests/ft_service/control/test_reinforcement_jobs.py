@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +286,28 @@ def test_a_job_that_cannot_go_on_is_paused_with_the_reason(tmp_path: Path) -> No
     errors = [event.message for event in store.jobs.list_events(PROJECT, job.id).data if event.level == "error"]
     why = "Its answers cannot be sampled: The prompt is too long. The job is paused; resume it to try again."
     assert (errors, len(sampler.prompts)) == ([why], 1)
+    store.close()
+
+
+def test_a_job_whose_run_directory_was_replaced_is_paused_and_keeps_no_other_from_its_start(tmp_path: Path) -> None:
+    """Pods of engines may write to the folder of their project."""
+    place, store, stop = new_place(tmp_path, EchoSampler()), new_store(tmp_path), threading.Event()
+    job = create_job(store, place.job)
+    other = create_job(store, replace(place.job, id="ftjob-other"))
+    run = Places(tmp_path).run_of_project(PROJECT, job.id).root
+    run.rename(run.with_name("elsewhere"))
+    run.symlink_to(run.with_name("elsewhere"))
+    jobs = ReinforcementJobs(store, place.sampler, Places(tmp_path), GraderLimits())
+    thread = threading.Thread(target=jobs.run, args=(stop,))
+    thread.start()
+    try:
+        assert wait_for(lambda: get(store, job.id).desired is Desired.PAUSE, 20)
+        assert wait_for(lambda: CommandLog(Places(tmp_path).run(other.id)).has(0), 20)
+    finally:
+        stop.set()
+        thread.join()
+    [why] = [event.message for event in store.jobs.list_events(PROJECT, job.id).data if event.level == "error"]
+    assert "was replaced by a link" in why
     store.close()
 
 

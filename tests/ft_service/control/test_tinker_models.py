@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -142,3 +142,17 @@ def test_a_model_that_waits_for_its_client_is_paused(place: Place) -> None:
     place.log.put(Command(5, "optim_step"))  # the one before it may never come
     place.pause_idle()
     assert place.now() == (Desired.PAUSE, Reason.IDLE)
+
+
+def test_a_model_whose_run_directory_was_replaced_keeps_no_other_running(place: Place) -> None:
+    """Pods of engines may write to the folder of their project."""
+    replaced = create_job(place.store, replace(place.job, id="ftjob-0"))
+    run = place.places.run_of_project(PROJECT, replaced.id).root
+    run.rename(run.with_name("elsewhere"))
+    run.symlink_to(run.with_name("elsewhere"))
+    found = [replaced, place.job]
+    with pytest.MonkeyPatch.context() as order:
+        order.setattr(place.store.jobs, "running_with", lambda key: found)
+        place.pause_idle()
+    assert place.now() == (Desired.PAUSE, Reason.IDLE)
+    assert get(place.store, replaced.id).desired is Desired.RUN

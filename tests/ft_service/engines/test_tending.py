@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from ft_service.control.housekeeping import remove_ended_engines
 from ft_service.engines import tending
 from ft_service.engines.engine_directory import EngineDirectory
-from ft_service.engines.tending import EngineOptions, EngineTending, remove_ended_engines
+from ft_service.engines.tending import EngineOptions, EngineTending
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Running, State

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from ft_service.errors import UnavailableError
-from ft_service.host.loops import MOST_SECONDS, every
+from ft_service.errors import NotFoundError, UnavailableError
+from ft_service.host.loops import MOST_SECONDS, every, log_errors
 
 
 class Stop(threading.Event):
@@ -70,3 +70,17 @@ def test_what_is_away_is_logged_without_a_trace(caplog: pytest.LogCaptureFixture
     every(1.0, work, Stop(1), "counting")
     assert [record.exc_info for record in caplog.records] == [None]
     assert "the database is away" in caplog.text
+
+
+def test_an_items_error_is_logged_and_what_is_away_or_a_mistake_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    for error in (OSError(13, "Permission denied", "/a"), NotFoundError("There is no job ftjob-1.")):
+        with log_errors("removing run 7"):
+            raise error
+    assert [record.getMessage() for record in caplog.records] == [
+        "removing run 7 has failed: [Errno 13] Permission denied: '/a'",
+        "removing run 7 has failed: There is no job ftjob-1.",
+    ]
+    for error in (UnavailableError("The database is away."), ValueError("broken")):
+        with pytest.raises(type(error)), log_errors("removing run 7"):
+            raise error
+    assert len(caplog.records) == 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import Export, ExportFormat, read_export
 from ft_service.serving import exporting
@@ -40,18 +40,18 @@ def job(store: Store, settings: Settings) -> Job:
     return job
 
 
-def made(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+def made(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
     assert (adapter / "adapter_config.json").is_file()
     out.mkdir(parents=True)
     (out / "model.gguf").write_bytes(b"12345")
     return {"exact": 3}
 
 
-def failing(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+def failing(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
     raise SpecError("GGUF: the architecture is not exported.")
 
 
-def stopped(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+def stopped(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
     raise exporting.Stopped
 
 
@@ -85,6 +85,99 @@ def test_a_server_that_ends_in_the_middle_leaves_it_to_the_next(store: Store, se
     assert {read_export(places.run(job.id), to).status for to in (MERGED, GGUF)} == {"succeeded"}  # pyright: ignore
 
 
+@pytest.mark.parametrize("end", [made, failing, stopped])
+def test_what_is_removed_while_it_is_made_stays_removed(
+    store: Store, settings: Settings, job: Job, end: exporting.Make
+) -> None:
+    """Its process is told to stop, and may have done its work or failed before it hears of it."""
+    places = Places.of(settings)
+    run = places.run(job.id)
+    for to in (GGUF, MERGED):
+        exporting.ask(job, to, settings, places)
+    begun: list[ExportFormat] = []
+
+    def make(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+        begun.append(to)
+        if to is MERGED:
+            return made(adapter, out, to, stop)
+        assert not stop()
+        exporting.remove(job, GGUF, settings, places)
+        assert stop()
+        return end(adapter, out, to, stop)
+
+    exporting.make_all(settings, store, threading.Event(), make)
+    assert begun == [GGUF, MERGED]
+    assert read_export(run, GGUF) is None
+    assert [path.name for path in run.path("exports").iterdir() if path.is_dir()] == ["merged"]
+    assert told(store, job) == ["Exported as merged: 5 bytes to download."]
+    assert exporting.ask(job, GGUF, settings, places).status == "queued"
+
+
+def test_a_request_that_was_cut_short_is_made_once_it_is_repeated(store: Store, settings: Settings, job: Job) -> None:
+    """The server ended between the state and the order."""
+    exporting.ask(job, GGUF, settings, Places.of(settings))
+    for order in (settings.home / "exports").iterdir():
+        order.unlink()
+    assert exporting.ask(job, GGUF, settings, Places.of(settings)).status == "queued"
+    exporting.make_all(settings, store, threading.Event(), made)
+    assert told(store, job) == ["Exported as gguf: 5 bytes to download."]
+
+
+def test_what_is_removed_before_its_turn_is_not_made(store: Store, settings: Settings, job: Job) -> None:
+    places = Places.of(settings)
+    for to in (GGUF, MERGED):
+        exporting.ask(job, to, settings, places)
+    begun: list[ExportFormat] = []
+
+    def make(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+        begun.append(to)
+        exporting.remove(job, MERGED, settings, places)
+        return made(adapter, out, to, stop)
+
+    exporting.make_all(settings, store, threading.Event(), make)
+    assert begun == [GGUF]
+    assert read_export(places.run(job.id), MERGED) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "event"),
+    [
+        (made, "succeeded", "Exported as gguf: 5 bytes to download."),
+        (failing, "failed", "It was not exported as gguf: GGUF: the architecture is not exported."),
+    ],
+)
+def test_what_was_not_told_since_the_database_was_away_is_told_later_and_not_made_again(
+    store: Store,
+    settings: Settings,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    make: exporting.Make,
+    status: str,
+    event: str,
+) -> None:
+    places = Places.of(settings)
+    exporting.ask(job, GGUF, settings, places)
+
+    def away(*_: object) -> None:
+        raise UnavailableError("The database is away.")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(store.jobs, "add_events", away)
+        with pytest.raises(UnavailableError):
+            exporting.make_all(settings, store, threading.Event(), make)
+    assert told(store, job) == []
+
+    def again(*_: object) -> dict[str, Any]:
+        pytest.fail("it was made already")
+
+    for _ in range(2):
+        exporting.make_all(settings, store, threading.Event(), again)
+    found = read_export(places.run(job.id), GGUF)
+    assert found is not None
+    assert found.status == status
+    assert told(store, job) == [event]
+
+
 def test_what_cannot_be_made_says_why_and_may_be_asked_for_again(store: Store, settings: Settings, job: Job) -> None:
     places = Places.of(settings)
     exporting.ask(job, GGUF, settings, places)
@@ -103,12 +196,10 @@ def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
     says = """import sys; print('{"error": "too large", "code": "x", "param": null}'); sys.exit(64)"""
     monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", says))
     with pytest.raises(SpecError, match="too large"):
-        exporting.by_process(adapter, tmp_path / "out", GGUF, threading.Event())
+        exporting.by_process(adapter, tmp_path / "out", GGUF, lambda: False)
     monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", "import time; time.sleep(60)"))
-    stop = threading.Event()
-    stop.set()
     with pytest.raises(exporting.Stopped):
-        exporting.by_process(adapter, tmp_path / "out", GGUF, stop)
+        exporting.by_process(adapter, tmp_path / "out", GGUF, lambda: True)
 
 
 def test_an_export_whose_process_is_killed_is_made_anew_and_nothing_half_done_stays(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
+from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import handoff as handoff_module
 from ft_service.serving.handoff import Handoff
+from ft_service.serving.inference_server import InferenceServer
 from ft_service.settings import Settings
 from ft_service.spec import LoraOptions
 from ft_service.storage.locations import Places
@@ -48,10 +52,17 @@ def settings(tmp_path: Path, replicas: list[FakeVllm]) -> Settings:
 
 
 def succeeded(
-    store: Store, home: Path, *, r: int = 8, probes: bool = True, lora: LoraOptions | None = None, **config: object
+    store: Store,
+    home: Path,
+    *,
+    job_id: str = "ftjob-1",
+    r: int = 8,
+    probes: bool = True,
+    lora: LoraOptions | None = None,
+    **config: object,
 ) -> Job:
     """`config`: more of the adapter's."""
-    job = add_job(store, lora=lora or LoraOptions())
+    job = add_job(store, job_id, lora=lora or LoraOptions())
     store_state(store, job)
     run = Places(home).run(job.id)
     run.put("adapter/adapter_config.json", json.dumps({"r": r, **config}).encode())
@@ -155,3 +166,170 @@ def test_a_replica_that_is_away_gets_it_later(
     replicas[1].key = away
     handoff.look()
     assert replicas[1].loaded
+
+
+@pytest.mark.parametrize("error", [UnavailableError("The database is away."), NotFoundError("There is no job ftjob-1.")])
+def test_a_model_whose_job_could_not_be_read_is_handed_over_later(
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    monkeypatch: pytest.MonkeyPatch,
+    error: FtError,
+) -> None:
+    """An outage between two queries ends the look; a job that has gone, by a backup that was restored, does not."""
+    job = succeeded(store, tmp_path)
+    handoff = Handoff(settings, store, tmp_path / "served")
+
+    def fails(*_: object) -> Job:
+        raise error
+
+    with monkeypatch.context() as outage:
+        outage.setattr(store.jobs, "get_job", fails)
+        with contextlib.suppress(UnavailableError):
+            handoff.look()
+    assert not replicas[0].loaded
+    handoff.look()
+    assert set(replicas[0].loaded) == {str(job.tuned_name)}
+
+
+BY_BASE = "The server answers with the base, not with the adapter"
+
+
+def times_asked(vllm: FakeVllm, path: str) -> int:
+    return vllm.asked.count(f"/v1/{path}")
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_replica_that_loads_and_cannot_answer_yet_is_verified_once_it_can(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], restarts: bool
+) -> None:
+    """The service may restart between load and comparison."""
+    busy, other = replicas
+    busy.status, busy.logprobs = 503, lambda name, tokens: BASE
+    job = succeeded(store, tmp_path)
+    handoff = Handoff(settings, store, tmp_path / "served")
+    handoff.look()
+    assert [message[:16] for message in told(store, job)] == ["Served, verified"], "by the other one"
+    busy.status = None
+    handoff = Handoff(settings, store, tmp_path / "served") if restarts else handoff
+    handoff.look()
+    assert told(store, job)[-1].startswith(BY_BASE)
+    assert times_asked(busy, "load_lora_adapter") == 1
+    asked = times_asked(busy, "completions")
+    handoff.look()
+    Handoff(settings, store, tmp_path / "served").look()
+    assert times_asked(busy, "completions") == asked, "it was judged"
+    assert times_asked(other, "completions") == 4
+
+
+def test_a_replica_that_loads_anew_is_verified_anew_even_if_the_service_restarts_before(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    job = succeeded(store, tmp_path)
+    handoff = Handoff(settings, store, tmp_path / "served")
+    handoff.look()
+    restarted = replicas[0]
+    restarted.loaded.clear()
+    restarted.status = 503
+    handoff.look()
+    restarted.status, restarted.logprobs = None, lambda name, tokens: BASE
+    Handoff(settings, store, tmp_path / "served").look()
+    assert told(store, job)[-1].startswith(BY_BASE)
+
+
+def test_an_adapter_that_a_replica_loads_after_its_answer_was_given_up_is_verified(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = InferenceServer.load
+
+    def late(server: InferenceServer, name: str, folder: str) -> None:
+        load(server, name, folder)
+        raise UnavailableError("timed out")
+
+    monkeypatch.setattr(InferenceServer, "load", late)
+    replicas[0].logprobs = lambda name, tokens: BASE
+    job = succeeded(store, tmp_path)
+    handoff = Handoff(settings, store, tmp_path / "served")
+    handoff.look()
+    assert told(store, job) == []
+    handoff.look()
+    assert told(store, job)[0].startswith(BY_BASE)
+    assert [times_asked(vllm, "load_lora_adapter") for vllm in replicas] == [1, 1]
+
+
+def test_one_adapter_by_which_a_replica_never_answers_keeps_no_other_waiting(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, *others = [succeeded(store, tmp_path, job_id=f"ftjob-{number}") for number in range(3)]
+    logprobs = InferenceServer.logprobs
+
+    def answers(server: InferenceServer, name: str, tokens: list[int]) -> list[float]:
+        if name == str(stuck.tuned_name):
+            raise UnavailableError("timed out")
+        return logprobs(server, name, tokens)
+
+    monkeypatch.setattr(InferenceServer, "logprobs", answers)
+    handoff = Handoff(settings, store, tmp_path / "served")
+    handoff.look()
+    assert [len(vllm.loaded) for vllm in replicas] == [3, 3]
+    handoff.look()
+    assert [len(told(store, job)) for job in others] == [1, 1]
+    assert told(store, stuck) == []
+
+
+@pytest.mark.parametrize("fault", ["base", "refusal", "copy"])
+def test_a_verdict_that_could_not_be_told_is_told_once_the_database_is_back(
+    tmp_path: Path, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, replicas: list[FakeVllm], fault: str
+) -> None:
+    replicas[0].logprobs = replicas[1].logprobs = lambda name, tokens: BASE
+    job = succeeded(store, tmp_path, r=64 if fault == "refusal" else 8)
+    if fault == "copy":
+        (tmp_path / "served").write_text("no folder")
+    handoff = Handoff(settings, store, tmp_path / "served")
+
+    def away(*_: object) -> None:
+        raise UnavailableError("The database is away.")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(store.jobs, "add_events", away)
+        with pytest.raises(UnavailableError):
+            handoff.look()
+    for _ in range(3):
+        handoff.look()
+    [message] = told(store, job)
+    assert {"base": BY_BASE, "refusal": "max_lora_rank", "copy": "could not be put into FT_ADAPTERS"}[fault] in message
+
+
+def test_a_run_directory_that_was_replaced_by_a_link_keeps_no_other_model_waiting(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pods of engines may write to the folder of their project."""
+    replaced, other = (succeeded(store, tmp_path, job_id=job_id) for job_id in ("ftjob-1", "ftjob-2"))
+    run = Places(tmp_path).run_of_project(PROJECT, replaced.id).root
+    run.rename(run.with_name("elsewhere"))
+    run.symlink_to(run.with_name("elsewhere"))
+    handoff = Handoff(settings, store, tmp_path / "served")
+    for _ in range(2):
+        handoff.look()
+    assert [set(vllm.loaded) for vllm in replicas] == [{str(other.tuned_name)}] * 2
+    assert told(store, replaced) == []
+    assert caplog.text.count("was replaced by a link") == 1, "it is not logged every two seconds"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+def test_a_replica_that_answers_in_another_form_keeps_no_other_waiting(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    answer = replicas[0].answer
+    strange = {"choices": []} if path == "/v1/completions" else "<html>The page of a proxy.</html>"
+
+    def strangely(method: str, asked: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return (200, strange) if asked == path else answer(method, asked, body)
+
+    monkeypatch.setattr(replicas[0], "answer", strangely)
+    job = succeeded(store, tmp_path)
+    Handoff(settings, store, tmp_path / "served").look()
+    assert set(replicas[1].loaded) == {str(job.tuned_name)}
+    assert told(store, job)[-1].startswith("Served, verified")
+    assert any("in another form" in message for message in told(store, job)) is (path == "/v1/completions")

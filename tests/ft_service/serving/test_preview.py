@@ -166,7 +166,7 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
     pid = preview.pid
     job = succeeded(store, tmp_path)
     preview.preload(job)
-    wait_for(lambda: told(store, job) != [], 30)
+    wait_for(lambda: Places(tmp_path).run(job.id).has(preview_module.PREVIEWED), 30)
     (message,) = told(store, job)
     assert message.startswith("In the preview: served, verified: 1 prompts")
     asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)
@@ -174,6 +174,27 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
     assert asked.ticket.order["probes"] == [], "what is proved is not measured again"
     assert preview.pid == pid
     assert len(told(store, job)) == 1
+
+
+def test_a_verdict_that_could_not_be_told_is_told_after_the_next_request(
+    make: Make, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_events, failed = store.jobs.add_events, threading.Event()
+
+    def away_once(*args: Any) -> None:
+        if failed.is_set():
+            return add_events(*args)
+        failed.set()
+        raise UnavailableError("The database is away.")
+
+    monkeypatch.setattr(store.jobs, "add_events", away_once)
+    preview, job = make(), succeeded(store, tmp_path)
+    assert Answer(preview, "loads", precision=NF4, adapter="/x", job=job).text() == "1"
+    assert failed.wait(30)
+    asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)
+    asked.text()
+    assert asked.ticket.order["probes"]
+    wait_for(lambda: told(store, job) != [], 30)
 
 
 def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tmp_path: Path) -> None:

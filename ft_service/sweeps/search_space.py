@@ -220,6 +220,10 @@ def _read(
     elif alone.get("validation_split") is not None and "seed" in choices:
         text = "sweep.seed: with validation_split each seed sets other samples aside: give a validation_file, or leave it out."
         faults.append(OptionFault("sweep.seed", text))
+    method = alone.get("method")
+    if isinstance(method, Mapping) and method.get("type") == "reinforcement":
+        text = "sweep: a sweep compares jobs by validation loss, which method.type = 'reinforcement' has none of. "
+        faults.append(OptionFault(SWEEP, f"{text}Submit its jobs one by one, and compare their valid_mean_reward."))
     return options, choices, faults
 
 

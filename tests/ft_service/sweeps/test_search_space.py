@@ -9,6 +9,7 @@ import pytest
 from ft_service.errors import SpecError
 from ft_service.spec import parse_request
 from ft_service.sweeps.search_space import Range, drawn, parse_sweep, values_text
+from tests.support.rollouts import method
 
 BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-a", "validation_file": "file-v"}
 
@@ -138,6 +139,14 @@ def test_a_sweep_needs_something_to_compare_its_jobs_by() -> None:
     error = refused({"lora.r": [8, 16]}, validation_file=None)
     assert error.param == "validation_file"
     assert "compares its jobs by their loss" in error.message
+
+
+def test_reinforcement_has_no_loss_to_compare_jobs_by() -> None:
+    error = refused({"lora.r": [8, 16]}, method=method())
+    assert error.param == "sweep"
+    assert "compares jobs by validation loss" in error.message
+    assert "method.type = 'tinker' is not available" in refused({"lora.r": [8, 16]}, method={"type": "tinker"}).message
+    assert len(sweep({"lora.r": [8, 16]}, method={"type": "dpo"}).jobs) == 2
 
 
 def test_a_job_refuses_a_sweep_and_says_where_it_belongs() -> None:

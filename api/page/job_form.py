@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ft_service.spec import AUTO, LEARNING_RATE, EvaluationOptions, JobOptions, JobRequest
+from ft_service.spec import AUTO, LEARNING_RATES, EvaluationOptions, JobOptions, JobRequest
 
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 FIRST: Mapping[str, str] = {
@@ -103,9 +103,10 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
     fields = {name: str(body[name]) for name in _TOP_LEVEL if body.get(name) is not None}
     for section in SECTIONS:
         fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
+    unit = LEARNING_RATES[(body.get("method") or {}).get("type", "supervised")]
     for name, value in _hyperparameters(body).items():
         rate = name == "learning_rate_multiplier"
-        ours = value * LEARNING_RATE if rate and value != AUTO else value
+        ours = value * unit if rate and value != AUTO else value
         fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(ours)
     fields[DATA] = _scalar(body[DATA]) if body.get(DATA) else ""
     fields["metadata"] = "\n".join(f"{key}={value}" for key, value in (body.get("metadata") or {}).items())

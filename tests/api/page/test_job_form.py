@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import yaml
 from openai.resources.fine_tuning.jobs import Jobs
 
 from api.page import job_form
+from ft_service.spec import parse_request
+from tests.support.rollouts import method as reinforcement
 
 BODY = {
     "model": "tiny",
@@ -54,6 +57,15 @@ def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
     assert fields["training.n_epochs"] == "2"
     assert fields["training.batch_size"] == "auto", "which is another than the default"
     assert job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})["training.learning_rate"] == "0.0004"
+
+
+@pytest.mark.parametrize("method", [{"type": "supervised"}, {"type": "dpo"}, reinforcement()])
+def test_a_multiplied_learning_rate_stays_the_same_with_every_method(method: dict[str, Any]) -> None:
+    body = {"model": "tiny", "training_file": "file-a", "method": method, "hyperparameters": {"learning_rate_multiplier": 2}}
+    again = job_form.body_of(job_form.fields_of(body))
+    assert "hyperparameters" not in again
+    rate = parse_request(body).resolved_training().rate
+    assert parse_request(again).resolved_training().rate == pytest.approx(rate, rel=1e-9)
 
 
 def test_what_is_written_in_a_field_is_read_as_in_yaml() -> None:

@@ -74,6 +74,13 @@ def test_the_draw_is_the_same_on_every_python() -> None:
     ]
 
 
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("most", [2**53, 2.0**53])
+def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
+    widest = Range(min=1, max=most, log=log)
+    assert all(1 <= widest.at(share) <= most for share in (0.0, 0.5, 1 - 2**-53))
+
+
 @pytest.mark.parametrize(
     ("given", "param", "words"),
     [
@@ -97,6 +104,21 @@ def test_the_draw_is_the_same_on_every_python() -> None:
             {"method": "random", "samples": 2, "lora.r": {"low": 1, "max": 8}},
             "sweep.lora.r",
             "sweep.lora.r.low: there is no such",
+        ),
+        *(
+            ({"method": "random", "samples": 2, "lora.r": bounds}, f"sweep.lora.r.{name}", words)
+            for bounds, name, words in (
+                ({"min": 1, "max": 10**400}, "max", "sweep.lora.r.max = 1000"),
+                ({"min": 1, "max": 10**400, "log": True}, "max", "must be from -9007199254740992 to 9007199254740992"),
+                (
+                    {"min": 1, "max": 2**53 + 1},
+                    "max",
+                    "= 9007199254740993: must be from -9007199254740992 to 9",
+                ),
+                ({"min": -(10**400), "max": 1.5}, "min", "must be from -9007199254740992"),
+                ({"min": 0.5, "max": "1e300"}, "max", "'1e300': must be from"),
+                ({"min": 0.5, "max": 1e300}, "max", "= 1e+300: must be from -9007199254740992 to 9007199254740992."),
+            )
         ),
         ({"method": "bayes", "lora.r": [8, 16]}, "sweep.method", "grid or random"),
         ({"samples": 4, "lora.r": [8, 16]}, "sweep", "sweep.samples is for sweep.method random"),

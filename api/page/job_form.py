@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import pprint
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from ft_service.spec import AUTO, LEARNING_RATE, EvaluationOptions, JobOptions, JobRequest
+from ft_service.spec import AUTO, LEARNING_RATES, EvaluationOptions, JobOptions, JobRequest
+from ft_service.spec.yaml_loader import SpecLoader
 
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 FIRST: Mapping[str, str] = {
@@ -45,6 +49,25 @@ class Option:
     """The value where the field is left empty."""
     choices: tuple[str, ...]
     """Every possible value; empty: other values too."""
+    is_number: bool
+    """Whether it takes numbers; text of a number is that number then."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The choices that are text, whatever YAML says."""
+        return tuple(choice for choice in self.choices if choice not in ("true", "false"))
+
+    def read(self, text: str) -> Any:
+        """Return the value that is written in the field."""
+        return text if text in self.words else _value(text)
+
+    def written(self, value: Any) -> str:
+        """Return a value as `read` reads it."""
+        if value is False and "off" in self.words:  # as YAML reads an unquoted `off`
+            return "off"
+        if isinstance(value, str) and (value in self.words or (self.is_number and _is_number(_value(value)))):
+            return value
+        return _scalar(value)
 
 
 @cache
@@ -61,8 +84,9 @@ def options() -> dict[str, Option]:
                 name=full,
                 label=FIRST.get(full, name),
                 hint=about.get("description", ""),
-                default="none" if default is None else _scalar(default),
+                default="none" if default is None else default if isinstance(default, str) else _scalar(default),
                 choices=_choices(about),
+                is_number=any(part.get("type") in ("number", "integer") for part in about.get("anyOf", [about])),
             )
     return fields
 
@@ -70,10 +94,10 @@ def options() -> dict[str, Option]:
 def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     """Return the create body of the filled-in fields. Values are YAML; the API checks them."""
     body: dict[str, Any] = {name: form[name].strip() for name in ("model", *_FILES, "suffix") if form.get(name, "").strip()}
-    sections = {name: value.strip() for name, value in form.items() if name in options() and value.strip()}
-    for name, value in sections.items():
-        section, key = name.split(".")
-        body.setdefault(section, {})[key] = _value(value)
+    for name, text in form.items():
+        if name in options() and text.strip():
+            section, key = name.split(".")
+            body.setdefault(section, {})[key] = options()[name].read(text.strip())
     for name in (*_NUMBERS, DATA):
         if form.get(name, "").strip():
             body[name] = _value(form[name])
@@ -88,7 +112,7 @@ def other_options(form: Mapping[str, str]) -> dict[str, Any]:
     """Return the options without a field of their own. Raises ValueError if their text is not YAML of `name: value`."""
     text = form.get(OTHER, "")
     try:
-        options = yaml.safe_load(text) if text.strip() else {}
+        options = _load(text) if text.strip() else {}
     except yaml.YAMLError as error:
         raise ValueError(f"Everything else must be YAML, with one option a line: {error}.") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
@@ -102,13 +126,16 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields that a create body fills in. OpenAI's hyperparameters fill in the options that they mean."""
     fields = {name: str(body[name]) for name in _TOP_LEVEL if body.get(name) is not None}
     for section in SECTIONS:
-        fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
+        given = {f"{section}.{name}": value for name, value in (body.get(section) or {}).items()}
+        fields |= {name: options()[name].written(value) for name, value in given.items() if name in options()}
+    unit = LEARNING_RATES[(body.get("method") or {}).get("type", "supervised")]
     for name, value in _hyperparameters(body).items():
         rate = name == "learning_rate_multiplier"
-        ours = value * LEARNING_RATE if rate and value != AUTO else value
-        fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(ours)
+        ours = f"{float(value) * unit:.12g}" if rate and value != AUTO else value
+        option = options()["training.learning_rate" if rate else f"training.{name}"]
+        fields[option.name] = option.written(ours)
     fields[DATA] = _scalar(body[DATA]) if body.get(DATA) else ""
-    fields["metadata"] = "\n".join(f"{key}={value}" for key, value in (body.get("metadata") or {}).items())
+    fields["metadata"] = "\n".join(_metadata_line(key, value) for key, value in (body.get("metadata") or {}).items())
     other = {name: value for name, value in body.items() if name not in _WITH_FIELDS and value is not None}
     if (other.get("method") or {}).get("type", "supervised") == "supervised":  # its hyperparameters have fields
         other.pop("method", None)
@@ -152,32 +179,64 @@ def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(form: Mapping[str, str]) -> dict[str, str]:
-    pairs = [line.partition("=") for line in form.get("metadata", "").splitlines() if line.strip()]
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    pairs: dict[str, str] = {}
+    for line in form.get("metadata", "").splitlines():
+        if line.strip():
+            pairs |= _metadata_of(line.strip())
+    return pairs
+
+
+def _metadata_of(line: str) -> dict[str, str]:
+    """Return the pairs of a line: `key=value`, or JSON of the pairs that cannot be written so."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(line)
+    key, _, value = line.partition("=")
+    return {key.strip(): value.strip()}
+
+
+def _metadata_line(key: str, value: str) -> str:
+    """Return a pair as one line, which `_metadata` reads back."""
+    line = f"{key}={value}"
+    return line if _metadata({"metadata": line}) == {key: value} else json.dumps({key: value})
+
+
+def _load(text: str) -> Any:
+    """Return what YAML says, as in a SPEC file. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=SpecLoader)
 
 
 def _value(text: str) -> Any:
     """Return a value as YAML reads it; 2e-4 is a number too. Text that is not YAML stays text."""
     try:
-        value = yaml.safe_load(text)
+        value = _load(text)
     except yaml.YAMLError:
         return text
     if isinstance(value, str):
         try:
-            return float(value)
+            return float(text)  # which fails for text in quotes
         except ValueError:
             return value
-    return value if isinstance(value, bool | int | float | list | dict) else text
+    return value if value is None or isinstance(value, bool | int | float | list | dict) else text
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _scalar(value: Any) -> str:
     """Return a value as one line, which `_value` reads back."""
     if isinstance(value, str):
-        return value
+        return value if value.strip() and _value(value.strip()) == value else _one_line(value, style='"')
     if isinstance(value, float):
-        return f"{value:.12g}"
-    dumped = value.model_dump() if hasattr(value, "model_dump") else value
-    return yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+        short = f"{value:.12g}"
+        return short if float(short) == value else repr(value)
+    return _one_line(value.model_dump() if hasattr(value, "model_dump") else value)
+
+
+def _one_line(value: Any, style: str | None = None) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, allow_unicode=True, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _choices(about: Mapping[str, Any]) -> tuple[str, ...]:
@@ -188,7 +247,7 @@ def _choices(about: Mapping[str, Any]) -> tuple[str, ...]:
         if part.get("type") == "boolean" and "const" not in part:
             found += ["true", "false"]
         elif "enum" in part or "const" in part:
-            found += [_scalar(value) for value in part.get("enum", [part.get("const")])]
+            found += [value if isinstance(value, str) else _scalar(value) for value in part.get("enum", [part.get("const")])]
         elif "$ref" not in part or "Format" not in part["$ref"]:
             return ()
     return tuple(found)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import SplitResult, urlencode, urlsplit
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -92,13 +92,21 @@ def leave_for(request: Request, path: str) -> Response:
     return RedirectResponse(path, 303, headers=HEADERS)
 
 
+def address_parts(address: str) -> SplitResult | None:
+    """Return the parts of a client's address. None: it is none, such as `//[`."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return None
+
+
 def to_sign_in(request: Request, error: Exception) -> Response:
     """Send a browser without a session to the sign-in page; one whose session single sign-on has opened to the provider, which
     sends it back to where it was."""
     of_page = "hx-request" in request.headers
     door = "/sign-in"
     if sessions.is_of_sign_on(request):
-        there = urlsplit(request.headers.get("hx-current-url", "") if of_page else str(request.url))
+        there = address_parts(request.headers.get("hx-current-url", "") if of_page else str(request.url)) or urlsplit("/jobs")
         door = f"/sign-in/oidc?{urlencode({'to': f'{there.path}?{there.query}'.rstrip('?')})}"
     if of_page:
         return Response(status_code=401, headers={**HEADERS, "hx-redirect": door})

@@ -13,7 +13,7 @@ from ft_service.jobs.states import Job, Phase, State
 from ft_service.reinforcement.step_records import AnsweredPrompt, StepRecord, mean_reward
 from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality, Suites, SuiteTask
 from ft_service.rundir.events import Metrics
-from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, REINFORCEMENT_LEARNING_RATE, Integration, JobSpec, Strict
+from ft_service.spec import LEARNING_RATES, Integration, JobSpec, Strict
 from ft_service.spec.methods import GROUP
 
 _JOB_FIELDS = ("id", "created_at", "finished_at", "trained_tokens", "attempt", "priority", "max_seconds", "engine_id")
@@ -434,13 +434,13 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
 
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
-    training, default_rate = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
-    default_rate = default_rate if spec.reinforcement is None else REINFORCEMENT_LEARNING_RATE
+    training = spec.training
+    unit = LEARNING_RATES["dpo" if spec.dpo else "reinforcement" if spec.reinforcement else "supervised"]
     return HyperparametersView(
         n_epochs=training.epochs if training.max_steps is None else None,
         batch_size=training.batch,
         # The number that the user wrote: quotients such as 1e-4 / 2e-4 carry the noise of two roundings.
-        learning_rate_multiplier=float(f"{training.rate / default_rate:.12g}"),
+        learning_rate_multiplier=float(f"{training.rate / unit:.12g}"),
     )
 
 

@@ -227,7 +227,7 @@ class Client:
         """Yield lines that the job's processes print, from the last ones on, until the job is over or paused."""
         params = {"follow": True, "lines": lines} | ({} if rank is None else {"rank": rank})
         with self._streamed("GET", f"{_job(job_id)}/logs", _NO_END, params=params) as answer:
-            for line in answer.iter_lines():
+            for line in _lines(answer):
                 yield LogLine.model_validate_json(line)
 
     def download_adapter(self, job_id: str, out: Path, note: Note = lambda done, total: None) -> Path:
@@ -345,7 +345,7 @@ class Client:
 
 def _texts(answer: httpx2.Response) -> Iterator[str]:
     """Yield the text of a streamed chat completion's events. Raises UnavailableError if the stream is cut off."""
-    for line in answer.iter_lines():
+    for line in _lines(answer):
         data = line.removeprefix("data: ")
         if data == "[DONE]":
             return
@@ -358,6 +358,16 @@ def _texts(answer: httpx2.Response) -> Iterator[str]:
             calls = choice["delta"].get("tool_calls")
             yield choice["delta"].get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
     raise UnavailableError("The answer was cut off. Try again.")
+
+
+def _lines(answer: httpx2.Response) -> Iterator[str]:
+    """Yield the lines of a streamed answer. Other separators than line feeds, such as U+2028, may stand in JSON."""
+    left = ""
+    for text in answer.iter_text():
+        *whole, left = (left + text).split("\n")
+        yield from (line.removesuffix("\r") for line in whole)
+    if left:
+        yield left
 
 
 def _is_loopback(base_url: str) -> bool:

@@ -81,7 +81,7 @@ def check_task(path: Path) -> None:
     if path.stat().st_size > MOST_BYTES:
         raise SpecError(f"{path} has {path.stat().st_size:,} bytes, and at most {MOST_BYTES:,} are read.", param="suite")
     count = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
         count += 1
@@ -174,7 +174,7 @@ def read_scores(folder: Path, tasks: Mapping[str, Path]) -> dict[str, TaskAccura
         accuracy, error = found.get("acc,none"), found.get("acc_stderr,none")
         if not isinstance(accuracy, int | float):
             raise FtError(f"lm-eval has written no accuracy of the task {name}.", code="lm_eval_failed")
-        count = sum(1 for line in data.read_text(encoding="utf-8").splitlines() if line.strip())
+        count = sum(1 for line in data.read_text(encoding="utf-8").split("\n") if line.strip())
         scores[name] = TaskAccuracy(float(accuracy), float(error) if isinstance(error, int | float) else None, count)
     return scores
 

@@ -212,7 +212,8 @@ def convert_file(path: Path, *, gpus: int | None = None, method: Method | None =
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.") from None
-    body = parse_yaml(text, str(path))  # JSON is YAML, except for indentation by tabs, which these tools do not write
+    read = parse_yaml(text, str(path))  # JSON is YAML, except for indentation by tabs, which these tools do not write
+    body = {str(name): value for name, value in read.items()}  # `on`, `1` and dates are no text in YAML
     table = recognised(body)
     if table is None:
         titles = "; ".join(load_table(name).title for name in FORMATS)

@@ -151,7 +151,10 @@ class _Run:
                 for number, case in enumerate(self._cases):
                     scores[number] = _timed(time.perf_counter(), [text_score(grader, case)])[0]
             case ScoreModel() | LabelModel():
-                model = self._context.limits.models[grader.model]
+                model = self._context.limits.models.get(grader.model)
+                if model is None:  # a job that was accepted outlives what the operator allows
+                    why = f"{grader.model!r} is no longer one of FT_GRADER_MODELS"
+                    raise GradingError("model_grader_server_error", why)
                 await asyncio.gather(*(self._ask_model(grader, model, number, scores) for number in numbers))
             case EndpointGrader():
                 await self._ask_endpoint(grader, scores)

@@ -7,7 +7,7 @@ works.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +43,7 @@ from ft_service.spec import (
 )
 from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.request import SWEEP
+from ft_service.spec.yaml_loader import SpecLoader
 from ft_service.sweeps.search_space import AskedSweep, parse_sweep
 
 
@@ -191,7 +192,7 @@ def parse_option(text: str) -> tuple[str, Any]:
         example = "such as training.learning_rate=1e-4"
         raise SpecError(f"--set {text!r:.120}: give an option by its dotted name and its value, {example}.", param="set")
     try:
-        return name, yaml.load(value, Loader=_UniqueKeyLoader)
+        return name, yaml.load(value, Loader=SpecLoader)
     except yaml.YAMLError as error:
         problem = str(getattr(error, "problem", None) or error).replace("'<stream end>'", "the end")
         raise SpecError(f"--set {name}: {value!r:.80} is not a YAML value: {problem}.", param=name) from None
@@ -283,7 +284,7 @@ def _catalogue(settings: Settings) -> Catalogue:
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
     """Parse a YAML mapping without duplicate keys. `name`: for messages. Raises SpecError."""
     try:
-        body = yaml.load(text, Loader=_UniqueKeyLoader)
+        body = yaml.load(text, Loader=SpecLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = str(error.problem).replace("'<stream end>'", "the end of the file")
@@ -298,15 +299,3 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 def _kind(body: object) -> str:
     kinds = {str: "a line of text", list: "a list", dict: "options"}
     return "nothing" if body is None else kinds.get(type(body), "a number")
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, of which PyYAML keeps the last silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice: keep one", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)

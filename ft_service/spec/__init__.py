@@ -13,6 +13,7 @@ resolved              `spec.json`: every default filled in, every reference a pa
 auto_hyperparameters  learning rate, batch size and epochs for "auto"
 stored_spec           the same in a row of the store
 validation_errors     messages for an invalid request
+yaml_loader           the YAML of SPEC files
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
 from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
 from ft_service.spec.options import (
-    DPO_LEARNING_RATE,
     LEARNING_RATE,
-    REINFORCEMENT_LEARNING_RATE,
     CheckpointOptions,
     DistributedOptions,
     JobOptions,
@@ -34,7 +33,7 @@ from ft_service.spec.options import (
     TrainingOptions,
     WrapBySize,
 )
-from ft_service.spec.request import NOT_YET, NOT_YET_VALUES, JobRequest, Metadata, Suffix, parse_request
+from ft_service.spec.request import LEARNING_RATES, NOT_YET, NOT_YET_VALUES, JobRequest, Metadata, Suffix, parse_request
 from ft_service.spec.resolved import (
     AdapterRef,
     BaseModelRef,
@@ -55,12 +54,11 @@ from ft_service.spec.weight_formats import AS_PUBLISHED, FORMATS, FormatChoice, 
 __all__ = [
     "AS_PUBLISHED",
     "AUTO",
-    "DPO_LEARNING_RATE",
     "FORMATS",
     "LEARNING_RATE",
+    "LEARNING_RATES",
     "NOT_YET",
     "NOT_YET_VALUES",
-    "REINFORCEMENT_LEARNING_RATE",
     "AdapterRef",
     "AnswerMetric",
     "BaseModelRef",

@@ -133,7 +133,7 @@ def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
     Raises ValueError naming the invalid line.
     """
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         if len(found) == MOST_PROMPTS:

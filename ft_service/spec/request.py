@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, ValidationError, WithJsonSchema, model_
 
 from ft_service.errors import SpecError
 from ft_service.spec.integrations import Integrations
-from ft_service.spec.methods import AUTO, Hyperparameters, Method
+from ft_service.spec.methods import AUTO, Hyperparameters, Method, MethodType
 from ft_service.spec.option_types import Number
 from ft_service.spec.options import (
     DPO_EPOCHS,
@@ -60,11 +60,15 @@ _NOT_OF_REINFORCEMENT = (
 SWEEP = "sweep"
 """The key in a body or a SPEC file that requests several jobs (ft_service/sweeps/search_space.py)."""
 
-_USUAL: Mapping[str, tuple[float, int]] = {
-    "dpo": (DPO_LEARNING_RATE, DPO_EPOCHS),
-    "reinforcement": (REINFORCEMENT_LEARNING_RATE, REINFORCEMENT_EPOCHS),
+LEARNING_RATES: Mapping[MethodType, float] = {
+    "supervised": LEARNING_RATE,
+    "dpo": DPO_LEARNING_RATE,
+    "reinforcement": REINFORCEMENT_LEARNING_RATE,
+    "tinker": LEARNING_RATE,
 }
-"""Method → its learning rate and passes over the training file, where it has its own."""
+"""Method → its learning rate with `learning_rate_multiplier: 1`."""
+_EPOCHS: Mapping[MethodType, int] = {"dpo": DPO_EPOCHS, "reinforcement": REINFORCEMENT_EPOCHS}
+"""Method → its passes over the training file, where it has its own."""
 
 _FILE_NAME = {"minLength": 1, "maxLength": 4096}
 _HYPERPARAMETERS = set(Hyperparameters.model_fields)
@@ -191,7 +195,7 @@ class JobRequest(JobOptions):
         return cached[1]
 
     def _resolve_training(self) -> TrainingOptions:
-        unit, epochs = _USUAL.get(self.method.type, (LEARNING_RATE, None))
+        unit, epochs = LEARNING_RATES[self.method.type], _EPOCHS.get(self.method.type)
         updates: dict[str, Any] = {}
         for name, (place, value) in self.given_hyperparameters().items():
             ours = "learning_rate" if name == "learning_rate_multiplier" else name

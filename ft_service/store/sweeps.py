@@ -113,7 +113,8 @@ class SweepStore(StorePart):
     def delete_sweep(self, project_id: str, sweep_id: str, *, keep_best: bool) -> None:
         """Hide a sweep and delete the tuned models of its jobs; `keep_best`: except the best one's.
 
-        Raises SpecError while a job is not over, ConflictError until the best job is named.
+        Raises SpecError while a job is not over, and for `keep_best` if there are models, and none is the best; ConflictError
+        until the best job is named.
         """
         with self._database.writing(makes_room=True) as connection:
             sweep = _get(connection, project_id, sweep_id)
@@ -124,8 +125,15 @@ class SweepStore(StorePart):
                 raise SpecError(message, code="invalid_state")
             if sweep.finished_at is None:
                 raise ConflictError(f"Sweep {sweep_id} is about to name its best job; try again.")
-            for job in members:
-                if job.state is State.SUCCEEDED and not (keep_best and job.id == sweep.best_job):
+            succeeded = [job for job in members if job.state is State.SUCCEEDED]
+            if keep_best and sweep.best_job is None and succeeded:
+                message = (
+                    f"Sweep {sweep_id} has no best job, since none that succeeded has a validation loss: nothing was removed. "
+                    f"Leave out keep_best to remove the tuned models of all {len(succeeded)} jobs that succeeded."
+                )
+                raise SpecError(message, param="keep_best", code="invalid_state")
+            for job in succeeded:
+                if not (keep_best and job.id == sweep.best_job):
                     row = {"model": str(job.tuned_name), "project_id": project_id, "deleted_at": database_time()}
                     connection.execute(upsert(connection, deleted_models).values(row).on_conflict_do_nothing())
             connection.execute(update(sweeps).where(sweeps.c.id == sweep_id).values(deleted_at=database_time()))

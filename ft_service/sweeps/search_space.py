@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec.name_suggestions import name_for, options_of, shown_value
@@ -31,12 +31,24 @@ from ft_service.sweeps.halving import shares_of
 TRIES = 100
 """Draws for each requested combination; if they yield too few different ones, there are no more."""
 
+_MOST = 2**53
+"""Whole numbers up to here are exact as fractions too, in which shares of a range are calculated."""
+
+
+def _within_limits(value: float) -> float:
+    if abs(value) > _MOST:
+        raise ValueError(f"must be from -{_MOST} to {_MOST}")
+    return value
+
+
+_Bound = Annotated[Annotated[int, Field(strict=True)] | Number, AfterValidator(_within_limits)]
+
 
 class Range(Strict):
     """Numbers from `min` to `max`, both included; integers if both are."""
 
-    min: Annotated[int, Field(strict=True)] | Number
-    max: Annotated[int, Field(strict=True)] | Number
+    min: _Bound
+    max: _Bound
     log: bool = False
     """Distribute evenly in the logarithm: as many between 1e-5 and 1e-4 as between 1e-4 and 1e-3."""
 
@@ -220,6 +232,10 @@ def _read(
     elif alone.get("validation_split") is not None and "seed" in choices:
         text = "sweep.seed: with validation_split each seed sets other samples aside: give a validation_file, or leave it out."
         faults.append(OptionFault("sweep.seed", text))
+    method = alone.get("method")
+    if isinstance(method, Mapping) and method.get("type") == "reinforcement":
+        text = "sweep: a sweep compares jobs by validation loss, which method.type = 'reinforcement' has none of. "
+        faults.append(OptionFault(SWEEP, f"{text}Submit its jobs one by one, and compare their valid_mean_reward."))
     return options, choices, faults
 
 

@@ -105,7 +105,7 @@ async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str,
     checked now.
     """
     method = body["method"].get("type") if isinstance(body.get("method"), dict) else None
-    query = {"method": method if method in ("supervised", "dpo") else "supervised"}
+    query = {"method": method if method in ("supervised", "dpo", "reinforcement") else "supervised"}
     if isinstance(body.get(job_form.DATA), dict):
         query["data"] = json.dumps(body[job_form.DATA])
     checks: dict[str, dict[str, Any] | None] = {}

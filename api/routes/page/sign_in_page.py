@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from api.http import sessions, sign_on
 from api.http.auth import authenticated
 from api.http.dependencies import MAX_JSON_BYTES, Services, Svc
-from api.page.rendering import HEADERS, SignInNeeded, leave_for, page, static_answer, static_files
+from api.page.rendering import HEADERS, SignInNeeded, address_parts, leave_for, page, static_answer, static_files
 from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.store.records import Principal
 
@@ -107,9 +107,9 @@ async def _signed_in(request: Request, services: Svc, principal: Principal, to: 
 
 def local_path(path: str) -> str:
     """Return a path if it is on this page; else, such as for another site's address, the list of jobs."""
-    parts = urlsplit(path)
-    safe = path.startswith("/") and not path.startswith(("//", "/\\")) and not parts.netloc and path.isprintable()
-    return path if safe else "/jobs"
+    parts = address_parts(path)
+    is_local = parts is not None and not parts.netloc and path.startswith("/") and not path.startswith(("//", "/\\"))
+    return path if is_local and path.isprintable() else "/jobs"
 
 
 def _refuse_other_sites(request: Request) -> None:
@@ -118,7 +118,8 @@ def _refuse_other_sites(request: Request) -> None:
     A browser names the site in at least one of two headers; a client that names none is not a browser.
     """
     origin, fetched_from = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
-    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    sender = None if origin is None else address_parts(origin)
+    foreign = origin is not None and (sender is None or sender.netloc != request.headers.get("host"))
     if foreign or fetched_from not in ("none", "same-origin"):
         raise ForbiddenError("Sign in on the page itself.", code="csrf")
 

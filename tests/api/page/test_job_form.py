@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
+from typing import Any
 
 import pytest
 import yaml
 from openai.resources.fine_tuning.jobs import Jobs
 
 from api.page import job_form
+from ft_service.spec import parse_request
+from tests.support.rollouts import method as reinforcement
 
 BODY = {
     "model": "tiny",
@@ -54,6 +58,59 @@ def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
     assert fields["training.n_epochs"] == "2"
     assert fields["training.batch_size"] == "auto", "which is another than the default"
     assert job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})["training.learning_rate"] == "0.0004"
+
+
+@pytest.mark.parametrize("method", [{"type": "supervised"}, {"type": "dpo"}, reinforcement()])
+def test_a_multiplied_learning_rate_stays_the_same_with_every_method(method: dict[str, Any]) -> None:
+    body = {"model": "tiny", "training_file": "file-a", "method": method, "hyperparameters": {"learning_rate_multiplier": 2}}
+    again = job_form.body_of(job_form.fields_of(body))
+    assert "hyperparameters" not in again
+    rate = parse_request(body).resolved_training().rate
+    assert parse_request(again).resolved_training().rate == pytest.approx(rate, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"distributed": {"nproc_per_node": "1:2", "nnodes": "2:8", "profile": "on"}},
+        {"lora": {"target_modules": "1:2", "modules_to_save": ["1:2", "off"], "alpha_pattern": {"1:2": 0.1 + 0.2}}},
+        {"lora": {"target_modules": "1e3", "rank_pattern": None}},
+        {"lora": {"target_modules": "a: b # c"}, "distributed": {"profile": " a\nb\u2028\t"}},
+        {"lora": {"target_modules": ""}, "distributed": {"profile": "null"}},
+        {"lora": {"target_modules": "'q'"}, "training": {"learning_rate": 1.2345678901234567e-5, "max_steps": None}},
+        {"precision": {"fp8_products": "off", "default": "auto"}, "distributed": {"compile": False}},
+        {"data": {"prompt": "1:2", "completion": "yes"}},
+        {"chat_template": "1:2", "integrations": [{"type": "wandb", "wandb": {"project": "1:2"}}]},
+        {"metadata": {"a=b": "c", "k": "l1\nl2", " x": "y ", "{": "}", "é": "ü", "n": "", "o": "1:2", "p": "\u2028="}},
+    ],
+)
+def test_run_again_is_of_the_same_body_whatever_yaml_makes_of_its_texts(given: dict[str, Any]) -> None:
+    body = {"model": "tiny", **given}
+    again = job_form.body_of(job_form.fields_of(body))
+    assert json.dumps(again, sort_keys=True) == json.dumps(body, sort_keys=True), "in which 1, 1.0 and true differ"
+
+
+def test_a_range_is_written_as_it_is_and_no_number_in_base_60() -> None:
+    body = job_form.body_of({"distributed.nproc_per_node": "1:2", "data": "{prompt: 1:2}", "other": "suffixes: [2:8, 1:2.5]"})
+    assert body == {"distributed": {"nproc_per_node": "1:2"}, "data": {"prompt": "1:2"}, "suffixes": ["2:8", "1:2.5"]}
+    assert job_form.fields_of(body)["distributed.nproc_per_node"] == "1:2"
+
+
+def test_the_fields_show_numbers_and_words_without_quotes() -> None:
+    """`1e-4` is text to YAML 1.1, and an unquoted `off` is false: bodies of SPEC files have them so."""
+    body = {
+        "training": {"learning_rate": "1e-4"},
+        "precision": {"fp8_products": False, "fused_kernels": "off"},
+        "hyperparameters": {"learning_rate_multiplier": "2", "n_epochs": "3"},
+    }
+    fields = job_form.fields_of({**body, "hyperparameters": {}})
+    assert fields["training.learning_rate"] == "1e-4"
+    assert (fields["precision.fp8_products"], fields["precision.fused_kernels"]) == ("off", "off")
+    fields = job_form.fields_of(body)
+    assert (fields["training.learning_rate"], fields["training.n_epochs"]) == ("0.0004", "3")
+    options = job_form.options()
+    assert options["precision.fp8_products"].choices == ("auto", "off")
+    assert options["distributed.nproc_per_node"].default == "auto"
 
 
 def test_what_is_written_in_a_field_is_read_as_in_yaml() -> None:

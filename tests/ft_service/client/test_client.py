@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -180,6 +181,17 @@ def test_a_download_that_the_server_refuses_says_why(tmp_path: Path) -> None:
     with StubServer().client() as client, pytest.raises(NotFoundError, match="no job 'ftjob-1'"):
         client.download_adapter("ftjob-1", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_streamed_answer_may_hold_other_separators_of_lines(end: str) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    event = json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False)
+    body = f"data: {event}{end}{end}data: [DONE]{end}{end}".encode()
+    pieces = [body[at : at + 5] for at in range(0, len(body), 5)]
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, content=iter(pieces)))
+    with Client(Connection("http://127.0.0.1:1/v1", KEY), transport=transport) as client:
+        assert "".join(client.chat({})) == text
 
 
 def test_verbs() -> None:

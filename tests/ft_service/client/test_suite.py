@@ -11,7 +11,16 @@ import pytest
 import yaml
 
 from ft_service.client.connection import Connection
-from ft_service.client.suite import SuiteRun, TaskAccuracy, check_task, find_tasks, package_tasks, require_lm_eval, suites_of
+from ft_service.client.suite import (
+    SuiteRun,
+    TaskAccuracy,
+    check_task,
+    find_tasks,
+    package_tasks,
+    read_scores,
+    require_lm_eval,
+    suites_of,
+)
 from ft_service.errors import FtError, SpecError
 
 PROGRAM = """#!{python}
@@ -89,6 +98,15 @@ def test_a_file_is_refused_with_its_line_and_field(line: dict[str, Any], says: s
         find_tasks([str(path)])
     path.write_text(json.dumps(good))
     assert find_tasks([str(path), "facts"]).keys() == {"mine", "facts"}
+
+
+def test_only_line_feeds_end_lines_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    question = {"query": "a\u2028b\u2029c\x85d", "choices": ["b", "c"], "answer": 1}
+    path.write_text(f"{json.dumps(question, ensure_ascii=False)}\r\n\n" * 3, newline="")
+    assert find_tasks([str(path)]) == {"mine": path}
+    (tmp_path / "results_1.json").write_text(json.dumps({"results": {"ft_mine": {"acc,none": 0.5}}}))
+    assert read_scores(tmp_path, {"mine": path}) == {"mine": TaskAccuracy(0.5, None, 3)}
 
 
 def test_what_is_neither_a_task_nor_a_program_is_refused(tmp_path: Path) -> None:

@@ -221,6 +221,32 @@ def test_the_best_job_can_be_kept(tmp_path: Path, store: Store) -> None:
     assert store.models.deleted_models(PROJECT) == {str(jobs_of(store)[0].tuned_name)}
 
 
+def test_no_model_is_deleted_if_none_is_the_best_to_keep(tmp_path: Path, store: Store) -> None:
+    """As of reinforcement, which reports no validation loss."""
+    ids = add_sweep(store, 2)
+    places = Places(tmp_path, store)
+    places.settle()
+    for job_id in ids:
+        places.report(job_id, {20: None})
+        places.end(job_id, ExitReason.SUCCEEDED)
+    places.settle()
+    with pytest.raises(SpecError, match=r"no best job.*nothing was removed.*Leave out keep_best") as error:
+        store.sweeps.delete_sweep(PROJECT, SWEEP, keep_best=True)
+    assert error.value.param == "keep_best"
+    assert store.models.deleted_models(PROJECT) == set()
+    assert [sweep.id for sweep in store.sweeps.list_sweeps(PROJECT).data] == [SWEEP]
+    store.sweeps.delete_sweep(PROJECT, SWEEP, keep_best=False)
+    assert store.models.deleted_models(PROJECT) == {str(job.tuned_name) for job in jobs_of(store)}
+
+
+def test_a_sweep_without_a_model_can_be_deleted_whatever_is_to_be_kept(store: Store) -> None:
+    add_sweep(store, 2)
+    store.sweeps.cancel_sweep(PROJECT, SWEEP)
+    move_sweeps(store)
+    store.sweeps.delete_sweep(PROJECT, SWEEP, keep_best=True)
+    assert store.sweeps.list_sweeps(PROJECT).data == []
+
+
 def test_what_a_sweep_writes_to_a_job_is_not_undone_by_its_reconciler(tmp_path: Path, store: Store) -> None:
     """The stop is a wish of its own: a claim that read the job before it is not applied over it."""
     [first, _] = add_sweep(store, 2)

@@ -355,6 +355,16 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         convert_file(tmp_path / "other.yaml")
 
 
+def test_options_whose_names_are_no_text_to_yaml_are_options_as_others(ft: Ft, tmp_path: Path) -> None:
+    path = tmp_path / "arguments.yaml"
+    path.write_text(yaml.safe_dump(ARGUMENTS) + "on: push\n7: 2\n2026-01-01: {3: 4}\nnull: x\n")
+    options = {option["option"]: option for option in json.loads(ft("convert", path, "--json").out)["options"]}
+    assert {options[name]["outcome"] for name in ("True", "7", "2026-01-01", "None")} == {"not supported"}
+    (tmp_path / "unknown.yaml").write_text("on: push\n1: 2\n")
+    with pytest.raises(SpecError, match="is not one of the files that can be converted"):
+        convert_file(tmp_path / "unknown.yaml")
+
+
 def test_the_command_prints_a_spec_file_or_json(ft: Ft, tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(yaml.safe_dump(FSDP1))

@@ -186,6 +186,15 @@ def test_what_a_model_answers_is_checked(server: Receiver, grader: Any, answer: 
     assert schema == ({"type": "number"} if grader["type"] == "score_model" else {"type": "string", "enum": ["good", "bad"]})
 
 
+@pytest.mark.parametrize("grader", [SCORED, LABELLED])
+def test_a_model_that_the_operator_has_removed_since_gives_no_grade(grader: Any) -> None:
+    alone = {"type": "multi", "name": "m", "graders": {"g": grader, "c": CHECK}, "calculate_output": "g + c"}
+    parsed = parse_grader(alone, context("http://127.0.0.1:9").limits)
+    for found in grade_all(parsed, [case("4")] * 2, GraderContext()):
+        assert found.reward == 0
+        assert found.errors == {"model_grader_server_error": "'judge' is no longer one of FT_GRADER_MODELS"}
+
+
 def test_usage_that_a_server_invents_is_left_out(server: Receiver) -> None:
     server.answer = says(
         {

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import load_spec_file, resolve_spec_file
+from ft_service.local.spec_file import load_spec_file, parse_option, parse_yaml, resolve_spec_file
 from ft_service.settings import Settings
 from tests.support.bases import save_base
 from tests.support.run_directories import CHAT
@@ -46,6 +48,16 @@ def test_paths_are_relative_to_the_file_and_become_absolute_with_a_digest(place:
 def test_a_seed_of_the_files_own_is_kept(place: Path) -> None:
     path = write(place, "model: tiny\ntraining_file: ../data/train.jsonl\nseed: 5\n")
     assert resolve_spec_file(load_spec_file(path), settings(place), job_id="ftjob-1", seed=11).seed == 5
+
+
+def test_a_range_needs_no_quotes(place: Path) -> None:
+    """YAML 1.1 reads `1:2` as 62, and `1:30.5` as 90.5."""
+    text = "model: tiny\ntraining_file: ../data/train.jsonl\ndistributed:\n  nnodes: 1:2\n  nproc_per_node: 2:8\n"
+    assert load_spec_file(write(place, text)).body["distributed"] == {"nnodes": "1:2", "nproc_per_node": "2:8"}
+    assert parse_option("distributed.nproc_per_node=1:2") == ("distributed.nproc_per_node", "1:2")
+    kept = parse_yaml("{a: 0x10, b: -1_000, c: 1.5, d: .inf, e: 2026-01-01T10:00:00Z, f: 1:30.5, g: [-1:2]}", "x")
+    assert (kept["a"], kept["b"], kept["c"], kept["d"], kept["f"], kept["g"]) == (16, -1000, 1.5, math.inf, "1:30.5", ["-1:2"])
+    assert isinstance(kept["e"], datetime), "has colons, and is no number"
 
 
 @pytest.mark.parametrize("name", ["../elsewhere/base", "{place}/elsewhere/base"])

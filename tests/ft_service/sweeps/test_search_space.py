@@ -9,6 +9,7 @@ import pytest
 from ft_service.errors import SpecError
 from ft_service.spec import parse_request
 from ft_service.sweeps.search_space import Range, drawn, parse_sweep, values_text
+from tests.support.rollouts import method
 
 BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-a", "validation_file": "file-v"}
 
@@ -73,6 +74,13 @@ def test_the_draw_is_the_same_on_every_python() -> None:
     ]
 
 
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("most", [2**53, 2.0**53])
+def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
+    widest = Range(min=1, max=most, log=log)
+    assert all(1 <= widest.at(share) <= most for share in (0.0, 0.5, 1 - 2**-53))
+
+
 @pytest.mark.parametrize(
     ("given", "param", "words"),
     [
@@ -96,6 +104,21 @@ def test_the_draw_is_the_same_on_every_python() -> None:
             {"method": "random", "samples": 2, "lora.r": {"low": 1, "max": 8}},
             "sweep.lora.r",
             "sweep.lora.r.low: there is no such",
+        ),
+        *(
+            ({"method": "random", "samples": 2, "lora.r": bounds}, f"sweep.lora.r.{name}", words)
+            for bounds, name, words in (
+                ({"min": 1, "max": 10**400}, "max", "sweep.lora.r.max = 1000"),
+                ({"min": 1, "max": 10**400, "log": True}, "max", "must be from -9007199254740992 to 9007199254740992"),
+                (
+                    {"min": 1, "max": 2**53 + 1},
+                    "max",
+                    "= 9007199254740993: must be from -9007199254740992 to 9",
+                ),
+                ({"min": -(10**400), "max": 1.5}, "min", "must be from -9007199254740992"),
+                ({"min": 0.5, "max": "1e300"}, "max", "'1e300': must be from"),
+                ({"min": 0.5, "max": 1e300}, "max", "= 1e+300: must be from -9007199254740992 to 9007199254740992."),
+            )
         ),
         ({"method": "bayes", "lora.r": [8, 16]}, "sweep.method", "grid or random"),
         ({"samples": 4, "lora.r": [8, 16]}, "sweep", "sweep.samples is for sweep.method random"),
@@ -138,6 +161,14 @@ def test_a_sweep_needs_something_to_compare_its_jobs_by() -> None:
     error = refused({"lora.r": [8, 16]}, validation_file=None)
     assert error.param == "validation_file"
     assert "compares its jobs by their loss" in error.message
+
+
+def test_reinforcement_has_no_loss_to_compare_jobs_by() -> None:
+    error = refused({"lora.r": [8, 16]}, method=method())
+    assert error.param == "sweep"
+    assert "compares jobs by validation loss" in error.message
+    assert "method.type = 'tinker' is not available" in refused({"lora.r": [8, 16]}, method={"type": "tinker"}).message
+    assert len(sweep({"lora.r": [8, 16]}, method={"type": "dpo"}).jobs) == 2
 
 
 def test_a_job_refuses_a_sweep_and_says_where_it_belongs() -> None:

@@ -16,6 +16,7 @@ from ft_service.bases.describing import Descriptions
 from tests.support.bases import TINY, save_base
 from tests.support.describing import described_here
 from tests.support.rest.service import Service
+from tests.support.rollouts import method
 
 
 def test_bases_that_cannot_be_tuned_are_not_offered_nor_named_by_a_refusal(
@@ -39,6 +40,16 @@ def test_files_of_one_name_differ_by_when_they_came(browser: httpx2.Client, clie
     offered = re.findall(r'<option value="file-[^>]*>([^<]*)<', browser.get("/new").text)
     assert len(set(offered)) == len(made), "for training and for validation"
     assert all(re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text) for text in offered)
+
+
+def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, client: openai.OpenAI) -> None:
+    line = {"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}
+    prompts = client.files.create(file=("prompts.jsonl", (json.dumps(line) + "\n").encode() * 4), purpose="fine-tune")
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
+    form = {"model": "tiny", "training_file": prompts.id, "other": json.dumps({"method": method()})}
+    plan = browser.post("/new/plan", data=form, headers=headers).text
+    assert "cannot be trained on" not in plan
+    assert "Memory of a rank" in plan
 
 
 def test_a_base_that_is_being_examined_is_offered_with_a_note_and_a_job_on_it_is_taken(

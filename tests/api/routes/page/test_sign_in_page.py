@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from api.http.sessions import token_of
+from ft_service.store.tenants.people import SIGN_ON_MARK
 from tests.support.page.sessions import new_browser, secret_of
 from tests.support.rest.service import Service
 
@@ -31,6 +32,15 @@ def test_without_a_session_there_is_only_the_door(service: Service) -> None:
             assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in")
         part = browser.get("/page/live/jobs", headers={"hx-request": "true"})
         assert (part.status_code, part.headers["hx-redirect"]) == (401, "/sign-in")
+
+
+@pytest.mark.parametrize(("there", "to"), [("http://x/models?a=1", "%2Fmodels%3Fa%3D1"), ("http://[", "%2Fjobs")])
+def test_a_part_of_the_page_whose_single_sign_on_is_over_says_where_it_was(service: Service, there: str, to: str) -> None:
+    with new_browser(service) as browser:
+        cookie = f"ft_session_{service.url.rpartition(':')[2]}={SIGN_ON_MARK}over"
+        headers = {"hx-request": "true", "hx-current-url": there, "cookie": cookie}
+        answer = browser.get("/page/live/jobs", headers=headers)
+        assert (answer.status_code, answer.headers["hx-redirect"]) == (401, f"/sign-in/oidc?to={to}")
 
 
 @pytest.mark.parametrize("key", ["", "ft-not-a-key-of-anybody-here"])
@@ -93,6 +103,7 @@ def test_to_follow_a_link_changes_no_session(service: Service, browser: httpx2.C
     [
         {"origin": "https://evil.example"},
         {"origin": "null"},
+        {"origin": "https://[evil"},
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
         {"origin": "https://evil.example", "sec-fetch-site": "same-origin"},
@@ -109,6 +120,14 @@ def test_another_sites_form_signs_nobody_in(service: Service, headers: dict[str,
     with new_browser(service) as browser:
         own = {"origin": service.url, "sec-fetch-site": "same-origin"}
         assert browser.post("/sign-in", data=fields, headers=own).status_code == 303, "refused, it was not used up"
+
+
+@pytest.mark.parametrize("to", ["//[", "/\\evil.example", "//evil.example", "https://[evil", "/jobs\n"])
+def test_signing_in_leads_nowhere_else(service: Service, to: str) -> None:
+    with new_browser(service) as browser:
+        assert 'name="to" value="/jobs"' in browser.get("/sign-in", params={"to": to}).text
+        answer = browser.post("/sign-in", data={"key": service.key, "to": to})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/jobs")
 
 
 def test_a_project_sees_nothing_of_anothers(service: Service, client: openai.OpenAI, training_file: str) -> None:

@@ -14,7 +14,8 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +63,8 @@ COPIED = (
 """Files of the base that the merged model needs, or must carry."""
 FIDELITY = "fidelity.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+WIDE = ("F64", "F32")
+"""Floating-point dtypes whose values bf16 does not hold."""
 
 
 @dataclass
@@ -95,7 +98,8 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        stored = MergedStorage(to, linears_of_layers(model, tensors, to) if to != "bf16" else set(), tensors)
+        quantised = linears_of_layers(model, tensors, to) if to != "bf16" else set[str]()
+        stored = MergedStorage(to, quantised, tensors, targets.changed)
         files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
         rounding = Rounding()
         for file, units in files.items():
@@ -129,6 +133,8 @@ class Targets:
         self.stacks = self._of_stacks(model, tensors)
         self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
         self.replaced = {pieces[name][0].tensor: theirs for name, theirs in replaced.items()}
+        self.changed = self.stacks.keys() | self.modules.keys() | self.replaced.keys()
+        """Tensors of the base's files."""
         self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
@@ -209,18 +215,28 @@ def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> se
 
 
 class MergedStorage:
-    """How the merged weights are stored."""
+    """How the merged weights are stored: bf16, unless they are quantised, or the base holds them in fp32 on purpose.
 
-    def __init__(self, to: str, quantised: set[str], tensors: PlainBase) -> None:
-        """`quantised`: tensors of the base that are not in bf16. Raises SpecError where no group of INT4 fits them."""
-        self.to, self.quantised, self.tensors = to, quantised, tensors
+    That it does of vectors, such as the biases of routers, which bf16 rounds by more than they differ; and, where most of its
+    weights are not in fp32, of all that is. What the adapter changes is in bf16 in any case.
+    """
+
+    def __init__(self, to: str, quantised: Set[str], tensors: PlainBase, changed: Set[str]) -> None:
+        """`quantised`: tensors of the base that are not in bf16. `changed`: those that the adapter changes. Raises SpecError
+        where no group of INT4 fits them."""
+        self.to, self.quantised, self.tensors, self._changed = to, quantised, tensors, changed
         self.group = group_of(tensors.shape(name)[1] for name in quantised) if to == "int4" else 0
+        values: Counter[str] = Counter()
+        for name in tensors.names():
+            values[tensors.dtype(name)] += math.prod(tensors.shape(name))
+        self._usual = max(FLOATS, key=lambda dtype: values[dtype])
+        """dtype of most of the base's weights."""
 
     def unit(self, name: str) -> tuple[TensorPlan, ...]:
         """The planned tensors for one tensor of the base: itself, or codes and what belongs to them."""
         shape, dtype = self.tensors.shape(name), self.tensors.dtype(name)
         if name not in self.quantised:
-            return (TensorPlan(name, shape, "BF16" if dtype in FLOATS else dtype),)
+            return (TensorPlan(name, shape, dtype if dtype not in FLOATS or self._stays(name) else "BF16"),)
         if self.to == "fp8":
             return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(name + SCALE, (shape[0], 1), "BF16")
         return (
@@ -228,6 +244,12 @@ class MergedStorage:
             TensorPlan(name + SCALE, (shape[0], shape[1] // self.group), "BF16"),
             TensorPlan(name + SHAPE, (2,), "I64"),
         )
+
+    def _stays(self, name: str) -> bool:
+        """Whether a tensor is stored in its dtype because bf16 would take away what the base holds on purpose."""
+        dtype = self.tensors.dtype(name)
+        is_vector = sum(side > 1 for side in self.tensors.shape(name)) < 2
+        return dtype in WIDE and name not in self._changed and (is_vector or dtype != self._usual)
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes and scales of fp32 rows, and the values that they stand for."""
@@ -252,16 +274,15 @@ def _pieces(unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Target
     height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
     scales = []
     for start in range(0, shape[0], height):
-        base = tensors.rows(name, start, min(start + height, shape[0])).float()
-        exact = update.rows(base, start, start + len(base)) if update else base
+        held = tensors.rows(name, start, min(start + height, shape[0]))
+        exact = update.rows(held.float(), start, start + len(held)) if update else held
         if len(unit) == 1:
-            codes = exact.bfloat16()
-            values = codes.float()
+            codes = values = exact.to(DTYPES[plan.dtype])
         else:
-            codes, scale, values = stored.quantise(exact)
+            codes, scale, values = stored.quantise(exact.float())
             scales.append(scale)
         if update:
-            rounding.add(base, exact, values)
+            rounding.add(held.float(), exact, values.float())
         yield codes
     if scales:
         yield torch.cat(scales)

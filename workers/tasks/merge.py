@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,10 @@ class Targets:
         self._stack_of = adapter.stacks(model)
         weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
         replaced = _replaced_once(model, adapter)
-        wanted = [*weights, *replaced]
-        pieces = find_pieces(model, wanted, tensors.names())
-        missing = [name for name in wanted if len(pieces.get(name, [])) != 1]
+        wanted = [*((name,) for name in weights), *replaced]
+        pieces = find_pieces(model, chain.from_iterable(wanted), tensors.names())
+        whole = {name: found[0] for name, found in pieces.items() if len(found) == 1}
+        missing = [names[0] for names in wanted if whole.keys().isdisjoint(names)]
         if missing:
             raise SpecError(
                 f"The adapter changes {len(missing)} weights that {base} does not hold as one tensor, the first: {missing[0]}. "
@@ -131,11 +133,11 @@ class Targets:
             )
         self.adapter = adapter
         self.stacks = self._of_stacks(model, tensors)
-        self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
-        self.replaced = {pieces[name][0].tensor: theirs for name, theirs in replaced.items()}
+        self.modules = {whole[name].tensor: module for name, module in weights.items()}
+        self.replaced = {whole[name].tensor: theirs for names, theirs in replaced.items() for name in names if name in whole}
         self.changed = self.stacks.keys() | self.modules.keys() | self.replaced.keys()
         """Tensors of the base's files."""
-        self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
+        self._turned = {whole[name].tensor for name in weights if whole[name].transposed}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
             if tensors.shape(name) != (shape[::-1] if name in self._turned else shape):
@@ -168,13 +170,15 @@ class Targets:
         return update.turned() if update is not None and name in self._turned else update
 
 
-def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[str, str]:
-    """Base weight → tensor of the adapter in its place, of tied ones the first. Raises SpecError for weights of another shape,
-    and for values that would part a head from the embedding that it is.
+def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[tuple[str, ...], str]:
+    """Names of a base weight, several of a tied one, of which the base's files may hold one or all → tensor of the adapter in
+    its place. Raises SpecError for weights of another shape, and for values that would part a head from the embedding that it
+    is.
     """
-    own = dict(model.named_parameters())
-    first = {id(parameter): name for name, parameter in own.items()}
-    found: dict[str, str] = {}
+    names_of: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)] = (*names_of.get(id(parameter), ()), name)
+    found: dict[tuple[str, ...], str] = {}
     for name, theirs in adapter.replaced.items():
         try:
             parameter = model.get_parameter(name)
@@ -184,7 +188,7 @@ def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[str, st
             raise SpecError(
                 f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {tuple(parameter.shape)}.", param="base"
             )
-        known = found.setdefault(first[id(parameter)], theirs)
+        known = found.setdefault(names_of[id(parameter)], theirs)
         if not torch.equal(adapter.read(known), adapter.read(theirs)):
             raise SpecError(
                 f"The adapter's {known} and {theirs} differ, and the base ties them: a merged model has one weight for both.",

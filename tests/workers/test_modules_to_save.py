@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
@@ -252,6 +252,21 @@ def test_peft_finds_it_as_its_own_and_merging_gives_its_logits(preferred: RunDir
             parameter.zero_()
     adopt(dict(adapters(ours)), parent)
     assert difference(logits(ours), exact) < 1e-5
+
+
+def test_a_base_that_holds_its_tied_weights_twice_is_merged_with_both_replaced(tmp_path: Path) -> None:
+    base = save_tiny_llama(tmp_path / "base", tie_word_embeddings=True)
+    held = load_file(base / "model.safetensors")
+    assert "lm_head.weight" not in held
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = save_adapter(base, tmp_path / "adapter", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    merge(base, adapter, tmp_path / "merged", to="bf16")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    by_peft = merged_by_peft(base, adapter).to(torch.bfloat16).float()
+    assert not torch.equal(by_peft.lm_head.weight, held["lm_head.weight"].float())
+    assert difference(logits(merged), logits(by_peft)) < 1e-5
 
 
 def test_a_tied_head_with_values_of_its_own_is_not_merged(preferred: RunDir, tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,8 @@ COPIED = (
 """Files of the base that the merged model needs, or must carry."""
 FIDELITY = "fidelity.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+WIDE = ("F64", "F32")
+"""Floating-point dtypes whose values bf16 does not hold."""
 
 
 @dataclass
@@ -95,7 +99,8 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        stored = MergedStorage(to, linears_of_layers(model, tensors, to) if to != "bf16" else set(), tensors)
+        quantised = linears_of_layers(model, tensors, to) if to != "bf16" else set[str]()
+        stored = MergedStorage(to, quantised, tensors, targets.changed)
         files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
         rounding = Rounding()
         for file, units in files.items():
@@ -116,9 +121,10 @@ class Targets:
         self._stack_of = adapter.stacks(model)
         weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
         replaced = _replaced_once(model, adapter)
-        wanted = [*weights, *replaced]
-        pieces = find_pieces(model, wanted, tensors.names())
-        missing = [name for name in wanted if len(pieces.get(name, [])) != 1]
+        wanted = [*((name,) for name in weights), *replaced]
+        pieces = find_pieces(model, chain.from_iterable(wanted), tensors.names())
+        whole = {name: found[0] for name, found in pieces.items() if len(found) == 1}
+        missing = [names[0] for names in wanted if whole.keys().isdisjoint(names)]
         if missing:
             raise SpecError(
                 f"The adapter changes {len(missing)} weights that {base} does not hold as one tensor, the first: {missing[0]}. "
@@ -127,9 +133,11 @@ class Targets:
             )
         self.adapter = adapter
         self.stacks = self._of_stacks(model, tensors)
-        self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
-        self.replaced = {pieces[name][0].tensor: theirs for name, theirs in replaced.items()}
-        self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
+        self.modules = {whole[name].tensor: module for name, module in weights.items()}
+        self.replaced = {whole[name].tensor: theirs for names, theirs in replaced.items() for name in names if name in whole}
+        self.changed = self.stacks.keys() | self.modules.keys() | self.replaced.keys()
+        """Tensors of the base's files."""
+        self._turned = {whole[name].tensor for name in weights if whole[name].transposed}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
             if tensors.shape(name) != (shape[::-1] if name in self._turned else shape):
@@ -162,13 +170,15 @@ class Targets:
         return update.turned() if update is not None and name in self._turned else update
 
 
-def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[str, str]:
-    """Base weight → tensor of the adapter in its place, of tied ones the first. Raises SpecError for weights of another shape,
-    and for values that would part a head from the embedding that it is.
+def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[tuple[str, ...], str]:
+    """Names of a base weight, several of a tied one, of which the base's files may hold one or all → tensor of the adapter in
+    its place. Raises SpecError for weights of another shape, and for values that would part a head from the embedding that it
+    is.
     """
-    own = dict(model.named_parameters())
-    first = {id(parameter): name for name, parameter in own.items()}
-    found: dict[str, str] = {}
+    names_of: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)] = (*names_of.get(id(parameter), ()), name)
+    found: dict[tuple[str, ...], str] = {}
     for name, theirs in adapter.replaced.items():
         try:
             parameter = model.get_parameter(name)
@@ -178,7 +188,7 @@ def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[str, st
             raise SpecError(
                 f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {tuple(parameter.shape)}.", param="base"
             )
-        known = found.setdefault(first[id(parameter)], theirs)
+        known = found.setdefault(names_of[id(parameter)], theirs)
         if not torch.equal(adapter.read(known), adapter.read(theirs)):
             raise SpecError(
                 f"The adapter's {known} and {theirs} differ, and the base ties them: a merged model has one weight for both.",
@@ -209,18 +219,28 @@ def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> se
 
 
 class MergedStorage:
-    """How the merged weights are stored."""
+    """How the merged weights are stored: bf16, unless they are quantised, or the base holds them in fp32 on purpose.
 
-    def __init__(self, to: str, quantised: set[str], tensors: PlainBase) -> None:
-        """`quantised`: tensors of the base that are not in bf16. Raises SpecError where no group of INT4 fits them."""
-        self.to, self.quantised, self.tensors = to, quantised, tensors
+    That it does of vectors, such as the biases of routers, which bf16 rounds by more than they differ; and, where most of its
+    weights are not in fp32, of all that is. What the adapter changes is in bf16 in any case.
+    """
+
+    def __init__(self, to: str, quantised: Set[str], tensors: PlainBase, changed: Set[str]) -> None:
+        """`quantised`: tensors of the base that are not in bf16. `changed`: those that the adapter changes. Raises SpecError
+        where no group of INT4 fits them."""
+        self.to, self.quantised, self.tensors, self._changed = to, quantised, tensors, changed
         self.group = group_of(tensors.shape(name)[1] for name in quantised) if to == "int4" else 0
+        values: Counter[str] = Counter()
+        for name in tensors.names():
+            values[tensors.dtype(name)] += math.prod(tensors.shape(name))
+        self._usual = max(FLOATS, key=lambda dtype: values[dtype])
+        """dtype of most of the base's weights."""
 
     def unit(self, name: str) -> tuple[TensorPlan, ...]:
         """The planned tensors for one tensor of the base: itself, or codes and what belongs to them."""
         shape, dtype = self.tensors.shape(name), self.tensors.dtype(name)
         if name not in self.quantised:
-            return (TensorPlan(name, shape, "BF16" if dtype in FLOATS else dtype),)
+            return (TensorPlan(name, shape, dtype if dtype not in FLOATS or self._stays(name) else "BF16"),)
         if self.to == "fp8":
             return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(name + SCALE, (shape[0], 1), "BF16")
         return (
@@ -228,6 +248,12 @@ class MergedStorage:
             TensorPlan(name + SCALE, (shape[0], shape[1] // self.group), "BF16"),
             TensorPlan(name + SHAPE, (2,), "I64"),
         )
+
+    def _stays(self, name: str) -> bool:
+        """Whether a tensor is stored in its dtype because bf16 would take away what the base holds on purpose."""
+        dtype = self.tensors.dtype(name)
+        is_vector = sum(side > 1 for side in self.tensors.shape(name)) < 2
+        return dtype in WIDE and name not in self._changed and (is_vector or dtype != self._usual)
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes and scales of fp32 rows, and the values that they stand for."""
@@ -252,16 +278,15 @@ def _pieces(unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Target
     height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
     scales = []
     for start in range(0, shape[0], height):
-        base = tensors.rows(name, start, min(start + height, shape[0])).float()
-        exact = update.rows(base, start, start + len(base)) if update else base
+        held = tensors.rows(name, start, min(start + height, shape[0]))
+        exact = update.rows(held.float(), start, start + len(held)) if update else held
         if len(unit) == 1:
-            codes = exact.bfloat16()
-            values = codes.float()
+            codes = values = exact.to(DTYPES[plan.dtype])
         else:
-            codes, scale, values = stored.quantise(exact)
+            codes, scale, values = stored.quantise(exact.float())
             scales.append(scale)
         if update:
-            rounding.add(base, exact, values)
+            rounding.add(held.float(), exact, values.float())
         yield codes
     if scales:
         yield torch.cat(scales)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
-from tests.support.training.models import save_pairs, save_tiny_llama, save_tokenizer, spec_for
+from tests.support.training.models import save_pairs, save_tiny, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.base.quantized_rows import from_int4
 from workers.exports.compressed_tensors import restore, to_fp8
@@ -62,6 +62,63 @@ def test_plain_transformers_loads_it_and_gives_peft_s_logits(base: Path, tmp_pat
     stock = merged_by_peft(base, adapter).to(torch.bfloat16).float()
     assert difference(logits(merged), logits(stock)) < 1e-3
     assert difference(logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), logits(stock)) > 0.1
+
+
+def in_fp32(base: Path, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Store tensors of a base in fp32, with values that bf16 does not hold; what they are."""
+    held = load_file(base / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in held.items():
+        if names(name):
+            held[name] = tensor.float() * (1 + 2**-7 * torch.rand(tensor.shape, generator=generator))
+    save_file(held, base / "model.safetensors", metadata={"format": "pt"})
+    return held
+
+
+def test_what_routers_are_biased_by_stays_in_fp32(tmp_path: Path) -> None:
+    """Biases that lie closer together than bf16's values decide which experts a token gets."""
+    base = save_tiny("deepseek_v3", tmp_path / "base", n_routed_experts=16, n_group=1)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    held = load_file(base / "model.safetensors")
+    held[bias] = torch.linspace(8, 8.05, 16)
+    held["model.layers.1.mlp.gate.weight"] = held["model.layers.1.mlp.gate.weight"].float()
+    save_file(held, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=["o_proj"])
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(merged[bias], held[bias])
+    assert {name for name, tensor in merged.items() if tensor.dtype != torch.bfloat16} == {
+        bias,
+        "model.layers.1.mlp.gate.weight",
+    }
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(loaded.get_buffer(bias), held[bias])
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp8"])
+def test_of_a_base_in_fp32_the_vectors_stay_so_and_all_matrices_do_not(tmp_path: Path, to: str) -> None:
+    base = save_tiny_llama(tmp_path / "base")
+    held = in_fp32(base, lambda name: True)
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    merge(base, adapter, tmp_path / "out", to=to)
+    merged = load_file(tmp_path / "out/model.safetensors")
+    vectors = {name for name, tensor in held.items() if tensor.ndim == 1}
+    assert {name for name, tensor in merged.items() if tensor.dtype == torch.float32} == vectors != set()
+    assert all(torch.equal(merged[name], held[name]) for name in vectors)
+    assert torch.equal(merged["lm_head.weight"], held["lm_head.weight"].bfloat16())
+
+
+def test_a_matrix_that_the_adapter_changes_is_in_bf16_whatever_it_was(tmp_path: Path) -> None:
+    base = save_tiny_llama(tmp_path / "base")
+    held = in_fp32(base, lambda name: "q_proj" in name or name == "lm_head.weight")
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    exact = merged_by_peft(base, adapter).state_dict()
+    assert {name for name, tensor in merged.items() if tensor.dtype != torch.bfloat16} == {"lm_head.weight"}
+    assert torch.equal(merged["lm_head.weight"], held["lm_head.weight"])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.allclose(merged[name].float(), exact[name], rtol=2**-8, atol=1e-6)
 
 
 def test_files_of_a_size_and_an_index(base: Path, tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ def test_one_similarity(metric: str, answer: str, expected: str, score: float) -
     assert SIMILARITIES[metric](answer, expected) == pytest.approx(score)
 
 
+@pytest.mark.parametrize("text", ["the cat", "the cat sat", "the cat sat on the mat"])
+@pytest.mark.parametrize("metric", SIMILARITIES)
+def test_no_similarity_is_above_that_of_equal_texts(metric: str, text: str) -> None:
+    assert 0 <= SIMILARITIES[metric](text, text) <= 1
+
+
 @pytest.mark.parametrize(
     ("operation", "answer", "reward"),
     [

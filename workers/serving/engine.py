@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ft_service.errors import FtError, SpecError
@@ -264,12 +265,29 @@ class Engine:
         ]
 
     def _adapter(self, folder: str, probes: Sequence[Sequence[int]]) -> Adapter:
-        """Load an adapter, and report its log-probabilities of the probes once."""
-        adapter = self._model.adapters.get(folder)
-        if probes and folder not in self._probed:
-            self._probed.add(folder)
-            logprobs = [self._model.logprobs(tokens, adapter) for tokens in probes]
+        """Load an adapter, and report its log-probabilities of the probes once. Raises SpecError for one that is not there,
+        does not fit the base, or cannot be read, and where memory is short."""
+        unprobed = [] if folder in self._probed else probes
+        try:
+            adapter = self._model.adapters.get(folder)
+            logprobs = [self._model.logprobs(tokens, adapter) for tokens in unprobed]
+        except torch.OutOfMemoryError as error:
+            raise SpecError(
+                "The device's memory is full, so that the adapter could not be loaded: ask again when other answers have "
+                "ended, or serve it with an inference server (FT_INFERENCE_URL).",
+                param="model",
+                code="out_of_memory",
+            ) from error
+        except (OSError, SafetensorError) as error:
+            raise SpecError(
+                f"The adapter's files cannot be read ({type(error).__name__}): look with ft verify whether they are damaged; "
+                "if they are not, ask again.",
+                param="model",
+                code="model_not_served",
+            ) from error
+        if unprobed:
             self._say({"kind": "probed", "adapter": folder, "logprobs": logprobs})
+            self._probed.add(folder)
         return adapter
 
     def _groups(self) -> list[list[_Sequence]]:

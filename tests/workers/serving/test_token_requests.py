@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ft_service.spec import PrecisionOptions
 from tests.support.bases import SAMPLE
 from tests.support.training.models import adapter_value, save_tiny
+from workers.model.peft_adapter import PeftAdapter
 from workers.serving import answers as answers_module
 from workers.serving import engine as engine_module
 from workers.serving.cached_attention import KeyValueCache, Span
 from workers.serving.chat_tokens import Chats
 from workers.serving.engine import Engine
 from workers.serving.model import ServedModel, TokenSpan
-from workers.serving.requests import ChatRequest, TokenRequest
+from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
 
 FP32 = PrecisionOptions(compute="fp32")
 PROMPT = [5, 70, 9, 200, 31, 8, 6, 77, 12, 90, 4, 310]
@@ -75,7 +80,7 @@ class Sampler:
             self.engine.step()
 
     def of(self, name: str, kind: str, index: int | None = None) -> list[dict[str, Any]]:
-        return [m for m in self.said if m["id"] == name and m["kind"] == kind and index in (None, m.get("index"))]
+        return [m for m in self.said if m.get("id") == name and m["kind"] == kind and index in (None, m.get("index"))]
 
     def all(self, name: str, field: str, index: int | None = 0, kind: str = "tokens") -> list[Any]:
         """What all messages of a kind say, one behind the other."""
@@ -332,6 +337,61 @@ def test_what_cannot_be_sampled_is_refused_by_name(sampler: Sampler, base: Serve
     assert (errors["room"]["code"], errors["room"]["param"]) == ("context_length_exceeded", "prompt")
     assert "folder is not there" in errors["adapter"]["message"]
     assert len(sampler.all("fits", "tokens")) == 1
+
+
+def without_last_matrix(folder: Path, copy: Path) -> str:
+    """A copy of an adapter whose file lacks a matrix."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "adapter_model.safetensors")
+    del tensors[max(name for name in tensors if "lora_B" in name)]
+    save_file(tensors, copy / "adapter_model.safetensors", metadata={"format": "pt"})
+    return str(copy)
+
+
+@pytest.mark.parametrize("cause", [None, torch.OutOfMemoryError("full"), OSError(errno.EIO, "no reading")], ids=repr)
+def test_an_adapter_that_cannot_be_loaded_costs_its_own_request(
+    sampler: Sampler,
+    plain: Any,
+    adapters: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: Exception | None,
+) -> None:
+    """`cause`: what reading its matrices raises; None: what safetensors does for one that is missing."""
+    broken = without_last_matrix(Path(next(iter(adapters))), tmp_path / "adapter")
+    if cause is not None:
+        monkeypatch.setattr(PeftAdapter, "update", Mock(side_effect=cause))
+    sampler.ask("fine")
+    sampler.engine.step()
+    sampler.engine.prepare(broken, [])
+    sampler.ask("tokens", adapter=broken)
+    sampler.engine.add_text(TextRequest("text", list(PROMPT), LIMIT, adapter=broken))
+    sampler.engine.add(ChatRequest("chat", [{"role": "user", "content": "hello"}], adapter=broken))
+    while not sampler.of("chat", "error"):
+        sampler.engine.take_rendered(1.0)
+    sampler.run()
+    code = "out_of_memory" if isinstance(cause, torch.OutOfMemoryError) else "model_not_served"
+    for name in ("tokens", "text", "chat"):
+        (error,) = sampler.of(name, "error")
+        assert (error["code"], error["param"], error["wrong"]) == (code, "model", True)
+    assert sampler.all("fine", "tokens") == greedy(plain, PROMPT)
+
+
+def test_probes_that_found_no_memory_are_reported_by_the_next_request(
+    sampler: Sampler, base: ServedModel, adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = next(iter(adapters))
+    with monkeypatch.context() as short:
+        short.setattr(base, "logprobs", Mock(side_effect=torch.OutOfMemoryError("full")))
+        sampler.ask("first", adapter=folder, probes=[OTHER])
+    (error,) = sampler.of("first", "error")
+    assert error["code"] == "out_of_memory"
+    for name in ("second", "third"):
+        sampler.ask(name, adapter=folder, probes=[OTHER])
+    sampler.run()
+    (probed,) = [message for message in sampler.said if message["kind"] == "probed"]
+    assert probed["logprobs"] == [base.logprobs(OTHER, base.adapters.get(folder))]
+    assert sampler.of("second", "done")
 
 
 def test_an_adapter_that_diverged_fails_alone(

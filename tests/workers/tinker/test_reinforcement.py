@@ -221,7 +221,8 @@ def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path,
     assert any(not segment.events for segment in read_segments(second, 1)), "who waits for commands is not taken to be stuck"
 
 
-def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("paused", [False, True], ids=["at once", "paused while the best step was validated"])
+def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path, paused: bool) -> None:
     run, spec, schedule = new_run(tmp_path, base, 1)
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"load_best_model_at_end": True})})
     run.write("spec.json", spec)
@@ -232,10 +233,16 @@ def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path) -> Non
         record(2, groups, first_seq=5, validation=good),
         record(3, [], first_seq=9, ends=True, validation=bad),
     ]
+    attempt, checkpoint = 1, None
+    if paused:
+        give(run, spec, schedule, records[:1])
+        attempt, checkpoint = 2, run_attempt(run, 1, 1, on_rank=attempt_with_short_wait_on_rank).checkpoint
+        assert checkpoint == "step-1-a1"
     give(run, spec, schedule, records)
-    assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
-    markers = [run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker) for name in complete_checkpoints(run)]
-    assert {marker.step: marker.criterion for marker in markers if marker} == {1: -1.0, 2: 0.0}
+    assert run_attempt(run, attempt, 1, checkpoint).kind is OutcomeKind.SUCCEEDED
+    markers = {name: run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker) for name in complete_checkpoints(run)}
+    criteria = {name: marker.criterion for name, marker in markers.items() if marker}
+    assert criteria == {f"step-1-a{attempt}": -1.0, f"step-2-a{attempt}": 0.0}
     first, _, _ = new_run(tmp_path / "one", base, 1)
     one_step = spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 1})})
     first.write("spec.json", one_step)

@@ -323,8 +323,8 @@ class CommandLoop:
         job = self.job
         if valid is not None and job.validations.last_step != job.step:
             job.validations = job.validations.after(job.step, float(valid), 0.0)
-            # A checkpoint of this step is that of a pause, which lacks the criterion: only an earlier attempt has saved the
-            # step before it was validated, so that the new checkpoint's name is free.
+            # A checkpoint of this step is that of a pause, and lacks the criterion. An earlier attempt wrote it: one that goes
+            # on writes none of a step before its validation, so that the new one's name is free.
             self._saved = None
         is_best = valid is not None and keeps_best(self.context.runtime.spec) and job.validations.best_step == job.step
         if command.options.get("saves") or is_best:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -348,14 +347,14 @@ def without_last_matrix(folder: Path, copy: Path) -> str:
     return str(copy)
 
 
-@pytest.mark.parametrize("cause", [None, torch.OutOfMemoryError("full"), OSError(errno.EIO, "no reading")], ids=repr)
+@pytest.mark.parametrize("cause", [None, torch.OutOfMemoryError, OSError])
 def test_an_adapter_that_cannot_be_loaded_costs_its_own_request(
     sampler: Sampler,
     plain: Any,
     adapters: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    cause: Exception | None,
+    cause: type[Exception] | None,
 ) -> None:
     """`cause`: what reading its matrices raises; None: what safetensors does for one that is missing."""
     broken = without_last_matrix(Path(next(iter(adapters))), tmp_path / "adapter")
@@ -370,7 +369,7 @@ def test_an_adapter_that_cannot_be_loaded_costs_its_own_request(
     while not sampler.of("chat", "error"):
         sampler.engine.take_rendered(1.0)
     sampler.run()
-    code = "out_of_memory" if isinstance(cause, torch.OutOfMemoryError) else "model_not_served"
+    code = "out_of_memory" if cause is torch.OutOfMemoryError else "model_not_served"
     for name in ("tokens", "text", "chat"):
         (error,) = sampler.of(name, "error")
         assert (error["code"], error["param"], error["wrong"]) == (code, "model", True)
@@ -382,7 +381,7 @@ def test_probes_that_found_no_memory_are_reported_by_the_next_request(
 ) -> None:
     folder = next(iter(adapters))
     with monkeypatch.context() as short:
-        short.setattr(base, "logprobs", Mock(side_effect=torch.OutOfMemoryError("full")))
+        short.setattr(base, "logprobs", Mock(side_effect=torch.OutOfMemoryError))
         sampler.ask("first", adapter=folder, probes=[OTHER])
     (error,) = sampler.of("first", "error")
     assert error["code"] == "out_of_memory"

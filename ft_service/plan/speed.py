@@ -104,14 +104,16 @@ def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
 def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length: int, *, checkpointed: bool) -> int:
     """FLOP of forward and backward of a token, with a frozen base: only adapters have weight gradients.
 
-    With N parameters of the layers' matrices that a token meets, H of the head, A of the adapters, L layers, q = heads × head
-    size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q. With full activation checkpointing, whose
-    backward runs the layers' forward again: 6 N + 4 H + 8 A + 8 L s q. A head that is trained: 2 H more.
+    With N parameters of the layers' matrices and A of the adapters that a token meets (of stacks of experts and of adapters on
+    them, those of the chosen experts), H of the head, L layers, q = heads × head size, and samples of s tokens with causal
+    attention: 4 (N + H) + 6 A + 6 L s q. With full activation checkpointing, whose backward runs the layers' forward again:
+    6 N + 4 H + 8 A + 8 L s q. A head that is trained: 2 H more.
     """
     shape = base.dimensions
     n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
     h = shape.vocabulary * shape.hidden
-    a = sum(adapter.numel for adapter in adapters if not adapter.whole)
+    trained = [adapter for adapter in adapters if not adapter.whole]
+    a = sum(_met_by_token(base, each.numel, "experts" if each.experts > 1 else "linear") for each in trained)
     of_head = 2 * trained_head(base, adapters)
     attention = shape.layers * length * shape.q
     if checkpointed:

@@ -7,7 +7,7 @@ import pytest
 
 from ft_service.plan.machines import EFFICIENCY, Machine
 from ft_service.plan.speed import sampling_seconds
-from tests.support.bases import LLAMA_8B, describe, plan_of, save_base, spec_on
+from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import H100, plan_8b
 from tests.support.rollouts import GRADER
 
@@ -20,6 +20,39 @@ def test_adapters_and_arithmetic_of_an_8b_model(tmp_path: Path) -> None:
     again = plan_8b(tmp_path, lora={"r": 16}, distributed={"activation_checkpointing": "full"})
     assert again.flops_per_token / 1e9 == pytest.approx(46.46, rel=1e-3)
     assert plan.rank.adapters + plan.rank.gradients + plan.rank.optimizer == pytest.approx(16 * 41_943_040, rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_adapters_of_experts_cost_what_a_token_meets(tmp_path: Path, checkpointing: str) -> None:
+    """Of 128 experts a token meets 8; with all, tokens of Qwen3 30B-A3B would be planned to cost 1.47 times as much at r = 32."""
+    config: dict[str, Any] = {
+        **LLAMA_8B,
+        "hidden_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+    }
+    config |= {
+        "num_key_value_heads": 4,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "intermediate_size": 768,
+        "model_type": "mixtral",
+    }
+    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
+    for layer in range(2):
+        before = f"model.layers.{layer}.mlp"
+        shapes |= {f"{before}.gate.weight": (128, 2048), f"{before}.experts.gate_up_proj": (128, 1536, 2048)}
+        shapes |= {f"{before}.experts.down_proj": (128, 2048, 768)}
+    folder = save_base(tmp_path, config, shapes)
+    options: dict[str, Any] = {"distributed": {"activation_checkpointing": checkpointing}}
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    attention, all_of_them = (
+        plan_of(spec_on(folder, 1, lora={"r": 32, "target_parameters": names}, **options), H100) for names in ([], stacks)
+    )
+    met = 2 * 8 * 32 * ((1536 + 2048) + (2048 + 768))  # layers, experts, r, rows and columns
+    assert all_of_them.adapter_parameters - attention.adapter_parameters == 16 * met
+    assert all_of_them.flops_per_token - attention.flops_per_token == (6 if checkpointing == "none" else 8) * met
 
 
 def test_one_micro_batch_gathers_the_layers_twice(tmp_path: Path) -> None:

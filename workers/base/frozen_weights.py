@@ -153,6 +153,17 @@ def fill(storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtyp
     return deviation
 
 
+def is_held_alike(weight: FrozenWeight, base: NamedBase, one: str, other: str) -> bool:
+    """Return whether the base's files hold, under these two of its names, the same values for this rank's rows of a weight,
+    once both are rounded to what it is stored in.
+    """
+    dtype = weight.face.dtype
+    return base.shape(one) == base.shape(other) and all(
+        torch.equal(base.rows(one, low, high).to(dtype), base.rows(other, low, high).to(dtype))
+        for low, high in _chunks(*weight.rows, weight.storage)
+    )
+
+
 def _fill_plain(storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtype: torch.dtype) -> Deviation | None:
     deviation: Deviation | None = None
     for low, high in _chunks(start, end, storage):

@@ -27,6 +27,7 @@ from workers.base.frozen_weights import (
     Place,
     fill,
     initial_adapter,
+    is_held_alike,
     keep_original,
     with_shard,
 )
@@ -67,7 +68,7 @@ def load(
     Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with `offload`, shards (and only
     shards) are put into the host's memory. `compute_dtype`: dtype of plain frozen weights when the model is not sharded; a
     sharded weight keeps its storage dtype and is converted when it is gathered. Called by all ranks together. Raises
-    SpecError for tensors that the base does not have, or has in an unknown layout.
+    SpecError for tensors that the base does not have, or has in an unknown layout, and for tied ones that differ in its files.
     """
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
@@ -165,6 +166,7 @@ def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
 
 def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
     check_complete({name: tuple(weight.parameter.shape) for name, weight in weights.items()}, base)
+    _check_ties(weights, base)
     deviations: dict[str, Deviation] = {}
     layouts: dict[str, str] = {}
     by_choice: set[str] = set()
@@ -211,6 +213,20 @@ def check_complete(shapes: Mapping[str, tuple[int, ...]], base: NamedBase) -> No
     for name, shape in shapes.items():
         if base.shape(name) != shape:
             raise SpecError(f"The base's {name} has shape {base.shape(name)}, its config.json says {shape}.", param="model")
+
+
+def _check_ties(weights: Mapping[str, FrozenWeight], base: NamedBase) -> None:
+    """Raises SpecError, on all ranks, for a tied weight of which the base's files hold several different ones: transformers
+    does not tie them then. Values decide, of which a description of the base knows nothing.
+    """
+    for name, (first, *others) in base.copies.items():
+        for other in others:
+            if not all(from_all(is_held_alike(weights[name], base, first, other))):
+                raise SpecError(
+                    f"The base's config.json ties {other} to {first}, but its files hold two different ones: set "
+                    "tie_word_embeddings to false in config.json.",
+                    param="model",
+                )
 
 
 def _replace(parameter: nn.Parameter, local: Tensor, places: list[Place]) -> None:

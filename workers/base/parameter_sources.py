@@ -62,6 +62,8 @@ class NamedBase:
                     transposed = experts.transposed and not base.by_outputs(tensor)
                 sources[stock_name] = [ParameterPiece(tensor, index, transposed) for index in range(experts.num_experts)]
         self._pieces = {ours: sources[stock] for stock, ours in wanted.items() if stock in sources}
+        self.copies = share_pieces(self._pieces, model, plain)
+        """First name of a tied parameter → the names under which the files hold it, where there are several."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
@@ -191,6 +193,27 @@ def find_pieces(base: PreTrainedModel, wanted: Iterable[str], held: Iterable[str
         target: [ParameterPiece(pieces[target][0].tensor, transposed=True)] for target in turned_weights(base) & pieces.keys()
     }
     return pieces | turned
+
+
+def share_pieces(
+    pieces: dict[str, list[ParameterPiece]], model: nn.Module, plain: Callable[[str], str] = str
+) -> dict[str, list[str]]:
+    """Give the names of each of `model`'s tied parameters that lack pieces those of a name that has some: files hold such a
+    parameter under any of its names. `plain`: as of `NamedBase`; default: the names are the base's.
+
+    Returns the first name of each one that the files hold under several names, with these.
+    """
+    names_of: dict[int, dict[str, None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), {})[plain(name)] = None
+    copies: dict[str, list[str]] = {}
+    for names in map(list, names_of.values()):
+        held = [name for name in names if name in pieces]
+        if held:
+            pieces.update({name: pieces[held[0]] for name in names if name not in pieces})
+        if len(held) > 1:
+            copies[names[0]] = held
+    return copies
 
 
 def _renamed(key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, WeightConverter | None, str | None]:

@@ -18,7 +18,7 @@ from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
 from workers.base.base_tensors import Safetensors
-from workers.base.parameter_sources import find_pieces
+from workers.base.parameter_sources import find_pieces, share_pieces
 from workers.exports.compressed_tensors import RestoredFolder
 from workers.exports.gguf_file import (
     Planned,
@@ -77,7 +77,9 @@ def export_model(
     model = GgufModel(merged)
     vocabulary = read_vocabulary(merged, model.vocabulary_rows, chat_template)
     with Safetensors(merged) as tensors:
-        pieces = find_pieces(model.model, model.parameters, tensors.names())
+        names = (name for name, _ in model.model.named_parameters(remove_duplicate=False))
+        pieces = find_pieces(model.model, names, tensors.names())
+        share_pieces(pieces, model.model)
         missing = [name for name in model.parameters if len(pieces.get(name, [])) != 1]
         if missing:
             raise refusal(f"the model's files do not hold {missing[0]} as one tensor")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ft_service.errors import SpecError
@@ -135,6 +135,19 @@ def test_what_is_trained_whole_is_in_the_merged_models_file_and_in_no_adapters(t
         assert torch.equal(there["output.weight"], exact["lm_head.weight"].bfloat16().float())
     with pytest.raises(SpecError, match=r"replaces whole weights .*export the merged model \(gguf\)"):
         export_adapter(base, adapter, tmp_path, title="x")
+
+
+def test_a_tied_weight_that_the_files_hold_as_the_head_is_the_embedding(tmp_path: Path) -> None:
+    base = save_base("llama", tmp_path / "base", tie_word_embeddings=True)
+    held = load_file(base / "model.safetensors")
+    embedding = held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+    save_file(held, base / "model.safetensors", metadata={"format": "pt"})
+    export_model(base, tmp_path, "bf16", title="x", restored=tmp_path / "restored")
+    there = values(tmp_path / "model.gguf")
+    assert torch.equal(there["token_embd.weight"], embedding.float())
+    assert "output.weight" not in there
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "restored", dtype=torch.float32)
+    assert torch.equal(plain.model.embed_tokens.weight, embedding.float())
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,11 @@ def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], we
     stacks = {name: module for name, module in model.named_modules() if isinstance(module, ExpertsLinear)}
     experts = max((stack.num_experts for stack in stacks.values()), default=0)
     inner = [stack.in_features for name, stack in stacks.items() if last_name(name) == GATED[1]]
+    gated = any("gate" in name for name in linears)
+    beside = _beside_experts(model, layers, inside)
+    shared = Counter[int | None]()
+    for weight in beside:
+        shared[weight.layer] += weight.numel
     return Dimensions(
         layers=len(layers),
         hidden=hidden,
@@ -235,18 +240,35 @@ def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], we
         vocabulary=max(int(rows), int(head.weight.shape[0])),
         norms=sum(weight.kind == "norm" and weight.layer == first and weight.shape == (hidden,) for weight in inside),
         head_norms=any(weight.module.endswith(_NORMS_OF_HEADS) for weight in weights),
-        gated=any("gate" in name for name in linears),
+        gated=gated,
         experts=experts,
         experts_per_token=min(experts, _size(config, *_COUNTS_OF_CHOSEN) or 1),
         expert_intermediate=max(inner, default=intermediate),
         max_positions=_size(config, "max_position_embeddings", "n_positions"),
-        fused=_fused_parts(model, layers, hidden, dense=not experts),
+        fused=_fused_parts(model, layers, hidden),
+        shared_intermediate=max(shared.values(), default=0) // (hidden * (3 if gated else 2)),
+        shared_scaled=any(weight.rows == 1 for weight in beside),
     )
 
 
-def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int, *, dense: bool) -> FusedParts:
-    """What kernels compute on a GPU: where layers differ, what they compute in each. `dense`: without experts, whose gating
-    they do not compute."""
+def _beside_experts(model: PreTrainedModel, layers: list[nn.Module], inside: list[Weight]) -> list[Weight]:
+    """The linear layers that every token passes in decoder layers with experts, without attention: they lie next to the stacks,
+    or in a part of the layer that is named a feed-forward. `inside`: the weights of all decoder layers.
+    """
+    names = {module: name for name, module in model.named_modules()}
+
+    def part(weight: Weight) -> tuple[int | None, str]:
+        assert weight.layer is not None
+        return weight.layer, weight.module.removeprefix(f"{names[layers[weight.layer]]}.").partition(".")[0]
+
+    with_experts = {part(weight) for weight in inside if weight.kind == "experts"}
+    numbers = {number for number, _ in with_experts}
+    linears = [weight for weight in inside if weight.kind == "linear" and last_name(weight.module) not in ROUTERS]
+    return [w for w in linears if w.layer in numbers and (part(w) in with_experts or "mlp" in part(w)[1])]
+
+
+def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int) -> FusedParts:
+    """What kernels compute on a GPU: where layers differ, what they compute in each."""
     by_kernel, gates = norms_and_gates(model)
     of_layers = {module for layer in layers for module in layer.modules()}
     of_heads = [module for name, module in model.named_modules() if name.endswith(_NORMS_OF_HEADS)]
@@ -259,7 +281,7 @@ def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int, *
         norms=min((sum(map(of_hidden, layer.modules())) for layer in layers), default=0),
         head_norms=bool(of_heads) and all(module in by_kernel for module in of_heads),
         last_norm=any(of_hidden(module) for module in model.modules() if module not in of_layers),
-        gate=dense and all(any(module in gates for module in layer.modules()) for layer in layers),
+        gate=all(any(module in gates for module in layer.modules()) for layer in layers),
     )
 
 

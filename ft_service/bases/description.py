@@ -80,7 +80,7 @@ class FusedParts:
     last_norm: bool = False
     """Whether the norm behind the last layer is."""
     gate: bool = False
-    """Whether every layer's feed-forward is."""
+    """Whether a feed-forward of every layer is; beside experts the shared one, since they do not compute experts' gating."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,10 @@ class Dimensions:
     max_positions: int | None
     """Context length in tokens; None: the config does not limit it."""
     fused: FusedParts = FusedParts()
+    shared_intermediate: int = 0
+    """Width of what every token passes beside the experts: shared experts, or a dense feed-forward."""
+    shared_scaled: bool = False
+    """Whether a gate of one number a token multiplies what shared experts give."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,12 @@ peak counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forw
                           mean and two products, whose backward makes one each; a fused kernel makes the gradient alone
     the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i, less the one that is no
                           longer needed; or, in the product before, one of c i and the dequantised weight
+    the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming gradient, and three of c k h: the
+                          gradients of the sum's terms and of the experts' results, and the product of which the shares'
+                          gradient is the sum; or, at the gates of wide experts, what a feed-forward needs, less c k h
+
+With experts K has the k results that their shares multiply, c k h, and i is k times an expert's width, apart from that of
+shared experts, which every token passes. Experts without adapters keep gate, up and the gate's activation, and not the product.
 
 With activation checkpointing L K is what the layers before keep, plus K of the layer that was computed again. K is less where
 fused kernels compute norms and feed-forwards (`layer_activation_bytes`): on GPUs where they are known to, if the job wants them
@@ -41,6 +47,8 @@ WHOLE_LOGIT_BYTES = 12
 ROW_BYTES = 2 * (3 * 8 + 2 * 4)
 """Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout; twice, since the next
 micro-batch is put together during the step."""
+CHOICE_BYTES = 4 * 8 + 4 + 4
+"""Bytes per token and expert that it meets: the expert's number, three orders of the rows, and its share twice."""
 GROUPED_BYTES = 2**30
 """Most bytes of experts' matrices that a GPU dequantises at a time for one grouped product; one matrix may have more. 1 GiB
 holds the larger stack of a layer of Qwen3-30B, 768 MiB: in two lots its input and result would be copied twice."""
@@ -238,10 +246,13 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, fused: FusedPart
     """
     shape, compute = job.base.dimensions, job.compute_bytes
     layer = layer_activation_bytes(job, fused)
-    inputs, inner = compute * shape.hidden, compute * _inner_width(shape)
+    inputs, common = compute * shape.hidden, compute * _common_width(shape)
+    scaled = inputs if shape.shared_scaled else 0  # the gradient of what shared experts gave, until their backward
     norm, last_norm = (_norm_bytes(job, by_kernel) for by_kernel in (_fuses_norms(shape, fused), fused.last_norm))
     of_norm = tokens * (last_norm + (2 * inputs if fused.last_norm else NORM_BACKWARD_COPIES * last_norm))
-    of_layer = tokens * (layer + inputs) + max(tokens * (2 if shape.gated else 1) * inner, tokens * inner + extra)
+    product = tokens * max(common, compute * _routed_width(shape)) + extra
+    needed = max(tokens * (2 if shape.gated else 1) * common, tokens * _backward_of_experts(job), product)
+    of_layer = tokens * (layer + inputs + scaled) + needed
     before = tokens * (shape.layers - 1)
     first = 0 if job.trains_embedding else tokens * norm  # which the first layer's norm does not keep
     same = tokens * norm if norm == inputs else 0  # a norm in fp32, or by a kernel, keeps its input itself, and no copy
@@ -299,13 +310,57 @@ def _product_workspace(job: ShardedJob, machine: Machine) -> int:
 def _product_bytes(job: ShardedJob) -> int:
     """Bytes per token of the results of matrix products and attention in a layer, which "selective" keeps."""
     shape = job.base.dimensions
-    width = (2 if shape.gated else 1) * _inner_width(shape)
-    products = 2 * shape.q + 2 * shape.kv + 2 * shape.hidden + width + _ranks_of_layer(job)
+    inner = (2 if shape.gated else 1) * (_common_width(shape) + _routed_width(shape))
+    results = shape.hidden * bool(_common_width(shape)) + _routed_hidden(shape)
+    attention = 2 * shape.q + 2 * shape.kv + shape.hidden
+    products = attention + inner + results + shape.experts + _ranks_of_layer(job)
     return job.compute_bytes * int(products) + FP32_BYTES * shape.heads
 
 
-def _inner_width(shape: Dimensions) -> int:
-    return shape.expert_intermediate * shape.experts_per_token if shape.experts else shape.intermediate
+def _common_width(shape: Dimensions) -> int:
+    """Width of the feed-forward that every token passes: with experts that of shared ones, or 0."""
+    return shape.shared_intermediate if shape.experts else shape.intermediate
+
+
+def _routed_width(shape: Dimensions) -> int:
+    """Width of the experts that a token meets, together; without experts 0."""
+    return shape.expert_intermediate * shape.experts_per_token if shape.experts else 0
+
+
+def _routed_hidden(shape: Dimensions) -> int:
+    """Numbers that the experts that a token meets give together; without experts 0."""
+    return shape.hidden * shape.experts_per_token if shape.experts else 0
+
+
+def _backward_of_experts(job: ShardedJob) -> int:
+    """Bytes per token that the backward of a layer's experts needs besides what they keep, at the shares or at the gates.
+
+    At the gates the results are no longer kept, and a product that no adapter needs never was.
+    """
+    shape = job.base.dimensions
+    if not shape.experts:
+        return 0
+    results, kept_product = _routed_hidden(shape), shape.expert_intermediate in _adapted_widths(job)
+    at_gates = ((3 if shape.gated else 2) - kept_product) * _routed_width(shape) - results
+    return job.compute_bytes * max(3 * results, at_gates)
+
+
+def _adapted_widths(job: ShardedJob) -> set[int]:
+    """Widths of the inputs of adapted stacks of experts."""
+    return {adapter.cols for adapter in job.adapters if adapter.experts > 1}
+
+
+def _kept_by_experts(job: ShardedJob) -> int:
+    """Bytes per token that a layer's experts and their router keep: the results, which the shares multiply; gate, up and the
+    gate's activation; the router's probabilities; and where stacks are adapted, their inputs.
+    """
+    shape, compute = job.base.dimensions, job.compute_bytes
+    if not shape.experts:
+        return 0
+    widths = _adapted_widths(job)
+    hidden = _routed_hidden(shape) * (2 if shape.hidden in widths else 1)
+    inner = _routed_width(shape) * ((3 if shape.gated else 1) + (shape.expert_intermediate in widths))
+    return compute * (hidden + inner) + CHOICE_BYTES * shape.experts_per_token + FP32_BYTES * shape.experts
 
 
 def _ranks_of_layer(job: ShardedJob) -> float:
@@ -325,15 +380,17 @@ def layer_activation_bytes(job: ShardedJob, fused: FusedParts) -> int:
 
     The frozen weights' own inputs are not kept (no weight gradient needs them), but the adapters' are. A norm keeps its input
     in fp32; attention its queries, keys, values, output and one log-sum per head; a gated feed-forward gate, up, the gate's
-    activation and the product; every adapter its A(x), and with DoRA its result before the magnitude. By fused kernels a norm
-    keeps its input as it is, and a feed-forward does not keep the gate's activation.
+    activation and the product; experts what `_kept_by_experts` counts; every adapter its A(x), those of experts for the experts
+    that a token meets, and with DoRA its result before the magnitude. By fused kernels a norm keeps its input as it is, and a
+    feed-forward does not keep the gate's activation; experts do.
     """
     shape, compute = job.base.dimensions, job.compute_bytes
     norms = shape.norms * (_norm_bytes(job, _fuses_norms(shape, fused)) + FP32_BYTES)
     heads = (compute if fused.head_norms else FP32_BYTES) * (shape.q + shape.kv) if shape.head_norms else 0
-    inputs = 2 * compute * shape.hidden
+    common = _common_width(shape)
+    inputs = (1 + bool(common) + shape.shared_scaled) * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
-    inner = compute * ((3 if fused.gate else 4) if shape.gated else 2) * _inner_width(shape)
+    inner = compute * ((3 if fused.gate else 4) if shape.gated else 2) * common + _kept_by_experts(job)
     scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(1, shape.layers)
     return int(norms + heads + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled))
 

@@ -224,7 +224,7 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
     Norms, biases and buffers, which start as ones and zeros, get values that show whether they are used.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for tensor in model.state_dict().values():

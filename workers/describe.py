@@ -47,7 +47,7 @@ from workers.base.load import base_tensor_name, check_complete
 from workers.base.parameter_sources import NamedBase, find_pieces
 from workers.base.quantized_rows import StoredBase
 from workers.layers import fused
-from workers.layers.experts import GATED, ExpertsLinear
+from workers.layers.experts import GATED, ExpertsLinear, FrozenExperts
 from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
 from workers.model.multimodal import decoder_layers, text_decoder
@@ -248,7 +248,35 @@ def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], we
         fused=_fused_parts(model, layers, hidden),
         shared_intermediate=max(shared.values(), default=0) // (hidden * (3 if gated else 2)),
         shared_scaled=any(weight.rows == 1 for weight in beside),
+        shares_in_fp32=_shares_in_fp32(model, hidden),
     )
+
+
+class _SeenError(Exception):
+    """Ends a forward at the experts."""
+
+
+def _shares_in_fp32(model: nn.Module, hidden: int) -> bool:
+    """Whether the first experts of a model on meta get shares in fp32 from hidden states in bf16. It is taken to be so where
+    the module that holds them cannot be called by itself.
+    """
+    name = next((name for name, module in model.named_modules() if isinstance(module, FrozenExperts)), None)
+    if name is None:
+        return False
+    given: list[torch.dtype] = []
+
+    def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append((kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2]).dtype)
+        raise _SeenError
+
+    seen = model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        model.get_submodule(name.rpartition(".")[0])(torch.empty(1, 2, hidden, dtype=torch.bfloat16, device="meta"))
+    except Exception:  # _SeenError, and what an architecture's own code raises
+        pass
+    finally:
+        seen.remove()
+    return given != [torch.bfloat16]
 
 
 def _beside_experts(model: PreTrainedModel, layers: list[nn.Module], inside: list[Weight]) -> list[Weight]:

@@ -112,6 +112,8 @@ class Dimensions:
     """Width of what every token passes beside the experts: shared experts, or a dense feed-forward."""
     shared_scaled: bool = False
     """Whether a gate of one number a token multiplies what shared experts give."""
+    shares_in_fp32: bool = False
+    """Whether experts' shares are fp32 whatever the compute type, and so what they are multiplied with."""
 
 
 @dataclass(frozen=True)

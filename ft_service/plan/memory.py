@@ -11,7 +11,8 @@ peak counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forw
                           longer needed; or, in the product before, one of c i and the dequantised weight
     the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming gradient, and three of c k h: the
                           gradients of the sum's terms and of the experts' results, and the product of which the shares'
-                          gradient is the sum; or, at the gates of wide experts, what a feed-forward needs, less c k h
+                          gradient is the sum, in fp32 if the shares are, plus a copy in c; or, at the gates of wide
+                          experts, what a feed-forward needs, less c k h
 
 With experts K has the k results that their shares multiply, c k h, and i is k times an expert's width, apart from that of
 shared experts, which every token passes. Experts without adapters keep gate, up and the gate's activation, and not the product.
@@ -335,14 +336,17 @@ def _routed_hidden(shape: Dimensions) -> int:
 def _backward_of_experts(job: ShardedJob) -> int:
     """Bytes per token that the backward of a layer's experts needs besides what they keep, at the shares or at the gates.
 
-    At the gates the results are no longer kept, and a product that no adapter needs never was.
+    At the gates the results are no longer kept, and a product that no adapter needs never was. Shares in fp32 make fp32 of what
+    they multiply, and of the results' gradient a copy in the compute type.
     """
     shape = job.base.dimensions
     if not shape.experts:
         return 0
     results, kept_product = _routed_hidden(shape), shape.expert_intermediate in _adapted_widths(job)
     at_gates = ((3 if shape.gated else 2) - kept_product) * _routed_width(shape) - results
-    return job.compute_bytes * max(3 * results, at_gates)
+    in_fp32 = shape.shares_in_fp32 and job.compute_bytes != FP32_BYTES
+    at_shares = 3 * FP32_BYTES + job.compute_bytes if in_fp32 else 3 * job.compute_bytes
+    return max(at_shares * results, job.compute_bytes * at_gates)
 
 
 def _adapted_widths(job: ShardedJob) -> set[int]:

@@ -83,16 +83,41 @@ def test_what_the_model_keeps_in_fp32_is_planned_so(tmp_path: Path) -> None:
         ("qwen3", FusedParts(norms=2, head_norms=True, last_norm=True, gate=True)),
         ("gemma3_text", FusedParts(norms=4, head_norms=True, last_norm=True)),
         ("mixtral", FusedParts(norms=2, last_norm=True)),
+        ("deepseek_v3", FusedParts(norms=2, last_norm=True, gate=True)),
         ("phi3", FusedParts(norms=2, last_norm=True)),
         ("gpt_neox", FusedParts()),
     ],
 )
 def test_what_fused_kernels_compute_is_described(family: str, parts: FusedParts, tmp_path: Path) -> None:
-    """gemma3's feed-forward has another activation, mixtral's has experts, phi3's gate and up are one layer, and gpt_neox has
-    layer norms."""
+    """gemma3's feed-forward has another activation, mixtral's has experts and no shared one, phi3's gate and up are one layer, and
+    gpt_neox has layer norms."""
     dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
     assert dimensions.fused == parts
     assert dimensions.norms >= parts.norms
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "scaled", "in_fp32"),
+    [
+        ("qwen3", 0, False, False),
+        ("qwen3_moe", 0, False, False),
+        ("mixtral", 0, False, True),
+        ("deepseek_v3", 40, False, True),
+        ("nemotron_h", 56, False, True),
+        ("gemma4_text", 112, False, True),
+        ("granitemoehybrid", 40, False, False),
+        ("qwen3_next", 40, True, False),
+    ],
+)
+def test_what_every_token_passes_beside_experts_is_described(
+    family: str, width: int, scaled: bool, in_fp32: bool, tmp_path: Path
+) -> None:
+    """Shared experts, or next to gemma4's experts a dense feed-forward; granite's are no part of the mixture's module. And
+    whether the experts' shares are fp32 in a model in bf16, as they are by a router that computes in fp32.
+    """
+    dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
+    found = (dimensions.shared_intermediate, dimensions.shared_scaled, dimensions.shares_in_fp32)
+    assert found == (width, scaled, in_fp32)
 
 
 UNKNOWN = ("kimi_k2", "kimi_k3", "minimax_m3", "mimo", "nemotron-nas", "internlm2", "chatglm")

@@ -80,6 +80,7 @@ SHARED: dict[str, Any] = {
     "shared_expert_intermediate_size": 352,
 }
 """Of Qwen2-57B-A14B's proportions."""
+MIXTRAL = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 EXPERT_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "none": ("qwen3_moe", EXPERTS, {}),
@@ -87,6 +88,8 @@ EXPERT_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "nf4, full": ("qwen3_moe", EXPERTS, {"default": "nf4", "mode": "full"}),
     "wide experts, full": ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 256}, {"mode": "full"}),
     "stacks with adapters": ("qwen3_moe", EXPERTS, {"stacks": STACKS}),
+    "shares in fp32, none": ("mixtral", MIXTRAL, {}),
+    "shares in fp32, full": ("mixtral", MIXTRAL, {"mode": "full"}),
     "shared, none": ("qwen2_moe", SHARED, {}),
     "shared, selective": ("qwen2_moe", SHARED, {"mode": "selective"}),
     "shared, full": ("qwen2_moe", SHARED, {"mode": "full"}),

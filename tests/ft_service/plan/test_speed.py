@@ -24,7 +24,7 @@ def test_adapters_and_arithmetic_of_an_8b_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_adapters_of_experts_cost_what_a_token_meets(tmp_path: Path, checkpointing: str) -> None:
-    """Of 128 experts a token meets 8; with all, tokens of Qwen3 30B-A3B would be planned to cost 1.47 times as much at r = 32."""
+    """Of 128 experts a token meets 8; with all, tokens of Qwen3 30B-A3B would be planned to cost 1.47 times as much."""
     config: dict[str, Any] = {
         **LLAMA_8B,
         "hidden_size": 2048,

@@ -89,8 +89,8 @@ def test_what_the_model_keeps_in_fp32_is_planned_so(tmp_path: Path) -> None:
     ],
 )
 def test_what_fused_kernels_compute_is_described(family: str, parts: FusedParts, tmp_path: Path) -> None:
-    """gemma3's feed-forward has another activation, mixtral's has experts and no shared one, phi3's gate and up are one layer, and
-    gpt_neox has layer norms."""
+    """gemma3's feed-forward has another activation, mixtral's has experts and no shared one, phi3's gate and up are one layer,
+    and gpt_neox has layer norms."""
     dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
     assert dimensions.fused == parts
     assert dimensions.norms >= parts.norms

@@ -109,7 +109,7 @@ def _refuse_adapter_path(name: str) -> None:
     whoever owns it.
     """
     if any(is_tuned(part) or part.startswith(server_samples.PREFIX) for part in name.split("/")):
-        raise NotFoundError(f"There is no model {name!r}.", param="model", code="model_not_found")
+        raise tuned_models.no_such(name)
 
 
 async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Services) -> Previewed:

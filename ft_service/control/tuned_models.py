@@ -60,16 +60,16 @@ def find_own(name: str, project_id: str, store: Store) -> Tuned:
         wanted = TunedName.parse(name)
         job = store.jobs.get_job(project_id, wanted.job_id)
     except (ValueError, NotFoundError):
-        raise _no_such(name) from None
+        raise no_such(name) from None
     if job.tuned_name != wanted.outcome or str(wanted) != name or store.models.is_deleted(name):
-        raise _no_such(name)
+        raise no_such(name)
     if wanted.step is None:
         if job.state is not State.SUCCEEDED:
-            raise _no_such(name)
+            raise no_such(name)
         return _outcome(job)
     point = store.jobs.checkpoint_at(job.id, wanted.step)
     if point is None:
-        raise _no_such(name)
+        raise no_such(name)
     return Tuned(name, job, point.created_at, point)
 
 
@@ -79,7 +79,7 @@ def find_checkpoint(checkpoint_id: str, project_id: str, store: Store) -> Tuned:
     job = store.jobs.get_job(project_id, point.job_id)
     name = str(job.tuned_name.at(point.step))
     if store.models.is_deleted(name):
-        raise _no_such(name)
+        raise no_such(name)
     return Tuned(name, job, point.created_at, point)
 
 
@@ -135,6 +135,7 @@ def _succeeded_jobs(caller: Principal, store: Store) -> Iterator[Job]:
         after = page.data[-1].id
 
 
-def _no_such(name: str) -> NotFoundError:
+def no_such(name: str) -> NotFoundError:
+    """The error for a name of a tuned model that the caller's project may not use, or that is none."""
     message = f"model = {name[:120]!r}: this project has no such tuned model."
     return NotFoundError(message, param="model", code="model_not_found")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -251,9 +252,10 @@ class OidcProvider:
     async def _endpoint(self, name: str) -> str:
         address = (await self._discovered()).get(name)
         scheme = urlsplit(self._settings.oidc_issuer).scheme
-        if not isinstance(address, str) or urlsplit(address).scheme not in ("https", scheme):
-            raise UnavailableError(f"The discovery document of {self._settings.oidc_issuer} has no usable {name}.")
-        return address
+        with contextlib.suppress(ValueError):  # no address, such as "https://["
+            if isinstance(address, str) and urlsplit(address).scheme in ("https", scheme):
+                return address
+        raise UnavailableError(f"The discovery document of {self._settings.oidc_issuer} has no usable {name}.")
 
     async def _discovered(self) -> dict[str, Any]:
         """Return the discovery document. Raises UnavailableError."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ft_service.errors import SpecError
+from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.store.records import Scope
 
 EVERYONE = "*"
@@ -20,12 +21,7 @@ Groups = Mapping[str, Mapping[str, Scope]]
 
 def read_groups(path: Path) -> Groups:
     """Return the mapping in FT_OIDC_GROUPS. Raises SpecError if the file is no such mapping or unreadable."""
-    import yaml  # most services have no such file
-
-    try:
-        groups = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"FT_OIDC_GROUPS = {path}: {error}", param="FT_OIDC_GROUPS") from None
+    groups = read_yaml_setting("FT_OIDC_GROUPS", path)
     if not isinstance(groups, dict) or not groups:
         raise _wrong(path, f"must be a mapping of groups, not {type(groups).__name__}")
     for group, opened in groups.items():

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ft_service.spec import AUTO, LEARNING_RATES, EvaluationOptions, JobOptions, JobRequest
-from ft_service.spec.yaml_loader import SpecLoader
+from ft_service.spec.yaml_loader import StrictLoader
 
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 FIRST: Mapping[str, str] = {
@@ -203,7 +203,7 @@ def _metadata_line(key: str, value: str) -> str:
 
 def _load(text: str) -> Any:
     """Return what YAML says, as in a SPEC file. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=SpecLoader)
+    return yaml.load(text, Loader=StrictLoader)
 
 
 def _value(text: str) -> Any:

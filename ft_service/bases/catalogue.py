@@ -115,12 +115,9 @@ class Catalogue:
 
 def read_aliases(path: Path) -> dict[str, str]:
     """Read the names that clients send → names of bases. Raises SpecError if the file is no such mapping or unreadable."""
-    import yaml  # most commands do not need it
+    from ft_service.spec.yaml_loader import read_yaml_setting  # most commands do not need it
 
-    try:
-        aliases = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"FT_MODEL_ALIASES = {path}: {error}", param="FT_MODEL_ALIASES") from None
+    aliases = read_yaml_setting("FT_MODEL_ALIASES", path) or {}
     if not isinstance(aliases, dict) or not all(isinstance(part, str) for pair in aliases.items() for part in pair):
         message = f"FT_MODEL_ALIASES = {path}: must be a YAML mapping of names that clients send to names of base models."
         raise SpecError(message, param="FT_MODEL_ALIASES")

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
 from ft_service.errors import ConflictError, NotFoundError, SpecError
@@ -29,6 +27,7 @@ from ft_service.rundir.documents import Desired
 from ft_service.settings import Settings
 from ft_service.spec import LoraOptions
 from ft_service.spec.request import parse_client_loop
+from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent, Principal, TenantLimits
 from ft_service.store.sql import Store
@@ -140,10 +139,7 @@ def _options(path: Path | None) -> dict[str, Any]:
     """The operator's options for all models. Raises SpecError for a file that holds none."""
     if path is None:
         return {}
-    try:
-        options = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise SpecError(f"FT_TINKER_OPTIONS = {path}: it cannot be read: {error}.", param="FT_TINKER_OPTIONS") from None
+    options = read_yaml_setting("FT_TINKER_OPTIONS", path)
     wrong = sorted(set(options) - _OPTIONS) if isinstance(options, dict) else ["it is no mapping"]
     if wrong or not all(isinstance(value, dict) for value in options.values()):
         sections = f"the sections {', '.join(sorted(_OPTIONS))} are expected, each a mapping"

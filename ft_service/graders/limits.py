@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ft_service.errors import SpecError
 from ft_service.graders import python_fence
 from ft_service.settings import Settings
 from ft_service.spec.option_types import Strict
+from ft_service.spec.yaml_loader import read_yaml_setting
 
 
 class GraderModel(Strict):
@@ -60,7 +60,7 @@ def read_models(path: Path) -> dict[str, GraderModel]:
         return SpecError(f"FT_GRADER_MODELS = {path}: {why}", param="FT_GRADER_MODELS")
 
     try:
-        given: Any = yaml.safe_load(path.read_text()) or {}
+        given = read_yaml_setting("FT_GRADER_MODELS", path) or {}
         if isinstance(given, dict) and any(isinstance(own, dict) and "key" in own for own in given.values()):
             raise wrong("a key is given in the file. Put it into a file of its own, and name that as key_file.")
         models = _MODELS.validate_python(given)
@@ -71,7 +71,7 @@ def read_models(path: Path) -> dict[str, GraderModel]:
         raise wrong(
             f"{place}: {fault['msg']}. It is a YAML mapping of names that graders give to base_url, key_file and model."
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise wrong(error) from None
 
 

@@ -43,7 +43,7 @@ from ft_service.spec import (
 )
 from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.request import SWEEP
-from ft_service.spec.yaml_loader import SpecLoader
+from ft_service.spec.yaml_loader import StrictLoader
 from ft_service.sweeps.search_space import AskedSweep, parse_sweep
 
 
@@ -192,7 +192,7 @@ def parse_option(text: str) -> tuple[str, Any]:
         example = "such as training.learning_rate=1e-4"
         raise SpecError(f"--set {text!r:.120}: give an option by its dotted name and its value, {example}.", param="set")
     try:
-        return name, yaml.load(value, Loader=SpecLoader)
+        return name, yaml.load(value, Loader=StrictLoader)
     except yaml.YAMLError as error:
         problem = str(getattr(error, "problem", None) or error).replace("'<stream end>'", "the end")
         raise SpecError(f"--set {name}: {value!r:.80} is not a YAML value: {problem}.", param=name) from None
@@ -284,7 +284,7 @@ def _catalogue(settings: Settings) -> Catalogue:
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
     """Parse a YAML mapping without duplicate keys. `name`: for messages. Raises SpecError."""
     try:
-        body = yaml.load(text, Loader=SpecLoader)
+        body = yaml.load(text, Loader=StrictLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = str(error.problem).replace("'<stream end>'", "the end of the file")

@@ -7,6 +7,7 @@ goes too. The process ends with the server, uses no GPU, and runs at low priorit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import sys
@@ -191,7 +192,9 @@ def _order(job: Job, to: ExportFormat, settings: Settings) -> Path:
 def _waiting(settings: Settings) -> Iterator[tuple[Path, str, str, ExportFormat]]:
     """Requests, oldest first: file, project, job and format. One that is removed while others are made does not come any
     more."""
-    orders = sorted(_queue(settings).glob("*@*@*"), key=lambda path: path.stat().st_mtime)
-    for order in filter(Path.exists, orders):
-        project_id, job_id, to = order.name.split("@")
-        yield order, project_id, job_id, ExportFormat(to)
+    orders: list[tuple[float, Path, str, str, ExportFormat]] = []
+    for order in _queue(settings).glob("*@*@*"):
+        with contextlib.suppress(ValueError, FileNotFoundError):  # a file that is no order, or was removed
+            project_id, job_id, to = order.name.split("@")
+            orders.append((order.stat().st_mtime, order, project_id, job_id, ExportFormat(to)))
+    yield from (request for _, *request in sorted(orders) if request[0].exists())

@@ -13,7 +13,7 @@ resolved              `spec.json`: every default filled in, every reference a pa
 auto_hyperparameters  learning rate, batch size and epochs for "auto"
 stored_spec           the same in a row of the store
 validation_errors     messages for an invalid request
-yaml_loader           the YAML of SPEC files
+yaml_loader           the YAML of SPEC files, and of files that settings name
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""The YAML of SPEC files, of options on the command line, and of the page's form."""
+"""The YAML of SPEC files, of options on the command line, of the page's form, and of files that settings name."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ft_service.errors import SpecError
+
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
-class SpecLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, which rejects duplicate keys, of which PyYAML keeps the last silently, and reads ranges such as
-    `2:8` as text, which YAML 1.1 reads as a number in base 60."""
+class StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, which rejects duplicate keys, of which PyYAML keeps the last silently, and reads ranges and times
+    such as `2:8` as text, which YAML 1.1 reads as a number in base 60."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -26,3 +29,11 @@ class SpecLoader(yaml.SafeLoader):
         """Return the tag of a node without one."""
         tag = super().resolve(kind, value, implicit)
         return self.DEFAULT_SCALAR_TAG if tag in _NUMBERS and ":" in value else tag
+
+
+def read_yaml_setting(setting: str, path: Path) -> Any:
+    """Read the YAML file that a setting such as FT_POD_PROFILE names. Raises SpecError that names both if it cannot."""
+    try:
+        return yaml.load(path.read_text(), Loader=StrictLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"{setting} = {path}: {error}", param=setting) from None

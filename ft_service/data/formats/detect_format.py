@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 from collections.abc import Collection, Sequence
 from enum import Enum
+from itertools import islice
 
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.errors import SpecError
@@ -120,7 +122,9 @@ def container_of(head: bytes, columns: Columns = AS_THEY_ARE) -> Container:
 def delimiter_of(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
     """The delimiter of a table's cells: the one with which its header has the columns of a known format, else the one that
     splits its first lines into equal numbers of cells. None: the file is not a table."""
-    lines = head.removeprefix(_BYTE_ORDER_MARK).lstrip().decode(errors="replace").splitlines()[:_SAMPLE_LINES]
+    text = head.removeprefix(_BYTE_ORDER_MARK).lstrip().decode(errors="replace")
+    # Not splitlines(), which also ends lines at characters that cells hold, such as U+2028.
+    lines = list(islice(io.StringIO(text, newline=""), _SAMPLE_LINES))
     rows = {delimiter: _cells(lines, delimiter) for delimiter in DELIMITERS}
     for delimiter, (names, *_) in rows.items():
         given = [name for cell in names if (name := columns.name(cell.strip())) is not None]

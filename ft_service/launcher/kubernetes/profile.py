@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec import Strict, spec_error
+from ft_service.spec.yaml_loader import read_yaml_setting
 
 ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 QUEUE_SLOTS = 4096
@@ -226,10 +226,7 @@ class PodProfiles:
 def load_profiles(path: Path) -> PodProfiles:
     """Read the profiles of a file. Raises SpecError that names the file, the profile and the field."""
     where = f"FT_POD_PROFILE = {path}"
-    try:
-        given = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"{where}: {error}", param="FT_POD_PROFILE") from None
+    given = read_yaml_setting("FT_POD_PROFILE", path)
     if not isinstance(given, dict) or "profiles" not in given:
         return PodProfiles({None: _validated(given, where)})
     shared = {key: value for key, value in given.items() if key != "profiles"}

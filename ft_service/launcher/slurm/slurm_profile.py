@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec import Strict, spec_error
+from ft_service.spec.yaml_loader import read_yaml_setting
 
 RENDEZVOUS_PORTS = 1000
 """Number of ports from `rendezvous_port` on; the batch job's number selects one."""
@@ -63,12 +63,13 @@ class SlurmProfile(Strict):
     rendezvous_port: Annotated[int, Field(ge=1024, le=64_535)] = 20_000
     """Rendezvous port on the first node; the last three digits of the batch job's number are added."""
 
-    @field_validator("time")
+    @field_validator("time", mode="before")
     @classmethod
-    def _is_time(cls, value: str | None) -> str | None:
-        if value is not None and not _TIME.fullmatch(value):
+    def _is_time(cls, value: object) -> str | None:
+        text = str(value)  # minutes alone are a number
+        if value is not None and not _TIME.fullmatch(text):
             raise ValueError("it is not a time limit of sbatch: write minutes, H:MM:SS or D-HH:MM:SS")
-        return value
+        return None if value is None else text
 
     @model_validator(mode="after")
     def _own_options(self) -> SlurmProfile:
@@ -98,10 +99,9 @@ class SlurmProfile(Strict):
 
 def load_slurm_profile(path: Path) -> SlurmProfile:
     """Read a profile. Raises SpecError that names the file and the field."""
+    given = read_yaml_setting("FT_SLURM_PROFILE", path)
     try:
-        return SlurmProfile.model_validate(yaml.safe_load(path.read_text()))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"FT_SLURM_PROFILE = {path}: {error}", param="FT_SLURM_PROFILE") from None
+        return SlurmProfile.model_validate(given)
     except ValidationError as error:
         message = spec_error(error, SlurmProfile).message
         raise SpecError(f"FT_SLURM_PROFILE = {path}: {message}", param="FT_SLURM_PROFILE") from None

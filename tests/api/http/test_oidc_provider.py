@@ -76,9 +76,10 @@ def test_another_issuers_document_is_refused(server: Any) -> None:
     provider, issuer = provider_at(server)
     server.answer = {"issuer": "https://evil.example", "authorization_endpoint": "https://evil.example/"}
     assert refused(provider) == f"FT_OIDC_ISSUER = {issuer}: its discovery document is of 'https://evil.example'."
-    server.answer = {"issuer": issuer, "authorization_endpoint": "javascript:alert(1)"}
-    provider, _ = provider_at(server)
-    assert "no usable authorization_endpoint" in refused(provider)
+    for address in ("javascript:alert(1)", "https://["):
+        server.answer = {"issuer": issuer, "authorization_endpoint": address}
+        provider, _ = provider_at(server)
+        assert "no usable authorization_endpoint" in refused(provider)
 
 
 @pytest.mark.parametrize(

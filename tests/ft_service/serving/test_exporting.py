@@ -239,6 +239,14 @@ print(json.dumps({"tries": len(tries.read_text())}))
     exporting.make_all(settings, store, threading.Event(), failing)  # nothing waits any more
 
 
+def test_a_file_that_is_no_order_stops_no_export(store: Store, settings: Settings, job: Job) -> None:
+    exporting.ask(job, GGUF, settings, Places.of(settings))
+    for name in (f"{PROJECT}@{job.id}@gguf~", "a@b@c@gguf"):
+        (settings.home / "exports" / name).touch()
+    exporting.make_all(settings, store, threading.Event(), made)
+    assert told(store, job) == ["Exported as gguf: 5 bytes to download."]
+
+
 def test_a_job_that_is_gone_is_forgotten(store: Store, settings: Settings, job: Job) -> None:
     exporting.ask(job, GGUF, settings, Places.of(settings))
     order = next((settings.home / "exports").iterdir())

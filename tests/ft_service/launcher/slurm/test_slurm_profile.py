@@ -60,6 +60,13 @@ def test_time_is_read_as_sbatch_reads_it(tmp_path: Path, time: str | None, secon
     assert load_slurm_profile(written(tmp_path, time=time)).time_seconds == seconds
 
 
+@pytest.mark.parametrize(("line", "seconds"), [("time: 4:00:00", 14400), ("time: 90", 5400), ("time: 90:30", 5430)])
+def test_time_needs_no_quotes(tmp_path: Path, line: str, seconds: int) -> None:
+    path = tmp_path / "slurm-profile.yaml"
+    path.write_text(f"ranks_per_node: 8\n{line}\n")
+    assert load_slurm_profile(path).time_seconds == seconds
+
+
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"FT_SLURM_PROFILE = .*none\.yaml"):
         load_slurm_profile(tmp_path / "none.yaml")

@@ -49,7 +49,8 @@ class Weight:
     adapted: bool = False
     """Whether `lora.target_modules: all-linear` adapts it."""
     kept_fp32: bool = False
-    """Whether the model stores it in fp32 although others are in bf16: some architectures do so with routers."""
+    """Whether the model stores it in fp32 although others are in bf16: some architectures do so with routers. Every rank holds
+    it whole."""
 
     @property
     def name(self) -> str:
@@ -189,13 +190,13 @@ class Description:
     def quantizable(self) -> tuple[Weight, ...]:
         """The weights in the precision map: linear layers and stacks of experts inside the decoder layers."""
         inside = [w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")]
-        return tuple(w for w in inside if not kept_plain(w.module))
+        return tuple(w for w in inside if not kept_plain(w.module) and not w.kept_fp32)
 
     @cached_property
     def held(self) -> Mapping[str, WeightFormat]:
         """Format of the linear layers and stacks of experts that the base holds quantised, by module name."""
         layers = [w for w in self.weights if w.kind in ("linear", "experts", "head") and not kept_plain(w.module)]
-        return {w.module: w.held for w in layers if w.held is not None}
+        return {w.module: w.held for w in layers if w.held is not None and not w.kept_fp32}
 
     @cached_property
     def linears(self) -> tuple[Weight, ...]:

@@ -54,9 +54,11 @@ class WeightStorage:
     @classmethod
     def of(cls, weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int) -> WeightStorage:
         """A weight in its format. An unsharded weight is never converted again, so it is stored in the compute dtype. So are
-        vectors: some architectures read a norm's dtype before the norm is gathered.
+        vectors: some architectures read a norm's dtype before the norm is gathered. What the model keeps in fp32 is neither
+        sharded nor converted.
         """
-        plain = (FP32_BYTES if weight.kept_fp32 else BF16_BYTES) if sharded and len(weight.shape) > 1 else compute_bytes
+        plain = BF16_BYTES if sharded and len(weight.shape) > 1 else compute_bytes
+        plain, sharded = (FP32_BYTES, False) if weight.kept_fp32 else (plain, sharded)
         cols = weight.numel_of_row
         return cls(
             weight, weight_format, row_bytes(weight_format, cols, plain), row_bytes(weight_format, cols, compute_bytes), sharded

@@ -48,11 +48,12 @@ class FrozenWeight:
     def allocate(self, compute_dtype: torch.dtype, device: torch.device) -> None:
         """Make the storage. `compute_dtype`: the dtype of plain weights that are not sharded, and of the faces of quantised
         ones, as of what is gathered; and of vectors: architectures round what they give their last norm to its dtype, gathered
-        or not.
+        or not. What the model keeps in fp32 stays so.
         """
         face = self.face
         shape = (self.rows[1] - self.rows[0], *self.parameter.shape[1:])
-        dtype = face.dtype if isinstance(self.parameter, DTensor) and len(shape) > 1 else compute_dtype
+        kept = face.dtype == torch.float32 or (isinstance(self.parameter, DTensor) and len(shape) > 1)
+        dtype = face.dtype if kept else compute_dtype
         if isinstance(face, RowQuantized):
             self.storage = type(face).empty(shape, dtype, device)
         else:

@@ -155,6 +155,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         _without_noise(part)
     built = _from_several(config) if is_of_several(config) else _from_one(config)
     make_linears_plain(built)
+    _keep_in_fp32(built)
     for module in built.modules():
         if type(module).__name__ == INPUT_SCALED_EXPERTS:
             declare_input_scaled(module)
@@ -185,6 +186,16 @@ def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
     if attention is not None:
         decoder.set_attn_implementation(attention)
     return model
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """Put the parameters into fp32 that transformers loads in fp32 whatever dtype a model is asked for, by its own rule: those
+    whose names its classes list. Routers are among them, which choose other experts once they are rounded.
+    """
+    patterns = [re.compile(name.replace("*", ".*")) for name in model._keep_in_fp32_modules_strict or ()]
+    for name, parameter in model.named_parameters():
+        if any(pattern.search(name) for pattern in patterns):
+            parameter.data = parameter.data.float()
 
 
 def _shares_weights(layers: list[nn.Module]) -> bool:

@@ -67,7 +67,7 @@ def weighted_modules(model: PreTrainedModel, layers: list[nn.Module]) -> dict[st
     for name, module in model.named_modules():
         if id(module) in stacks:
             module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in projections_of(module)}
-        elif type(module) is nn.Linear and not kept_plain(name):
+        elif type(module) is nn.Linear and _may_have_format(name, module):
             module_of[f"{name}.weight"] = name
     return module_of
 
@@ -75,7 +75,7 @@ def weighted_modules(model: PreTrainedModel, layers: list[nn.Module]) -> dict[st
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     """Module names of the weights that can be stored in any format. Raises SpecError where the model has none.
 
-    Left out: what `kept_plain` names, and subclasses of linear layers that compute something else.
+    Left out: what `kept_plain` names, what the model keeps in fp32, and subclasses of linear layers that compute something else.
     """
     stacks = {id(module) for module in experts_of(layers)}
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -83,11 +83,15 @@ def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     for name, module in model.named_modules():
         if id(module) in stacks:
             names += [f"{name}.{projection}" for projection in projections_of(module)]
-        elif id(module) in inside and type(module) is nn.Linear and not kept_plain(name):
+        elif id(module) in inside and type(module) is nn.Linear and _may_have_format(name, module):
             names.append(name)
     if not names:
         raise SpecError(f"{type(model).__name__} has no linear layers (nn.Linear) in its decoder layers.", param="model")
     return names
+
+
+def _may_have_format(name: str, linear: nn.Linear) -> bool:
+    return not kept_plain(name) and linear.weight.dtype != torch.float32
 
 
 def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, WeightFormat]) -> None:

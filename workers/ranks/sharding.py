@@ -91,9 +91,12 @@ def _check(model: nn.Module, mesh: DeviceMesh, options: DistributedOptions) -> N
 
 
 def ignored_weights(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The frozen weights whose names in the base match. Raises SpecError for a pattern that matches none."""
+    """The frozen weights that every rank holds whole: those whose names in the base match, and those that the model keeps in
+    fp32, which FSDP2 would gather in the dtype of the others. Raises SpecError for a pattern that matches none.
+    """
     named = {base_tensor_name(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return {named[name] for name in choose_ignored(list(named), patterns)}
+    chosen = choose_ignored(list(named), patterns)
+    return {weight for name, weight in named.items() if name in chosen or weight.dtype == torch.float32}
 
 
 def _prefetch(groups: Sequence[ShardGroup], depth: Prefetch) -> None:

@@ -21,7 +21,7 @@ from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.loading import CPU, Outcome, built_and_sharded, load_on_rank, outcome_of, whole
 from tests.support.training.models import OF_EXPERTS, save_tiny, save_tiny_llama, spec_for
-from workers.base.load import load
+from workers.base.load import base_tensor_name, load
 from workers.model.build import build
 from workers.ranks.sharding import shard
 
@@ -62,6 +62,31 @@ def test_tied_embeddings_are_read_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     (outcome,) = run_on_ranks(load_on_rank, 1, spec_for(tmp_path))
     assert outcome.loaded.bytes_read == total_bytes(tmp_path)
+
+
+KEPT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+"""In ERNIE's files, in which its routers are in fp32."""
+
+
+def kept_in_fp32(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
+    """The frozen parameters that a rank holds in fp32, after loading to compute in bf16."""
+    model = built_and_sharded(spec, world).peft_model
+    load(model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=CPU)
+    frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
+    return {base_tensor_name(name): weight for name, weight in frozen.items() if weight.dtype == torch.float32}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_model_keeps_in_fp32_is_whole_and_exact_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    """Rounded to bf16, a router would choose other experts than in the model that the adapter is served with."""
+    path = save_tiny("ernie4_5_moe", tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    tensors |= {name: torch.randn_like(tensors[name].float()) for name in KEPT}
+    save_file(tensors, path, {"format": "pt"})
+    for held in run_on_ranks(kept_in_fp32, ranks, spec_for(tmp_path, ranks=ranks, lora={"target_modules": ["q_proj"]})):
+        gate, bias = (held[f"model.layers.1.mlp.gate.{name}"] for name in ("weight", "moe_statics.e_score_correction_bias"))
+        assert torch.equal(gate, tensors[KEPT[0]])
+        assert torch.equal(bias, tensors[KEPT[1]])
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,14 @@ def test_bf16_may_be_asked_for_where_it_is_the_format_anyway(tmp_path: Path) -> 
     }, "the router stays as it is"
 
 
+def test_layers_that_transformers_loads_in_fp32_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["mlp.up_proj"])
+    built = build(spec_for(save_tiny("llama", tmp_path), precision={"default": "nf4"}), CPU)
+    kept = {name.rpartition("layers.")[2] for name, p in built.peft_model.named_parameters() if p.dtype == torch.float32}
+    assert {name for name in kept if "lora" not in name} == {f"{i}.mlp.up_proj.base_layer.weight" for i in range(2)}
+    assert {name.rpartition(".")[2] for name in built.formats} == {*(f"{p}_proj" for p in "qkvo"), "gate_proj", "down_proj"}
+
+
 @pytest.mark.parametrize(
     "targets",
     [["gate_up_proj"], ["experts"], ["w1"], ["mlp.gate"], r".*experts.*", r".*(q_proj|down_proj)", ["q_proj", "down_proj"]],

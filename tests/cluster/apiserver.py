@@ -233,8 +233,8 @@ class ApiServer:
             for rule in rules
         )
         if not granted:
-            words = f"{request.verb} {request.resource} in API group {request.group!r}"
-            raise Refused(403, "Forbidden", f"{request.user} cannot {words}")
+            words = f'cannot {request.verb} resource "{request.resource}" in API group "{request.group}"'
+            raise Refused(403, "Forbidden", f'{request.resource} is forbidden: User "{request.user}" {words}')
 
     def _rules(self, request: Request) -> list[Object]:
         _, _, namespace, name = request.user.split(":")

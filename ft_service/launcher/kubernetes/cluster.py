@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -35,9 +36,13 @@ WATCH_SECONDS = 60
 BREAK_SECONDS = 1.0
 """Pause before a failed watch is opened again; doubled each time, up to MAX_BREAK_SECONDS."""
 MAX_BREAK_SECONDS = 30.0
-_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+_PASSING = frozenset({401, 408, 429, 500, 502, 503, 504})
+"""Status codes that say nothing about the request. 401: the API server does not know the service, whose token it cannot check
+now."""
 _QUOTA = ("exceeded quota: ", "status unknown for quota: ")
 """Messages of the API server's admission by ResourceQuota, whose status and reason are those of any refusal."""
+_UNPREPARED = re.compile(r' cannot [a-z]+ resource "|^namespaces "[^"]*" not found')
+"""Messages of the API server's authorizer, and about a namespace that does not exist: about no object in particular."""
 
 
 def _learn_kinds() -> None:
@@ -62,11 +67,19 @@ class ClusterAwayError(Exception):
 
 
 class RefusedError(Exception):
-    """The API server refuses the request for good, unless it is a QuotaError."""
+    """The API server refuses the request for good, unless it is a PostponedError."""
 
 
-class QuotaError(RefusedError):
-    """The API server refuses the request for now: a ResourceQuota of the namespace is exhausted, or not counted yet."""
+class PostponedError(RefusedError):
+    """The API server refuses the request for now, whatever it is about."""
+
+
+class QuotaError(PostponedError):
+    """A ResourceQuota of the namespace is exhausted, or not counted yet."""
+
+
+class UnpreparedError(PostponedError):
+    """The operator has to do something first: the service lacks a right, or the namespace does not exist."""
 
 
 class ExpiredError(Exception):
@@ -113,7 +126,7 @@ class Cluster:
             self._awake.notify_all()
 
     def create(self, manifest: Manifest) -> Manifest:
-        """Create an object, or return the existing one of its name. Raises RefusedError, or its subclass QuotaError."""
+        """Create an object, or return the existing one of its name. Raises RefusedError, or its subclass PostponedError."""
         kind = KINDS[manifest["kind"]]
         with _errors():
             try:
@@ -216,6 +229,12 @@ def _plain(item: Any) -> Manifest:
     return item.to_dict()
 
 
+def _refusal(message: str) -> type[RefusedError]:
+    if any(words in message for words in _QUOTA):
+        return QuotaError
+    return UnpreparedError if _UNPREPARED.search(message) else RefusedError
+
+
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """Convert the client's errors to ClusterAwayError or RefusedError."""
@@ -225,8 +244,7 @@ def _errors() -> Iterator[None]:
         code = error.status.code or 0
         if code in _PASSING:
             raise ClusterAwayError(f"{code} {error.status.message}") from error
-        kind = QuotaError if any(words in (error.status.message or "") for words in _QUOTA) else RefusedError
-        raise kind(f"{error.status.reason or code}: {error.status.message}") from error
+        raise _refusal(error.status.message or "")(f"{error.status.reason or code}: {error.status.message}") from error
     except httpx2.HTTPStatusError as error:
         raise ClusterAwayError(f"{error.response.status_code} from a proxy before the API server") from error
     except (httpx2.TransportError, KeyError, ValueError) as error:  # the latter two: not an API server's answer

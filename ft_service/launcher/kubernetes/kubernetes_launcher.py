@@ -16,9 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
+from ft_service.jobs.states import Absent, Ended, Level, Observation, Running, Unknown
 from ft_service.launcher.kubernetes import status
-from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, JobChanges, QuotaError, RefusedError
+from ft_service.launcher.kubernetes.cluster import (
+    Cluster,
+    ClusterAwayError,
+    JobChanges,
+    PostponedError,
+    RefusedError,
+    UnpreparedError,
+)
 from ft_service.launcher.kubernetes.manifests import (
     JOB_LABEL,
     AttemptShape,
@@ -45,9 +52,9 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 15.0
 """Seconds for which the cluster's answer about an attempt counts, unless a watch reports a change."""
-QUOTA_SECONDS = 5.0
-"""Pause before a Job that a quota refused is created again; doubled each time, up to MAX_QUOTA_SECONDS."""
-MAX_QUOTA_SECONDS = 60.0
+HOLD_SECONDS = 5.0
+"""Pause before a Job that was refused for now is created again; doubled each time, up to MAX_HOLD_SECONDS."""
+MAX_HOLD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,11 @@ class _Snapshot:
 
 
 @dataclass(frozen=True)
-class _QuotaHold:
-    """Delay of an attempt's Job that a quota refuses for now."""
+class _Hold:
+    """Delay of an attempt's Job that the cluster refuses for now: by a quota, or for want of a right or its namespace."""
 
     reason: str
+    level: Level
     delay: float
     """Seconds between two tries."""
     until: float
@@ -107,7 +115,7 @@ class KubernetesLauncher:
         self._outage = Outage("The cluster does not answer", clock)
         self._placements = Placements(profile.placement_seconds if profile.queue is None else None, clock)
         self._snapshots: dict[str, _Snapshot] = {}
-        self._quota_holds: dict[str, _QuotaHold] = {}
+        self._holds: dict[str, _Hold] = {}
         self._complete: set[str] = set()
         """Jobs whose Service and NetworkPolicy exist or are no longer needed."""
         self._ending: dict[str, float] = {}
@@ -170,22 +178,24 @@ class KubernetesLauncher:
             log.warning("%s: its start is not complete, the cluster does not answer: %s", attempt, error)
 
     def _create_job(self, shape: AttemptShape) -> Manifest | None:
-        """Create the Job; None: a quota on Jobs is exhausted, which `observe` reports until it is time for another try."""
+        """Create the Job; None: the cluster refuses it for now, which `observe` reports until it is time for another try."""
         name = object_name(shape.job_id, shape.attempt)
         try:
             job = self._cluster.create(job_manifest(shape, self._profile, self._site))
-        except QuotaError as error:
-            before = self._quota_holds.get(name)
-            delay = QUOTA_SECONDS if before is None else min(2 * before.delay, MAX_QUOTA_SECONDS)
-            self._quota_holds[name] = _QuotaHold(f"The cluster refuses the job for now: {error}", delay, self._clock() + delay)
+        except PostponedError as error:
+            before = self._holds.get(name)
+            delay = HOLD_SECONDS if before is None else min(2 * before.delay, MAX_HOLD_SECONDS)
+            level: Level = "error" if isinstance(error, UnpreparedError) else "info"
+            reason = f"The cluster refuses the job for now: {error}"
+            self._holds[name] = _Hold(reason, level, delay, self._clock() + delay)
             return None
-        self._quota_holds.pop(name, None)
+        self._holds.pop(name, None)
         return job
 
     def observe(self, attempt: Attempt) -> Observation:
-        held = self._quota_holds.get(_name(attempt))
+        held = self._holds.get(_name(attempt))
         if held is not None and self._clock() < held.until and not self._was_started_or_ended(attempt):
-            return Running(note=held.reason, admitted=False, fresh=False)
+            return Running(note=held.reason, level=held.level, admitted=False, fresh=False)
         try:
             seen = self._snapshot(_name(attempt))
         except (ClusterAwayError, RefusedError) as error:
@@ -385,7 +395,7 @@ class KubernetesLauncher:
 
     def _forget(self, name: str) -> None:
         self._snapshots.pop(name, None)
-        self._quota_holds.pop(name, None)
+        self._holds.pop(name, None)
         self._complete.discard(name)
         self._placements.forget(name)
         self._ending.pop(name, None)

@@ -15,7 +15,7 @@ from lightkube.config.models import Cluster as KubeCluster
 from lightkube.config.models import User
 
 from ft_service.launcher.kubernetes import cluster as cluster_module
-from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError
+from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, QuotaError, RefusedError, UnpreparedError
 from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, job_manifest
 from tests.cluster.apiserver import ApiServer, Refused, State
 from tests.cluster.controllers import Controllers
@@ -138,4 +138,31 @@ def test_a_creation_that_met_another_at_a_quota_is_tried_again(
             cluster.create(new)
     assert cluster.create(body)["metadata"]["uid"] == body["metadata"]["uid"]
     assert cluster.create(new)["metadata"]["name"] == "another"
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        (401, "Unauthorized", ClusterAwayError),
+        (403, 'jobs.batch is forbidden: User "u" cannot create resource "jobs" in API group "batch"', UnpreparedError),
+        (404, 'namespaces "research" not found', UnpreparedError),
+        (403, 'jobs.batch "a" is forbidden: exceeded quota: q, requested: count/jobs.batch=1', QuotaError),
+        (403, 'jobs.batch "a" is forbidden: violates PodSecurity "restricted:latest"', RefusedError),
+        (422, 'Job.batch "a" is invalid: spec.template.spec.volumes[0].name: Required value', RefusedError),
+    ],
+)
+def test_what_a_refusal_is_about(
+    plane: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch, code: int, text: str, kind: type[Exception]
+) -> None:
+    server, job = plane
+    cluster = Cluster(NAMESPACE, KubeConfig.from_one(cluster=KubeCluster(server=server.url), user=User(token="t")))
+
+    def refuse(*_: object) -> None:
+        raise Refused(code, "Reason", text)
+
+    monkeypatch.setattr(server.state, "_admit", refuse)
+    with pytest.raises((ClusterAwayError, RefusedError)) as raised:
+        cluster.create({**server.state.get(("jobs", NAMESPACE, job)), "metadata": {"name": "a", "namespace": NAMESPACE}})
+    assert raised.type is kind
     cluster.close()

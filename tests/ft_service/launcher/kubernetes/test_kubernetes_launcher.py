@@ -335,6 +335,26 @@ def test_what_waits_for_a_quota_on_jobs_can_be_stopped(
         assert (reason_of(seen) if isinstance(seen, Ended) else seen) == ended
 
 
+def test_a_service_without_rights_starts_nothing_and_fails_nothing(
+    clock: Clock, attempts: Attempts, cluster: HarnessCluster
+) -> None:
+    attempt = attempts("event,succeed", nodes=1)
+    bindings = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{cluster.namespace}/rolebindings"
+    binding = cluster.http.get(f"{bindings}/ft-launcher").json()
+    cluster.http.delete(f"{bindings}/ft-launcher").raise_for_status()
+    attempt.start()
+    seen = attempt.seen()
+    assert isinstance(seen, Running)
+    assert (seen.admitted, seen.level) == (False, "error")
+    assert 'cannot create resource "jobs"' in (seen.note or "")
+    clock.now += 5.0
+    assert isinstance(attempt.seen(), Unknown)
+    metadata = {key: binding["metadata"][key] for key in ("name", "namespace")}
+    cluster.http.post(bindings, json={**binding, "metadata": metadata}).raise_for_status()
+    wait_for(lambda: attempt.start() or cluster.get("jobs", attempt.name), SECONDS)
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
 def data_file(home: Path) -> DataFileRef:
     """A file that the pods can see."""
     path = home / "files/file-1"

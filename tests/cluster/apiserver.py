@@ -30,7 +30,7 @@ KINDS |= {"resourcequotas": ("v1", "ResourceQuota")}
 KINDS |= {"networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy")}
 KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))}
 KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
-COUNTED = {"pods": ("pods", "pods"), "jobs": ("jobs.batch", "count/jobs.batch")}
+COUNTED = {"pods": ("pods", "pods"), "jobs": ("jobs.batch", "count/jobs.batch"), "services": ("services", "services")}
 """What quotas may limit the number of: as errors call it, and as quotas do."""
 _WITH_STATUS = frozenset({"jobs", "pods", "nodes"})
 """Kinds whose status is written at `…/status`, and nowhere else."""

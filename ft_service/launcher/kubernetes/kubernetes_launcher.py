@@ -153,9 +153,14 @@ class KubernetesLauncher:
             log.warning("%s: not started yet, the cluster does not answer: %s", attempt, error)
 
     def _create_owned(self, attempt: Attempt, job: Manifest) -> None:
-        """Create the Service and NetworkPolicy of a Job, then record in launched.json that the start is complete."""
-        for manifest in owned_manifests(job, self._profile):
-            self._cluster.create(manifest)
+        """Create the Service and NetworkPolicy of a Job, then record in launched.json that the start is complete. If one is
+        refused for now, give the places back: pods of several nodes would not find each other."""
+        try:
+            for manifest in owned_manifests(job, self._profile):
+                self._cluster.create(manifest)
+        except PostponedError as error:
+            self._give_back(attempt, f"The cluster refuses a part of the attempt for now, which was given back: {error}")
+            return
         metadata = job["metadata"]
         attempt.write_launched(Launched(job=metadata["name"], uid=metadata["uid"]))
         self._complete.add(metadata["name"])
@@ -330,13 +335,17 @@ class KubernetesLauncher:
         if self._placements.has_expired(name, held if held < wanted else 0):
             message = f"Only {held} of the attempt's {wanted} pods had a place for {self._profile.placement_seconds} seconds"
             why = f" {waiting.reason.rstrip('.')}." if waiting is not None else ""
-            attempt.write_control(Control(generation=2**31, desired=Desired.CANCEL))
-            attempt.write_exit(exit_of(ExitReason.STOPPED, f"{message}; it was given back.{why}"))
-            self._try_to_delete(attempt)
+            self._give_back(attempt, f"{message}; it was given back.{why}")
             return replace(running, admitted=False)
         if waiting is None:  # the cluster has not handled it yet
             return running
         return replace(running, note=waiting.reason, level=waiting.level, admitted=False)
+
+    def _give_back(self, attempt: Attempt, message: str) -> None:
+        """Stop an attempt without some of its parts; the next one is tried later."""
+        attempt.write_control(Control(generation=2**31, desired=Desired.CANCEL))
+        attempt.write_exit(exit_of(ExitReason.STOPPED, message))
+        self._try_to_delete(attempt)
 
     def _is_stopped(self, attempt: Attempt) -> bool:
         """Return whether the service stopped an attempt of several pods that may still run. With one pod, the pod writes its

@@ -18,6 +18,7 @@ from ft_service.launcher.kubernetes import kubernetes_launcher as launcher_modul
 from ft_service.launcher.kubernetes.cluster import JobChanges, RefusedError
 from ft_service.launcher.kubernetes.kubernetes_launcher import SNAPSHOT_SECONDS, KubernetesLauncher
 from ft_service.launcher.kubernetes.manifests import INSTANCE, Site, object_name
+from ft_service.launcher.kubernetes.placement import RETRY_SECONDS
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ExitReason
@@ -333,6 +334,18 @@ def test_what_waits_for_a_quota_on_jobs_can_be_stopped(
         attempt.launcher.signal(attempt.handle, Control(generation=2, desired=wish))
         seen = attempt.seen()
         assert (reason_of(seen) if isinstance(seen, Ended) else seen) == ended
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_quota_on_services_is_no_failure(attempts: Attempts, cluster: HarnessCluster, nodes: int) -> None:
+    attempt = attempts("event,succeed", nodes=nodes, node_selector={"gpu": "none-has-it"})
+    with cluster.quota_used_up("services"):
+        attempt.start()
+    ended = attempt.wait_ended()
+    assert (reason_of(ended), ended.delay_seconds) == ("stopped", RETRY_SECONDS)
+    assert ended.exit is not None
+    assert "exceeded quota: none, requested: services=1" in ended.exit.message
+    attempt.wait_gone()
 
 
 def test_a_service_without_rights_starts_nothing_and_fails_nothing(

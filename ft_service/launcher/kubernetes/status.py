@@ -21,6 +21,10 @@ NEVER_CAME = "RendezvousTimeoutError"
 """torchrun's error for nodes that did not join in time."""
 STORE_GONE = "RendezvousConnectionError"
 """torchrun's error if node 0 cannot be reached: it did not start, or it died during training."""
+_NO_START = frozenset({"StartError", "ContainerCannotRun"})
+"""Reasons of a container's end for which its command never ran: containerd's, and Docker's."""
+_FIRST_SIGNAL = 128
+"""Exit codes from here on are those of signals."""
 _POD_SUFFIX = re.compile(r"(-\d+)-[a-z0-9]{5}(?![a-z0-9-])")
 """Suffix of a pod's name after its index, which differs each time the cluster tries to create it."""
 _SCHEDULER = re.compile(
@@ -102,10 +106,11 @@ def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], worklo
     if len(pods) < job.get("spec", {}).get("parallelism", 1) and warnings:
         return _refused(warnings[-1])
     for pod in pods:
-        state = _container(pod).get("state", {}).get("waiting", {})
-        if state.get("reason", "") not in _WAITING_FOR_NOTHING:
-            message = f"{state['reason']}: {state.get('message', '')}".rstrip(": ")
-            return PodWait(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True, level="error")
+        for container in (*_init_containers(pod), _container(pod)):
+            state = container.get("state", {}).get("waiting", {})
+            if state.get("reason", "") not in _WAITING_FOR_NOTHING:
+                message = f"{state['reason']}: {state.get('message', '')}".rstrip(": ")
+                return PodWait(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True, level="error")
     return None
 
 
@@ -197,7 +202,8 @@ def judge_pods(records: AttemptRecords, job: Object | None, pods: Sequence[Objec
     disrupted = disruption(pods)
     if disrupted is not None:
         return exit_of(ExitReason.STOPPED, disrupted)
-    return _evicted(pods) or _missing_nodes(records, pods, reported) or reported or _by_rule(failed)
+    evicted = _evicted(pods) or _not_begun(records, pods)
+    return evicted or _missing_nodes(records, pods, reported) or reported or _by_rule(failed) or _without_record(pods)
 
 
 def _missing_nodes(records: AttemptRecords, pods: Sequence[Object], reported: Exit | None) -> Exit | None:
@@ -262,6 +268,46 @@ def _evicted(pods: Sequence[Object]) -> Exit | None:
     return None
 
 
+def _not_begun(records: AttemptRecords, pods: Sequence[Object]) -> Exit | None:
+    """Return the exit record of an attempt of which a pod failed before its supervisor ran; None: there is no such pod.
+
+    A node that refuses a pod, such as for a GPU that it has lost, is the cluster's affair: the attempt counts as stopped. An init
+    container that fails, or a command that is not in the image, does not mend itself.
+    """
+    for pod in pods:
+        if _phase(pod) != "Failed" or _index(pod) in records.exits:
+            continue
+        for container in _init_containers(pod):
+            ended = container.get("state", {}).get("terminated", {})
+            if ended.get("exitCode"):
+                return _failed(f"{_name(pod)} did not start: its init container {container['name']} {_end(ended)}")
+        ended = _container(pod).get("state", {}).get("terminated", {})
+        if ended.get("reason") in _NO_START:
+            return _failed(f"{_name(pod)} could not be started: {_text(ended)}")
+        if not ended and pod.get("status", {}).get("reason"):
+            return exit_of(ExitReason.STOPPED, f"The node refused {_name(pod)}: {_text(pod['status'])}")
+    return None
+
+
+def _without_record(pods: Sequence[Object]) -> Exit | None:
+    """Return the exit record of an attempt whose supervisor ended by itself without one, as if its package is missing."""
+    for pod in pods:
+        ended = _container(pod).get("state", {}).get("terminated", {})
+        if 0 < ended.get("exitCode", 0) < _FIRST_SIGNAL:
+            return _failed(f"The supervisor of {_name(pod)} left no record: it {_end(ended)}")
+    return None
+
+
+def _failed(message: str) -> Exit:
+    return exit_of(ExitReason.WORKER_ERROR, message, ErrorInfo(code="pod_failed", message=message))
+
+
+def _end(ended: Object) -> str:
+    """Return how a container ended, with the end of its output (terminationMessagePolicy)."""
+    said = str(ended.get("message") or "").strip()[-_MAX_TEXT:]
+    return f"ended with code {ended.get('exitCode')}{f': {said}' if said else '.'}"
+
+
 def _has_place(pod: Object) -> bool:
     return bool(pod.get("spec", {}).get("nodeName")) or _true_condition(pod, "PodScheduled") is not None
 
@@ -275,6 +321,10 @@ def _index(pod: Object) -> int | None:
 def _true_condition(object: Object, kind: str, status: str = "True") -> Object | None:
     conditions = object.get("status", {}).get("conditions") or []
     return next((c for c in conditions if c["type"] == kind and c["status"] == status), None)
+
+
+def _init_containers(pod: Object) -> Sequence[Object]:
+    return pod.get("status", {}).get("initContainerStatuses") or []
 
 
 def _container(pod: Object) -> Object:

@@ -33,8 +33,9 @@ def pod(**status: Any) -> dict[str, Any]:
     return {"metadata": {"name": "p"}, "status": status}
 
 
-def ended_by(reason: str) -> dict[str, Any]:
-    return pod(containerStatuses=[{"name": "worker", "state": {"terminated": {"reason": reason, "exitCode": 137}}}])
+def ended_by(reason: str, code: int = 137) -> dict[str, Any]:
+    ended = {"terminated": {"reason": reason, "exitCode": code}}
+    return pod(phase="Failed", containerStatuses=[{"name": "worker", "state": ended}])
 
 
 def indexed(index: int, state: str = "running") -> dict[str, Any]:
@@ -51,6 +52,20 @@ def unplaced(message: str) -> dict[str, Any]:
 DISRUPTED = pod(
     conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "by other"}]
 )
+INDEX_1 = {"name": "p", "labels": {"batch.kubernetes.io/job-completion-index": "1"}}
+INIT_FAILED = {
+    "metadata": INDEX_1,
+    "status": {
+        "phase": "Failed",
+        "initContainerStatuses": [{"name": "check", "state": {"terminated": {"exitCode": 9, "message": "no devices\n"}}}],
+        "containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    },
+}
+NODE_REFUSES = {
+    "metadata": INDEX_1,
+    "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed: nvidia.com/gpu"},
+}
+"""A pod as the kubelet leaves it for which a device is missing."""
 STOPPED = Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-5-a1")
 REFUSED = Outcome(kind=OutcomeKind.FAILED, permanent=True, error=ErrorInfo(code="x", message="no such model"))
 RAISED = exit_of(
@@ -97,6 +112,12 @@ RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob 
         ({"exits": {0: RAISED}, "trained": True}, "worker_error", "training_failed"),
         ({"job": failed("PodFailurePolicy", RULE.format(64, 0))}, "permanent_error", None),
         ({"job": failed("PodFailurePolicy", RULE.format(75, 1))}, "stopped", None),
+        ({"pods": [INIT_FAILED]}, "worker_error", "pod_failed"),
+        ({"exits": {0: LOST_PEER}, "pods": [indexed(0), INIT_FAILED]}, "worker_error", "pod_failed"),
+        ({"pods": [ended_by("StartError", 128)]}, "worker_error", "pod_failed"),
+        ({"pods": [NODE_REFUSES]}, "stopped", None),
+        ({"exits": {0: LOST_PEER}, "pods": [indexed(0), NODE_REFUSES]}, "stopped", None),
+        ({"pods": [ended_by("Error", 1)]}, "worker_error", "pod_failed"),
     ],
 )
 def test_how_an_attempt_ended(seen: dict[str, Any], reason: str, code: str | None) -> None:
@@ -121,6 +142,19 @@ def test_a_pod_that_only_comes_up_is_not_waited_for_aloud() -> None:
     refused = waiting(job, [], ["exceeded quota"])
     assert refused is not None
     assert (refused.admitted, refused.reason) == (False, "The cluster refuses pods: exceeded quota")
+
+
+def test_what_an_init_container_waits_for_and_how_it_failed_is_told() -> None:
+    pulled = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    waits = pod(
+        initContainerStatuses=[{"name": "check", "state": pulled}],
+        containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    )
+    told = waiting({"metadata": {}, "spec": {"parallelism": 1}}, [waits], [])
+    assert told == PodWait("pod p cannot start: ImagePullBackOff: no such image", admitted=True, level="error")
+    ended = judge_pods(AttemptRecords(1, {}), failed("BackoffLimitExceeded"), [INIT_FAILED])
+    assert ended is not None
+    assert ended.message == "pod p did not start: its init container check ended with code 9: no devices"
 
 
 def test_a_refusal_is_told_in_the_same_words_each_time() -> None:

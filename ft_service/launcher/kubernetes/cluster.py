@@ -41,6 +41,8 @@ _PASSING = frozenset({401, 408, 429, 500, 502, 503, 504})
 now."""
 _QUOTA = ("exceeded quota: ", "status unknown for quota: ")
 """Messages of the API server's admission by ResourceQuota, whose status and reason are those of any refusal."""
+_BEFORE_A_NODE = "FailedScheduling"
+"""Reason of the scheduler's events, which stay for an hour: a pod's conditions say what counts now."""
 _UNPREPARED = re.compile(r' cannot [a-z]+ resource "|^namespaces "[^"]*" not found')
 """Messages of the API server's authorizer, and about a namespace that does not exist: about no object in particular."""
 
@@ -166,13 +168,14 @@ class Cluster:
         with _errors():
             return "\n".join(line.rstrip("\n") for line in self._client.log(pod))
 
-    def warnings(self, job: str) -> list[str]:
-        """Return the messages of a Job's warning events, oldest first, such as an exhausted quota or a rejected pod."""
-        fields: dict[str, Any] = {"involvedObject.kind": "Job", "involvedObject.name": job, "type": "Warning"}
+    def warnings(self, name: str, kind: str = "Job") -> list[str]:
+        """Return the messages of the warning events of a Job, such as an exhausted quota or a rejected pod, or (`kind`: "Pod") of
+        a pod that has a node, such as a volume that cannot be mounted; the oldest first."""
+        fields: dict[str, Any] = {"involvedObject.kind": kind, "involvedObject.name": name, "type": "Warning"}
         with _errors():
             events = [_plain(event) for event in self._client.list(Event, fields=fields)]
         events.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
-        return [event.get("message", "") for event in events]
+        return [event.get("message", "") for event in events if event.get("reason") != _BEFORE_A_NODE]
 
     def workload(self, job_uid: str) -> Manifest | None:
         """Return Kueue's Workload of a Job; None: not created yet, or Kueue is missing, or the Role of its overlay is not

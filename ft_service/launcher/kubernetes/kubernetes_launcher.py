@@ -64,6 +64,7 @@ class _Snapshot:
     job: dict[str, Any] | None
     pods: list[dict[str, Any]]
     warnings: list[str]
+    """Messages of the warning events of the Job while pods are missing, else of a pod that its node does not start."""
     workload: dict[str, Any] | None
     """Kueue's Workload, while the Job is suspended."""
     at: float
@@ -301,7 +302,11 @@ class KubernetesLauncher:
         queued = job is not None and status.is_suspended(job) and status.queue_of(job) is not None
         workload = self._cluster.workload(job["metadata"]["uid"]) if job is not None and queued else None
         missing = queued and workload is None and self._cluster.lacks_kueue
-        snapshot = _Snapshot(job, pods, self._cluster.warnings(name) if refused else [], workload, self._clock(), missing)
+        warnings = self._cluster.warnings(name) if refused else []
+        stuck = status.stuck(pods) if job is not None and not status.is_finished(job) else None
+        if stuck is not None and not warnings:
+            warnings = self._cluster.warnings(stuck, kind="Pod")
+        snapshot = _Snapshot(job, pods, warnings, workload, self._clock(), missing)
         if job is not None and not status.is_finished(job) and not status.is_leaving(job):
             self._snapshots[name] = snapshot  # never one that may end the attempt
         return snapshot

@@ -21,6 +21,8 @@ NEVER_CAME = "RendezvousTimeoutError"
 """torchrun's error for nodes that did not join in time."""
 STORE_GONE = "RendezvousConnectionError"
 """torchrun's error if node 0 cannot be reached: it did not start, or it died during training."""
+_SANDBOX = re.compile(r"\b[0-9a-f]{32,64}\b")
+"""Id of a pod's sandbox in messages about its network, another one at each try."""
 _NO_START = frozenset({"StartError", "ContainerCannotRun"})
 """Reasons of a container's end for which its command never ran: containerd's, and Docker's."""
 _FIRST_SIGNAL = 128
@@ -95,8 +97,8 @@ def queue_of(job: Object) -> str | None:
 
 
 def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], workload: Object | None = None) -> PodWait | None:
-    """Return why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the Job's warning events.
-    `workload`: Kueue's, of a Job that it keeps suspended."""
+    """Return why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the warning events of
+    the Job, or of the pod that is `stuck`. `workload`: Kueue's, of a Job that it keeps suspended."""
     if is_suspended(job):
         return PodWait(_admission(queue_of(job), workload), admitted=False)
     unplaced = [item for pod in pods if (item := _true_condition(pod, "PodScheduled", status="False")) is not None]
@@ -111,6 +113,22 @@ def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], worklo
             if state.get("reason", "") not in _WAITING_FOR_NOTHING:
                 message = f"{state['reason']}: {state.get('message', '')}".rstrip(": ")
                 return PodWait(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True, level="error")
+    if warnings and (name := stuck(pods)) is not None:
+        return PodWait(
+            f"pod {name} has not started: {_SANDBOX.sub('…', warnings[-1])[:_MAX_TEXT]}", admitted=True, level="warn"
+        )
+    return None
+
+
+def stuck(pods: Sequence[Object]) -> str | None:
+    """Return the name of a pod that has a node, none of whose containers has begun; None: there is none."""
+    placed = [
+        pod for pod in pods if _has_place(pod) and is_alive(pod) and not _true_condition(pod, "PodReadyToStartContainers")
+    ]
+    begun = {"running", "terminated"}
+    for pod in placed:
+        if not any(c.get("state", {}).keys() & begun for c in (*_init_containers(pod), _container(pod))):
+            return pod["metadata"]["name"]
     return None
 
 
@@ -271,8 +289,8 @@ def _evicted(pods: Sequence[Object]) -> Exit | None:
 def _not_begun(records: AttemptRecords, pods: Sequence[Object]) -> Exit | None:
     """Return the exit record of an attempt of which a pod failed before its supervisor ran; None: there is no such pod.
 
-    A node that refuses a pod, such as for a GPU that it has lost, is the cluster's affair: the attempt counts as stopped. An init
-    container that fails, or a command that is not in the image, does not mend itself.
+    A node that refuses a pod, such as for a GPU that it has lost, is the cluster's affair: the attempt counts as stopped. An
+    init container that fails, or a command that is not in the image, does not mend itself.
     """
     for pod in pods:
         if _phase(pod) != "Failed" or _index(pod) in records.exits:
@@ -285,7 +303,7 @@ def _not_begun(records: AttemptRecords, pods: Sequence[Object]) -> Exit | None:
         if ended.get("reason") in _NO_START:
             return _failed(f"{_name(pod)} could not be started: {_text(ended)}")
         if not ended and pod.get("status", {}).get("reason"):
-            return exit_of(ExitReason.STOPPED, f"The node refused {_name(pod)}: {_text(pod['status'])}")
+            return exit_of(ExitReason.STOPPED, f"{_name(pod)} was not run by its node: {_text(pod['status'])}")
     return None
 
 

@@ -17,7 +17,7 @@ from ft_service.jobs.user_actions import Verb
 from ft_service.launcher.kubernetes import kubernetes_launcher as launcher_module
 from ft_service.launcher.kubernetes.cluster import JobChanges, RefusedError
 from ft_service.launcher.kubernetes.kubernetes_launcher import SNAPSHOT_SECONDS, KubernetesLauncher
-from ft_service.launcher.kubernetes.manifests import INSTANCE, Site, object_name
+from ft_service.launcher.kubernetes.manifests import INSTANCE, JOB_NAME, Site, object_name
 from ft_service.launcher.kubernetes.placement import RETRY_SECONDS
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.directory import RunDir
@@ -190,6 +190,34 @@ def test_an_image_that_is_not_there_is_told(attempts: Attempts) -> None:
     seen = attempt.wait_noted()
     assert seen.admitted, "the cluster has a place; that time counts"
     assert "ErrImagePull" in (seen.note or "")
+
+
+def test_why_a_node_does_not_start_a_pod_is_told(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("succeed", nodes=1)
+    cluster.kubelet.frozen = True
+    try:
+        attempt.start()
+
+        def placed() -> str | None:
+            mine = (pod for pod in cluster.items("pods") if pod["metadata"]["labels"].get(JOB_NAME) == attempt.name)
+            return next((pod["metadata"]["name"] for pod in mine if pod["spec"].get("nodeName")), None)
+
+        pod = wait_for(placed, SECONDS)
+        for reason, message in (("FailedMount", "mount failed: exit status 32"), ("FailedScheduling", "no nodes available")):
+            event = {
+                "metadata": {"name": f"{pod}.{reason.lower()}", "namespace": cluster.namespace},
+                "involvedObject": {"kind": "Pod", "name": pod, "namespace": cluster.namespace},
+                "type": "Warning",
+                "reason": reason,
+                "message": message,
+                "lastTimestamp": "2026-11-26T12:00:00Z",
+            }
+            cluster.http.post(f"/api/v1/namespaces/{cluster.namespace}/events", json=event).raise_for_status()
+        seen = attempt.wait_noted()
+        assert (seen.note, seen.level) == (f"pod {pod} has not started: mount failed: exit status 32", "warn")
+        assert seen.admitted, "that time counts"
+    finally:
+        cluster.kubelet.frozen = False
 
 
 def test_a_queue_admits(attempts: Attempts, cluster: HarnessCluster) -> None:

@@ -157,6 +157,19 @@ def test_what_an_init_container_waits_for_and_how_it_failed_is_told() -> None:
     assert ended.message == "pod p did not start: its init container check ended with code 9: no devices"
 
 
+def test_only_a_pod_whose_node_has_begun_nothing_is_stuck() -> None:
+    placed = {"metadata": {"name": "p"}, "spec": {"nodeName": "n"}}
+    job: dict[str, Any] = {"metadata": {}, "spec": {"parallelism": 1}}
+    ready = [{"type": "PodReadyToStartContainers", "status": "True"}]
+    mounting = {**placed, "status": {"containerStatuses": [{"name": "worker", "state": {"waiting": {}}}]}}
+    warning = f'failed to setup network for sandbox "{"9a" * 32}": plugin type="c"'
+    said = 'pod p has not started: failed to setup network for sandbox "…": plugin type="c"'
+    assert waiting(job, [mounting], ["old", warning]) == PodWait(said, admitted=True, level="warn")
+    for status in ({"conditions": ready}, {"phase": "Failed"}, indexed(0)["status"]):
+        assert waiting(job, [{**placed, "status": status}], [warning]) is None
+    assert waiting(job, [pod()], [warning]) is None
+
+
 def test_a_refusal_is_told_in_the_same_words_each_time() -> None:
     """The cluster makes up another name each time that it tries."""
     job: dict[str, Any] = {"metadata": {}, "spec": {"parallelism": 2}}

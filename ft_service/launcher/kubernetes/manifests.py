@@ -134,7 +134,8 @@ def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, 
     `seconds`: deadline, including the wait for a node."""
     labels = {**INSTANCE, **profile.labels, **COMMON_LABELS, **DESCRIBES}
     shown = pod_mounts(profile, site.files, None, VisibleFiles(tuple(base_reads(folder, site.files, profile))))
-    volumes = [{"name": "tmp", "emptyDir": {}}, *profile.volumes]
+    own = {"tmp": SCRATCH, **({"home": str(site.home)} if needs_own_home(profile, site.files) else {})}
+    volumes = [*({"name": name, "emptyDir": {}} for name in own), *profile.volumes]
     container: Manifest = {
         "name": CONTAINER,
         "image": profile.image,
@@ -143,7 +144,7 @@ def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, 
         "args": [str(folder)],
         "env": [{"name": key, "value": SCRATCH} for key in ("HOME", "TMPDIR")],
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": str(memory)}},
-        "volumeMounts": [{"name": "tmp", "mountPath": SCRATCH}, *shown],
+        "volumeMounts": [*({"name": name, "mountPath": path} for name, path in own.items()), *shown],
         "workingDir": SCRATCH,
         "securityContext": _CONFINED | {"capabilities": {"drop": ["ALL"]}},
     }

@@ -30,6 +30,8 @@ Mount = dict[str, Any]
 FILES = "files"
 PRIVATE = (*("cache", "credentials", ENGINES, FILES, "ft.db", PROJECT_RUNS, RUNS, "server.json", "tokens", "uploads", "wandb"),)
 """Names in FT_HOME that belong to the service: the operator's mounts never show them, or files in them, to a pod."""
+IMAGE_USER = 10001
+"""User to whom FT_HOME belongs in our images, and who alone may enter it there."""
 _PER_POD = ("emptyDir", "ephemeral")
 """Kinds of volumes that each pod has for itself, without files of others."""
 _PLACE = ("mountPath", "subPath", "subPathExpr", "readOnly", "recursiveReadOnly")
@@ -159,9 +161,11 @@ def pod_mounts(profile: PodProfile, home: Home, run: Path | None, seen: VisibleF
 
 
 def needs_own_home(profile: PodProfile, home: Home) -> bool:
-    """Return whether pods need a volume for FT_HOME that the operator's mounts do not provide."""
+    """Return whether pods need a volume for FT_HOME that the operator's mounts do not provide: for their own files, or because
+    sub-paths are mounted in the image's FT_HOME, which other users than the image's may not enter."""
     mount = _mount_of(home.path, profile)
-    return not home.shared and (mount is None or not _is_per_pod(_volume(mount, profile)))
+    needed = not home.shared or profile.run_as_user != IMAGE_USER
+    return needed and (mount is None or not _is_per_pod(_volume(mount, profile)))
 
 
 def cache_below(profile: PodProfile, home: Home) -> Path | None:

@@ -16,6 +16,7 @@ from ft_service.host.environment import child_environment
 from ft_service.launcher.kubernetes.manifests import (
     AttemptShape,
     Site,
+    describe_manifest,
     grace_periods,
     job_manifest,
     object_name,
@@ -264,3 +265,21 @@ def test_names_are_deterministic_and_fit_a_host_name() -> None:
     assert object_name("some other id!", 1) == object_name("some other id!", 1) != object_name("some other id?", 1)
     assert len(f"{object_name(JOB, 99_999)}-511") <= 63
     assert object_name(ENGINE_ID, 1) == "ft-engine-ab3de5gh7jk9mn1pq3st5vx7-1"
+
+
+@pytest.mark.parametrize("user", [10001, 5000, None])
+def test_any_user_may_enter_what_is_mounted_below_the_home(user: int | None) -> None:
+    """In the image the home is its user's alone, and a mount below it cannot be reached by others (OpenShift's users)."""
+    image = (Path(__file__).parents[4] / "deploy/containers/worker.Dockerfile").read_text()
+    assert "useradd --uid 10001 " in image
+    assert "install -d -m 0700 -o ft -g ft /var/lib/ft " in image
+    profile = PodProfile.model_validate({**LOCAL, "run_as_user": user})
+    site = Site("ft", HOME, models=(HOME / "models",))
+    described = describe_manifest("d", HOME / "models/tiny", profile, site, memory=1, seconds=1)["spec"]["template"]["spec"]
+    trained = job_manifest(AttemptShape(JOB, 1, 1, 2, RUN), profile, site)["spec"]["template"]["spec"]
+    for pod in (trained, described):
+        below = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["mountPath"].startswith("/var/lib/ft")]
+        own = [mount for mount in below if mount["mountPath"] == "/var/lib/ft"]
+        assert len(below) > len(own)
+        assert own == ([] if user == 10001 else [{"name": "home", "mountPath": "/var/lib/ft"}])
+        assert {"name": "home", "emptyDir": {}} in pod["volumes"] or not own

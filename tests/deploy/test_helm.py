@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "everything": yaml.safe_load((VALUES / "gpu.yaml").read_text()) | EVERYTHING,
     "digests": {"images": {"api": {"digest": DIGEST}, "worker": {"repository": "reg.example/w", "digest": DIGEST}}},
+    "numbers": {"config": {"FT_MAX_UPLOAD_BYTES": 17179869184, "FT_PREEMPT_AFTER_MINUTES": 0.5, "FT_METRICS_OPEN": True}},
     "openshift": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     "research": {
         "workerNamespaces": ["ft-research"],
@@ -160,6 +161,13 @@ def test_images_by_digest(charts: dict[str, dict[str, Any]]) -> None:
         pod = deployment(objects, name)
         assert {c["image"] for c in pod["containers"] + pod["initContainers"]} == {f"ft-api@{DIGEST}"}
     assert profile_of(objects)["image"] == f"reg.example/w@{DIGEST}"
+
+
+def test_numbers_reach_the_service_as_they_are_written(charts: dict[str, dict[str, Any]]) -> None:
+    config = next(o["data"] for o in charts["numbers"]["objects"] if o["metadata"]["name"] == "ft-config")
+    written = {name: config[name] for name in CASES["numbers"]["config"]}
+    assert written == {"FT_MAX_UPLOAD_BYTES": "17179869184", "FT_PREEMPT_AFTER_MINUTES": "0.5", "FT_METRICS_OPEN": "true"}
+    assert config["FT_METRICS_PORT"] == "9090"
 
 
 def test_openshift_may_choose_the_numbers(charts: dict[str, dict[str, Any]]) -> None:

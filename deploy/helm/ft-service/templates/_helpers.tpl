@@ -20,7 +20,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $config = set $config "FT_STORAGE" . }}
 {{- end }}
 {{- range $name, $value := $config }}
-{{ $name }}: {{ $value | toString | quote }}
+{{ $name }}: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }} {{- /* a number is 1e+10 to toString */}}
 {{- end }}
 {{- end }}
 

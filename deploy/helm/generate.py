@@ -234,6 +234,9 @@ def _if(condition: str, text: str) -> str:
 def _metadata(document: str, made: Template) -> str:
     """Give an object its namespace, and the object and its pods the common labels."""
     document = re.sub(r"(?m)^metadata:\n  name: .+\n", r"\g<0>  namespace: {{ .Release.Namespace }}\n", document, count=1)
+    # Data outlives a release, and a value that leaves its claim out.
+    claim = r"(?m)^kind: PersistentVolumeClaim\nmetadata:\n  name: .+\n  namespace: .+\n"
+    document = re.sub(claim, r"\g<0>  annotations:\n    helm.sh/resource-policy: keep\n", document)
     account = re.search(r"(?m)^kind: ServiceAccount\nmetadata:\n  name: ft-(\w+)$", document)
     if account:
         annotations = f"  {{{{- with $.Values.serviceAccountAnnotations.{account[1]} }}}}\n  annotations:\n"

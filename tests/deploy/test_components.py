@@ -71,6 +71,7 @@ def test_the_backup_can_be_restored_and_old_ones_are_removed(postgres_url: str, 
     (secrets / "url").write_text(url)
     for day in range(1, 4):
         (backups / f"ft-2020010{day}-000000.dump").write_text("old")
+    (backups / "ft-20200104-000000.dump.part").write_text("left by a try that failed")
     (script,) = container["args"]
     script = script.replace("/run/secrets/ft-database", str(secrets)).replace("/backup/", f"{backups}/")
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "KEEP": "2"}

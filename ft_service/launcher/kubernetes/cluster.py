@@ -169,8 +169,8 @@ class Cluster:
             return "\n".join(line.rstrip("\n") for line in self._client.log(pod))
 
     def warnings(self, name: str, kind: str = "Job") -> list[str]:
-        """Return the messages of a Job's warning events, such as an exhausted quota or a rejected pod, or of those of a pod that
-        has a node (`kind`: "Pod"), such as a volume that cannot be mounted; the oldest first."""
+        """Return the messages of a Job's warning events, such as an exhausted quota or a rejected pod, or of those of a pod
+        that has a node (`kind`: "Pod"), such as a volume that cannot be mounted; the oldest first."""
         fields: dict[str, Any] = {"involvedObject.kind": kind, "involvedObject.name": name, "type": "Warning"}
         with _errors():
             events = [_plain(event) for event in self._client.list(Event, fields=fields)]

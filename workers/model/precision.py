@@ -75,7 +75,7 @@ def weighted_modules(model: PreTrainedModel, layers: list[nn.Module]) -> dict[st
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     """Module names of the weights that can be stored in any format. Raises SpecError where the model has none.
 
-    Left out: what `kept_plain` names, what the model keeps in fp32, and subclasses of linear layers that compute something else.
+    Left out: what `kept_plain` names, what the model keeps in fp32, and subclasses of linear layers that compute another thing.
     """
     stacks = {id(module) for module in experts_of(layers)}
     inside = {id(module) for layer in layers for module in layer.modules()}

@@ -77,16 +77,8 @@ def parse_chat(line: Mapping[str, Any]) -> Conversation:
 
 
 def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
-    """Messages to answer and definitions of tools from a request, as a chat template takes them. Fields that are null count as
-    absent, since clients send back the messages of earlier responses, which have them. Raises LineError.
-    """
-    given = [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        if isinstance(message, dict)
-        else message
-        for message in messages
-    ]
-    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
+    """Messages to answer and definitions of tools from a request, as a chat template takes them. Raises LineError."""
+    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(messages)]
     require_answered_calls(parsed)
     return [message for message, _ in parsed], parse_tools({"tools": tools})
 
@@ -123,9 +115,16 @@ def parse_messages(messages: Any, place: str) -> list[WeightedMessage]:
 
 
 def parse_message(message: Any, place: str) -> WeightedMessage:
-    """A message as chat templates take it, and its weight. `place`: dotted, in the line. Raises LineError."""
+    """A message as chat templates take it, and its weight. `place`: dotted, in the line. Raises LineError.
+
+    Fields that are null count as absent, and so do empty annotations: the messages of OpenAI's answers have them, which become
+    training data and are sent back in a request.
+    """
     if not isinstance(message, dict):
         raise LineError(place, f"must be an object with role and content, not {kind(message)}")
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if message.get("annotations") == []:
+        del message["annotations"]
     role = required(message, "role", f"{place}.")
     if not isinstance(role, str) or role not in ROLES:
         raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
@@ -191,7 +190,8 @@ def require_answered_calls(parsed: Sequence[WeightedMessage], place: str = "mess
 
 
 def parse_tools(line: Mapping[str, Any]) -> list[Tool]:
-    """A line's definitions of tools, from `tools` or the older `functions`. Raises LineError."""
+    """A line's definitions of tools, from `tools` or the older `functions`; null counts as absent. Raises LineError."""
+    line = {key: line[key] for key in ("tools", "functions", "parallel_tool_calls") if line.get(key) is not None}
     if "parallel_tool_calls" in line and not isinstance(line["parallel_tool_calls"], bool):
         raise LineError("parallel_tool_calls", f"must be true or false, not {kind(line['parallel_tool_calls'])}")
     if "functions" not in line:

@@ -49,7 +49,7 @@ def _parse_openai(line: Mapping[str, Any]) -> Pair:
 def _parse_trl(line: Mapping[str, Any]) -> Pair:
     refuse_keys(line, {*_TRL, "tools"}, _REFUSED, "")
     chosen, rejected = required(line, "chosen"), required(line, "rejected")
-    tools = parse_tools({"tools": line["tools"]} if line.get("tools") is not None else {})
+    tools = parse_tools(line)
     answers = {
         "chosen": _text_or_messages(chosen, "chosen", "assistant"),
         "rejected": _text_or_messages(rejected, "rejected", "assistant"),

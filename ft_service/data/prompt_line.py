@@ -29,7 +29,7 @@ def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
     given = required(line, "messages")
     parsed = parse_messages(given, "messages")
     for number, message in enumerate(given):
-        if "weight" in message:
+        if message.get("weight") is not None:
             raise LineError(f"messages.{number}.weight", "says what is learned, and nothing of a prompt is: leave it out")
     require_answered_calls(parsed)
     if parsed[-1][0]["role"] == "assistant":

@@ -48,6 +48,22 @@ def test_older_words_for_tools_mean_the_same() -> None:
     assert sample.messages[2] == {"role": "tool", "name": "add", "content": "4"}
 
 
+def test_fields_that_are_null_in_an_answer_of_openai_count_as_absent() -> None:
+    """`completion.choices[0].message.model_dump()` has all of them; so have lines that were written from rows of a table."""
+    dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    absent = {"tools": None, "functions": None, "parallel_tool_calls": None}
+    given = line(USER | {"name": None}, ANSWER | dumped | {"weight": None}, **absent)
+    assert parse_line(given) == parse_line(line(USER, ANSWER))
+    called = parse_line(
+        line(USER, calling("{}") | dumped | {"tool_calls": calling("{}")["tool_calls"]}, tools=[TOOL], functions=None)
+    )
+    assert called == parse_line(line(USER, calling("{}"), tools=[TOOL]))
+    with pytest.raises(LineError, match=r"messages\.1\.refusal: cannot be trained on"):
+        parse_line(line(USER, ANSWER | dumped | {"refusal": "No."}))
+    with pytest.raises(LineError, match=r"messages\.1\.annotations: is not a known key"):
+        parse_line(line(USER, ANSWER | {"annotations": [{"type": "url_citation"}]}))
+
+
 def test_content_in_parts_of_text_is_one_text() -> None:
     parts = [{"type": "text", "text": "Two plus "}, {"type": "text", "text": "two?"}]
     assert parse_line(line({"role": "user", "content": parts}, ANSWER)).messages[0] == USER

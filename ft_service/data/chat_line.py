@@ -43,7 +43,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
 
 _MESSAGE_KEYS: Mapping[str, set[str]] = {
     "assistant": {"tool_calls", "function_call", "reasoning_content", "thinking"},
-    "tool": {"tool_call_id"},
+    "tool": {"tool_call_id", "name"},
     "function": {"name"},
 }
 """Keys of a message that depend on its role; every message may have role, content and weight."""
@@ -134,9 +134,10 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
     content = "" if calls and message.get("content") is None else _parse_content(message, place)
     parsed = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
     parsed |= _parse_reasoning(message, content, place)
-    if role in ("tool", "function"):  # the field that names the call which the message answers
-        key = "tool_call_id" if role == "tool" else "name"
-        parsed[key] = text_of(required(message, key, f"{place}."), f"{place}.{key}")
+    if role == "tool":
+        parsed["tool_call_id"] = text_of(required(message, "tool_call_id", f"{place}."), f"{place}.tool_call_id")
+    if role == "function" or (role == "tool" and "name" in message):  # the function that was called; some templates write it
+        parsed["name"] = text_of(required(message, "name", f"{place}."), f"{place}.name")
     return parsed, _parse_weight(message, role, place)
 
 

@@ -37,6 +37,10 @@ def test_tools_their_calls_and_answers_become_what_templates_take() -> None:
     assert sample.messages[1]["content"] == ""
     assert sample.messages[2] == result
     assert sample.weights == (0, 1, 0, 1)
+    named = result | {"name": "add"}
+    assert parse_line(line(USER, calling("{}"), named, ANSWER, tools=[TOOL])).messages[2] == named
+    with pytest.raises(LineError, match=r"messages\.2\.name: must be a string"):
+        parse_line(line(USER, calling("{}"), result | {"name": 1}, ANSWER, tools=[TOOL]))
 
 
 def test_older_words_for_tools_mean_the_same() -> None:

@@ -142,6 +142,8 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif keyed:
             parts.append(part[:80])
             keyed = False
+        elif branch := next((own for own in current if len(current) > 1 and part in _types_of(own)), None):
+            current = [branch]
         elif field := next((own.model_fields[part] for own in current if part in own.model_fields), None):
             parts.append(part)
             current = _models_of(field.annotation)
@@ -152,20 +154,33 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     return ".".join(parts)
 
 
+def _types_of(model: type[BaseModel]) -> Sequence[Any]:
+    """The values of a model's `type`, which pydantic's locations name where `type` decides which of several models it is."""
+    field = model.model_fields.get("type")
+    return () if field is None else get_args(field.annotation)
+
+
 def _models_of(annotation: Any) -> Sequence[type[BaseModel]]:
-    """The models that a field may hold, itself or as items of a list; empty if it holds other values."""
+    """The models that a field may hold, itself, as items of a list or as values of an object; empty if it holds other values,
+    and of one model beside other values."""
+    inner = _kinds_of(annotation)
+    if len(inner) == 1 and get_origin(inner[0]) in (list, dict):
+        inner = _kinds_of(get_args(inner[0])[-1])
+    models = [held for held in inner if isinstance(held, type) and issubclass(held, BaseModel)]
+    return models if len(models) == len(inner) or len(models) > 1 else []
+
+
+def _kinds_of(annotation: Any) -> list[Any]:
+    """The members of a union but None, or the annotation alone; without the metadata of `Annotated`."""
+    annotation = _bare(annotation)
     union = get_origin(annotation) in (Union, UnionType)
-    inner = [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [_bare(annotation)]
-    if len(inner) == 1 and get_origin(inner[0]) is list:
-        inner = [get_args(inner[0])[0]]
-    return inner if all(isinstance(held, type) and issubclass(held, BaseModel) for held in inner) else []
+    return [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [annotation]
 
 
 def _is_mapping(annotation: Any) -> bool:
     """Whether a field holds an object with any keys, or None."""
-    union = get_origin(annotation) in (Union, UnionType)
-    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
-    return len(inner) == 1 and get_origin(_bare(inner[0])) is dict
+    inner = _kinds_of(annotation)
+    return len(inner) == 1 and get_origin(inner[0]) is dict
 
 
 def _bare(annotation: Any) -> Any:

@@ -563,7 +563,7 @@ def test_accuracies_in_tasks_are_kept_with_the_job(service: Service, client: ope
     service.http("POST", path, json={"tasks": {"facts": newer, "mine": facts}})
     assert service.http("GET", path.removesuffix("/suites")).json()["suites"] == {"facts": newer, "mine": facts}
     for wrong, param in (
-        ({"tasks": {"facts": {**facts, "tuned": {"accuracy": 1.5}}}}, "tasks.facts"),
+        ({"tasks": {"facts": {**facts, "tuned": {"accuracy": 1.5}}}}, "tasks.facts.tuned.accuracy"),
         ({"tasks": {"../x": facts}}, None),
         ({"tasks": {f"task{i}": facts for i in range(64)}}, "tasks"),
         ({"task": {}}, None),

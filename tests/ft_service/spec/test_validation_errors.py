@@ -103,6 +103,30 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     assert caught.value.message == "method = 'supervised': must be an object with options of its own."
 
 
+@pytest.mark.parametrize(
+    ("grader", "said"),
+    [
+        (CHECK | {"pass_threshold": 1}, "pass_threshold: there is no such option"),
+        (CHECK | {"operation": "is"}, "operation = 'is': must be eq, ne, like or ilike"),
+        ({key: value for key, value in CHECK.items() if key != "input"}, "input is required"),
+    ],
+)
+def test_a_refusal_names_the_option_of_a_grader(grader: dict[str, Any], said: str) -> None:
+    """`type` decides which options there are, and pydantic's location names it between the grader and its option."""
+    both = {"type": "multi", "name": "m", "graders": {"a": grader}, "calculate_output": "a"}
+    reinforced = {"method": {"type": "reinforcement", "reinforcement": {"grader": grader}}}
+    nested = {"method": {"type": "reinforcement", "reinforcement": {"grader": both}}}
+    for body, place in (
+        (reinforced, "method.reinforcement.grader"),
+        (nested, "method.reinforcement.grader.graders.a"),
+        ({"evaluation": {"prompts": 1, "metrics": ["bleu", grader]}}, "evaluation.metrics.1"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            parse_request(BODY | body)
+        assert caught.value.message.startswith(f"{place}.{said}")
+        assert caught.value.param == f"{place}.{said.split(maxsplit=1)[0].strip(':')}"
+
+
 def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"lora": {f"odd{number}": 1 for number in range(14)}, "seed": -1, "modle": "tiny", "training_flie": "a.jsonl"}
     with pytest.raises(SpecError) as caught:

@@ -22,7 +22,7 @@ _LONGEST_NAME = 64
 """Characters of a column's name in a table whose header is of no known format, at most."""
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
-"""Endings of data files' names. Files with other names are refused; the contents decide the container."""
+"""Endings of data files' names. Uploads with other endings are refused; the contents decide the container."""
 COMPRESSED_ENDINGS = (".gz", ".zst")
 
 
@@ -34,9 +34,12 @@ def may_hold_data(filename: str) -> bool:
 
 
 def refuse_no_data_file(filename: str, param: str) -> None:
-    """Raise SpecError for a name without an ending of data files. `param`: the field that holds the name."""
-    if not may_hold_data(filename):
-        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
+    """Raise SpecError for a name with another ending than those of data files. `param`: the field that holds the name.
+
+    Bytes that a client sends from memory have no ending: OpenAI's clients call them `upload` and `unknown_file`.
+    """
+    if not filename or ("." in filename and not may_hold_data(filename)):
+        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, or have no ending; it is {filename!r}."
         raise SpecError(message, param=param, code="invalid_filename")
 
 

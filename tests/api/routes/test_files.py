@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
+import io
 import socket
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def test_an_uploaded_file_can_be_read_listed_and_deleted(service: Service, clien
     with pytest.raises(openai.NotFoundError) as caught:
         client.files.retrieve(file.id)
     assert caught.value.request_id
+
+
+def test_bytes_from_memory_need_no_name(service: Service, client: openai.OpenAI) -> None:
+    for given in (TRAINING, io.BytesIO(TRAINING), ("train", TRAINING)):
+        file = client.files.create(file=given, purpose="fine-tune")
+        assert file.filename == ("train" if isinstance(given, tuple) else "upload"), "the client's own name"
+        assert client.files.content(file.id).content == TRAINING
 
 
 def test_files_are_paged_in_both_orders(service: Service, client: openai.OpenAI) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ft_service.spec.graders import Grader
-from ft_service.spec.option_types import Number, Strict
+from ft_service.spec.option_types import NullableSections, Number, Strict
 
 AUTO = "auto"
 
@@ -31,7 +31,7 @@ class Hyperparameters(Strict):
     """training.learning_rate as a multiple of 2e-4 (dpo: of 5e-6)."""
 
 
-class SupervisedMethod(Strict):
+class SupervisedMethod(NullableSections):
     hyperparameters: Hyperparameters = Hyperparameters()
 
 
@@ -50,7 +50,7 @@ class DpoHyperparameters(Hyperparameters):
     "sft"): it prevents their probability from falling with that of the others. None: off."""
 
 
-class DpoMethod(Strict):
+class DpoMethod(NullableSections):
     hyperparameters: DpoHyperparameters = DpoHyperparameters()
 
 
@@ -96,7 +96,7 @@ class ReinforcementHyperparameters(Hyperparameters):
     """Share of a step's answers without a grade from which the job is paused instead of training on the rest."""
 
 
-class ReinforcementMethod(Strict):
+class ReinforcementMethod(NullableSections):
     grader: Grader
     hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
     response_format: None = None
@@ -116,7 +116,7 @@ class ReinforcementMethod(Strict):
 MethodType = Literal["supervised", "dpo", "reinforcement", "tinker"]
 
 
-class Method(Strict):
+class Method(NullableSections):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference optimisation on pairs of
     answers. reinforcement: the model answers prompts, a grader gives rewards, and answers that are better than others to their
     prompt become likelier. tinker: a job without data files, whose client runs the training loop; Tinker's wire alone creates

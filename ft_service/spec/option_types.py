@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import re2
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 TrainOn = Literal["all_assistant", "last_assistant", "everything"]
 
@@ -23,6 +23,24 @@ class Strict(BaseModel):
     """Base class of user input: unknown keys are errors, values are not coerced across types, instances are frozen."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class NullableSections(Strict):
+    """User input in which a section may be null, which counts as absent: clients write so what they leave out, and a job's
+    `method` as it is shown has its other methods as null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null_sections(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {name: given for name, given in value.items() if given is not None or not cls._is_section(name)}
+
+    @classmethod
+    def _is_section(cls, name: Any) -> bool:
+        """Whether an option of this name holds options of its own."""
+        held = cls.model_fields[name].annotation if name in cls.model_fields else None
+        return isinstance(held, type) and issubclass(held, BaseModel)
 
 
 def _check_pattern(value: object) -> object:

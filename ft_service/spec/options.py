@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
-from ft_service.spec.option_types import AutoOrOff, Number, Pattern, Strict, TrainOn
+from ft_service.spec.option_types import AutoOrOff, NullableSections, Number, Pattern, Strict, TrainOn
 from ft_service.spec.templates import check_template
 from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
 
@@ -385,7 +385,7 @@ class DataOptions(Strict):
         return self
 
 
-class JobOptions(Strict):
+class JobOptions(NullableSections):
     """The options that our create body adds to OpenAI's: a SPEC file without model and files."""
 
     lora: LoraOptions = LoraOptions()

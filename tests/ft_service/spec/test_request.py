@@ -26,6 +26,17 @@ def test_a_body_that_is_no_object_is_refused(body: object) -> None:
         parse_request(body)
 
 
+def test_sections_that_are_null_count_as_absent() -> None:
+    """Clients send null for what they leave out, and a job's method, as it is shown, has its other methods as null."""
+    plain = parse_request(BODY)
+    assert parse_request(BODY | {"method": None, "hyperparameters": None, "lora": None}) == plain
+    shown = {"type": "dpo", "supervised": None, "dpo": {"hyperparameters": {"beta": 0.2}}, "reinforcement": None}
+    given = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
+    assert parse_request(BODY | {"method": shown}) == parse_request(BODY | {"method": given})
+    with pytest.raises(SpecError, match=r"hyperparameters\.n_epochs = None"):
+        parse_request(BODY | {"hyperparameters": {"n_epochs": None}})
+
+
 @pytest.mark.parametrize("missing", ["model", "training_file"])
 def test_a_missing_field_is_named(missing: str) -> None:
     with pytest.raises(SpecError, match=f"{missing} is required") as refused:

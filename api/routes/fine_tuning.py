@@ -347,11 +347,11 @@ def _end_of(steps: Sequence[tuple[Metrics, float]], now: float) -> float | None:
 
 
 def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:
-    """Return the pairs of `metadata[k]=v`, "none" for `metadata=null`. Raises SpecError for other forms, which would otherwise
-    list every job.
+    """Return the pairs of `metadata[k]=v`, "none" for `metadata=null`, or for `metadata=`, as OpenAI's client for JavaScript
+    writes null. Raises SpecError for other forms, which would otherwise list every job.
     """
     given = [(name, value) for name, value in request.query_params.multi_items() if name.startswith("metadata")]
-    if given == [("metadata", "null")]:
+    if given in ([("metadata", "null")], [("metadata", "")]):
         return "none"
     pairs: dict[str, str] = {}
     for name, value in given:

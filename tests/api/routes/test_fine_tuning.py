@@ -116,7 +116,8 @@ def test_jobs_without_metadata_can_be_asked_for(service: Service, client: openai
 
     none, null, empty, some = create(), create(metadata=None), create(metadata={}), create(metadata={"metadata": "null"})
 
-    assert [job.id for job in client.fine_tuning.jobs.list(extra_query={"metadata": "null"}, limit=1)] == [null, none]
+    for without in ("null", ""):  # the client for JavaScript writes null as ""
+        assert [job.id for job in client.fine_tuning.jobs.list(extra_query={"metadata": without}, limit=1)] == [null, none]
     assert [job.id for job in client.fine_tuning.jobs.list()] == [some, empty, null, none]
 
 

@@ -158,10 +158,10 @@ def suites(job_id: str, body: JsonBody, caller: Caller, services: Svc) -> JobVie
 
 
 class EventQuery(BaseModel):
-    """Filters of a list or stream of events."""
+    """Filters of a list or stream of events. Scripts for OpenAI's API ask for 1,000 at once, to draw a loss curve."""
 
     after: Cursor = None
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    limit: Annotated[int, Field(ge=1, le=1000)] = 20
     stream: bool = False
     type: Annotated[Literal["message"] | None, Field(description="Only messages, not the metrics of steps.")] = None
 

@@ -164,6 +164,7 @@ def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, trai
         jobs.resume(job_id)
     assert caught.value.code == "invalid_state"
     events = list(jobs.list_events(job_id, limit=2))
+    assert jobs.list_events(job_id, limit=1000).data == events, "as many at once as scripts ask for"
     told = [event.message for event in events][::-1]
     assert told.pop(1).startswith("Plan: ")
     assert told == [

@@ -78,7 +78,10 @@ class Catalogue:
 
     def list_aliases(self) -> list[tuple[str, Base]]:
         """Every alias of a usable base, sorted by name."""
-        bases = {model.name: model for model in self.list_models()}
+        return self._aliases_of(self.list_models())
+
+    def _aliases_of(self, models: Sequence[Base]) -> list[tuple[str, Base]]:
+        bases = {model.name: model for model in models}
         return [(alias, bases[name]) for alias, name in sorted(self._aliases.items()) if name in bases]
 
     def find(self, name: str, *, to_train: bool = True) -> Base:
@@ -106,11 +109,19 @@ class Catalogue:
         return pickled_weights(base.path) is None and (document is None or document.refused is None)
 
     def _not_found(self, message: str) -> SpecError:
-        names = [model.name for model in self.list_models() if self._may_be_tuned(model)]
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        none = _NONE if not self.list_models() else "The bases that are here cannot be tuned."
-        there = f"There are: {', '.join(names[:_LISTED])}{more}." if names else none
+        models = self.list_models()
+        tunable = [model for model in models if self._may_be_tuned(model)]
+        there = "The bases that are here cannot be tuned." if models else _NONE
+        if tunable:
+            there = f"There are: {_listed([model.name for model in tunable])}."
+        if aliases := [alias for alias, _ in self._aliases_of(tunable)]:
+            there = f"{there} Aliases: {_listed(aliases)}."
         return SpecError(f"{message} {there}", param="model", code="model_not_found")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 def read_aliases(path: Path) -> dict[str, str]:

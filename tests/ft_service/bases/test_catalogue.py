@@ -78,6 +78,7 @@ def test_aliases_are_mapped_first(tmp_path: Path) -> None:
 
     assert catalogue.find("gpt-4o-mini-2024-07-18").name == "tiny"
     assert "an alias of 'absent'" in refusal(catalogue, "gone").message
+    assert refusal(catalogue, "gpt-4o-mini").message.endswith("There are: tiny. Aliases: gpt-4o-mini-2024-07-18.")
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: 1\n", "a: [\n", None])

@@ -252,12 +252,12 @@ def _output(x: Tensor, down: Tensor, b: Tensor, bias: Tensor | None, parts: Sequ
     weight = _added_later(x, parts, call)
     if weight is not None:
         y = _scaled_mm(*added, call.scale).addmm_(x.flatten(0, -2), weight.t())
-        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[0])
+        return frozen_linear.reshaped(y if bias is None else y.add_(bias), *x.shape[:-1], weight.shape[0])
     y = frozen_linear.product(x, parts, call.stored_as, call.cols)
     if bias is not None:
         y = y.add_(bias) if not frozen_linear.watched() else y + bias
     if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
-        return torch.addmm(y.flatten(0, -2), *added, alpha=call.scale).view(y.shape)
+        return frozen_linear.reshaped(torch.addmm(y.flatten(0, -2), *added, alpha=call.scale), *y.shape)
     low_rank.add(y.flatten(0, -2), *added, call.scale)
     return y
 

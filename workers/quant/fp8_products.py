@@ -27,7 +27,7 @@ from torch import Tensor
 
 from workers.quant import fp8, gpu_kernels
 from workers.quant.fp8 import FP8Parts
-from workers.quant.frozen_linear import Numerics
+from workers.quant.frozen_linear import Numerics, reshaped
 
 MULTIPLE = 16
 """Both dimensions of a weight have to be multiples of this."""
@@ -200,7 +200,7 @@ def _product(
     y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  its public successor is newer than torch 2.11
         x.codes, codes, _within_blocks(x.scale), scale.contiguous(), out_dtype=dtype, use_fast_accum=use_fast_accum
     )
-    return y.view(*shape, codes.shape[1])
+    return reshaped(y, *shape, codes.shape[1])
 
 
 def _within_blocks(scale: Tensor) -> Tensor:

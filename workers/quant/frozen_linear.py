@@ -109,6 +109,13 @@ def watched() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
+def reshaped(y: Tensor, *shape: int) -> Tensor:
+    """y in another shape, for an autograd function to return. Not as a view: PyTorch lets nobody write into a view that such a
+    function returns, and Falcon and Gemma 3n write into what a linear layer returns. `y`: not used any more.
+    """
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
 def product(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
     """`frozen_linear` for use inside an autograd function, also on a plain weight."""
     if name == PLAIN:

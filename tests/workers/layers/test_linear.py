@@ -95,9 +95,11 @@ def test_a_lora_linear_is_its_formula_with_its_gradients(
     with Watching() if how == "watched" else nullcontext():
         y = adapted(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    y.mul_(2)  # Falcon and Gemma 3n write into what a layer returns
+    expected = expected * 2
     grad = torch.randn(6, 2, ROWS).transpose(0, 1)  # not contiguous
     for found, right in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=2e-5)  # fp32 sums in another order, on some processors
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=4e-5)  # fp32 sums in another order, on some processors
     assert torch.equal(x, kept)
 
 

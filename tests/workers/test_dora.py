@@ -23,8 +23,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
-def dora(base: Path, world: int, compute: str = "fp32") -> JobSpec:
-    return spec_for(base, ranks=world, lora={"r": 5, "use_dora": True}, precision={**MIXED, "compute": compute})
+WHOLE = {"ignored": [r".*(q|o|down)_proj\.weight"]}
+"""Some weights of every format, which no rank shares with another."""
+
+
+def dora(base: Path, world: int, compute: str = "fp32", distributed: dict[str, Any] | None = None) -> JobSpec:
+    lora, precision = {"r": 5, "use_dora": True}, {**MIXED, "compute": compute}
+    return spec_for(base, ranks=world, lora=lora, precision=precision, distributed=distributed or {})
 
 
 def magnitudes(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
@@ -32,11 +37,11 @@ def magnitudes(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
     return {name: full(parameter.detach()) for name, parameter in adapters(model) if "magnitude" in name}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_loss_and_every_gradient_are_those_of_peft(world: int, base: Path) -> None:
+@pytest.mark.parametrize(("world", "distributed"), [(1, {}), (2, WHOLE), (3, {})], ids=["1", "2, some whole", "3"])
+def test_loss_and_every_gradient_are_those_of_peft(world: int, distributed: dict[str, Any], base: Path) -> None:
     truth = reference_steps(base, dora(base, 1))
     assert sum("lora_magnitude_vector" in name for name in truth[0].grads) * 3 == len(truth[0].grads)
-    for ours in run_on_ranks(train_steps, world, dora(base, world)):
+    for ours in run_on_ranks(train_steps, world, dora(base, world, distributed=distributed)):
         assert_parity(ours, truth)
 
 
@@ -45,7 +50,7 @@ def test_magnitudes_begin_as_the_norms_of_the_rows_that_each_rank_holds(base: Pa
     weights = {
         plain_name(name): module.base_layer.weight for name, module in model.named_modules() if hasattr(module, "lora_A")
     }
-    for found in run_on_ranks(magnitudes, 3, dora(base, 3)):
+    for found in run_on_ranks(magnitudes, 3, dora(base, 3, distributed=WHOLE)):
         assert len(found) == len(weights)
         for name, values in found.items():
             norms = weights[name.removesuffix(".lora_magnitude_vector.default.weight")].norm(dim=1)

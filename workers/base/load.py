@@ -95,8 +95,8 @@ def load(
             weight.storage = weight.storage.float()
         _replace(weight.parameter, weight.storage, weight.places)
     for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.begin_magnitude(compute_dtype)
+        if isinstance(module, LoraLinear) and module.magnitude is not None:
+            module.begin_magnitude(compute_dtype, slice(*rows_of(module.magnitude)))
     return loaded
 
 

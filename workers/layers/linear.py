@@ -89,12 +89,16 @@ class LoraLinear(peft.tuners.lora.Linear):
         return self.lora_magnitude_vector[name].get_parameter("weight") if name in self.lora_magnitude_vector else None
 
     @torch.no_grad()
-    def begin_magnitude(self, dtype: torch.dtype) -> None:
-        """Set this rank's rows of the magnitude to the norms of its rows of the frozen weight, rounded to `dtype`, in which the
+    def begin_magnitude(self, dtype: torch.dtype, rows: slice) -> None:
+        """Set this rank's rows of the magnitude to the norms of these rows of the frozen weight, rounded to `dtype`, in which the
         layer computes: the tuned model then starts as the base."""
-        if self.magnitude is not None:
-            weight, magnitude = (_local(own) for own in (self.base_layer.weight, self.magnitude))
-            magnitude.copy_(row_norms(*_parts_of(weight), weight.shape[1]).to(dtype))
+        assert self.magnitude is not None
+        held: Any = self.base_layer.weight
+        weight = _local(held)
+        parts, stored_as = _parts_of(weight)
+        if not isinstance(held, DTensor):  # whole on every rank: `distributed.ignored`
+            parts = [part[rows] for part in parts]
+        _local(self.magnitude).copy_(row_norms(parts, stored_as, weight.shape[1]).to(dtype))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters

@@ -16,7 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from ft_service.bases.module_rules import kept_plain
 from ft_service.spec import DistributedOptions, WrapBySize
+from workers.layers.experts import FrozenExperts
+from workers.layers.linear import FrozenLinear
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,26 @@ def _by_size(model: PreTrainedModel | PeftModel, min_params: int, reshard_after_
 
 def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> list[nn.Parameter]:
     """Add to `chosen`, inner modules first. Returns the parameters that are outside all of them."""
-    # One uses its adapters' weights without calling them, the other calls what is in it for each sample.
-    whole = isinstance(module, BaseTunerLayer) or getattr(module, "by_sample", False)
+    # Two use their adapters' weights without calling them, the other calls what is in it for each sample.
+    whole = isinstance(module, BaseTunerLayer | FrozenExperts) or getattr(module, "by_sample", False)
     left = list(module.parameters(recurse=whole))
     if not whole:
-        for child in module.children():
-            left += _choose(child, min_params, tied, chosen)
-    container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward
+        for name, child in module.named_children():
+            left += list(child.parameters()) if kept_plain(name) else _choose(child, min_params, tied, chosen)
     # A group that held one place of a tied weight, and not the other, would part them.
-    if sum(p.numel() for p in left) < min_params or container or any(id(p) in tied for p in left):
+    if sum(p.numel() for p in left) < min_params or not _is_called(module) or any(id(p) in tied for p in left):
         return left
     chosen.add(id(module))
     return []
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the weights of a module are used by its own forward alone, for which FSDP2 gathers them.
+
+    Containers have no forward. A convolution's weight is given to functions that scan, and the module around others that hold
+    matrices of their own, such as routers and some experts, may use these without calling them.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    calls = isinstance(module, BaseTunerLayer | FrozenExperts | nn.Embedding) or type(module) in (nn.Linear, FrozenLinear)
+    return calls or all(p.ndim < 2 for p in module.parameters(recurse=False))

@@ -7,14 +7,15 @@ layer is gathered once for its recomputation and its backward together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from workers.layers.segments import CURRENT
@@ -75,8 +76,21 @@ def _contexts_for_compiling(costly: Costly) -> tuple[Any, Any]:
 
 
 def _contexts(costly: Costly) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    kept: deque[Any] = deque()
+    kept: deque[_Kept] = deque()
     return _Keeping(costly, kept), _Recalling(costly, kept)
+
+
+@dataclass
+class _Kept:
+    """A costly operator of a forward."""
+
+    func: Any
+    made: Any
+    """What it returned. None: something was written into that later, so that it is to be made again."""
+
+    def shares(self, memory: set[int]) -> bool:
+        """Whether what it returned lies in one of these pieces of memory (`_memory`)."""
+        return not memory.isdisjoint(map(_memory, _tensors(self.made)))
 
 
 class _Keeping(TorchDispatchMode):
@@ -86,15 +100,23 @@ class _Keeping(TorchDispatchMode):
     FSDP2's, where groups lie within a layer, since some of these are gathered still or again.
     """
 
-    def __init__(self, costly: Costly, kept: deque[Any]) -> None:
+    def __init__(self, costly: Costly, kept: deque[_Kept]) -> None:
         super().__init__()
         self._costly, self._kept = costly, kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if self._costly(func, args):
-            self._kept.append((func, tree_map(_detached, made)))
+            self._kept.append(_Kept(func, tree_map(_detached, made)))
+        elif func._schema.is_mutable:
+            self._forget(set(map(_memory, _tensors(_written(func, args, kwargs or {})))))
         return made
+
+    def _forget(self, memory: set[int]) -> None:
+        """Keep nothing that lies in memory that was written: Gemma 3n adds to what a product has returned."""
+        for own in self._kept:
+            if own.shares(memory):
+                own.made = None
 
 
 class _Recalling(_Keeping):
@@ -103,10 +125,28 @@ class _Recalling(_Keeping):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._costly(func, args):
             return func(*args, **(kwargs or {}))
-        known, made = self._kept.popleft() if self._kept else (None, None)
-        if known is not func:
-            raise RuntimeError(f"{func} is computed again where the first forward had {known}: the layer is not deterministic.")
-        return made
+        own = self._kept.popleft() if self._kept else _Kept(None, None)
+        if own.func is not func:
+            raise RuntimeError(
+                f"{func} is computed again where the first forward had {own.func}: the layer is not deterministic."
+            )
+        return func(*args, **(kwargs or {})) if own.made is None else own.made
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes into."""
+    parameters = func._schema.arguments
+    given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
+    return [given.get(parameter.name) for parameter in parameters if parameter.is_write]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tensors have in common that lie in the same memory, views or not."""
+    return tensor.untyped_storage()._cdata
 
 
 def _detached(value: Any) -> Any:

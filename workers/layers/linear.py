@@ -90,8 +90,8 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     @torch.no_grad()
     def begin_magnitude(self, dtype: torch.dtype, rows: slice) -> None:
-        """Set this rank's rows of the magnitude to the norms of these rows of the frozen weight, rounded to `dtype`, in which the
-        layer computes: the tuned model then starts as the base."""
+        """Set this rank's rows of the magnitude to the norms of these `rows` of the frozen weight, rounded to `dtype`, in which
+        the layer computes: the tuned model then starts as the base."""
         assert self.magnitude is not None
         held: Any = self.base_layer.weight
         weight = _local(held)

@@ -17,12 +17,13 @@ from ft_service.jobs import decisions
 from ft_service.jobs.states import Job, State
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
+from ft_service.store.leases import LONGEST_REST_SECONDS
 from ft_service.store.records import JobChange, NewEvent
 from ft_service.store.sql import Store
 
 CHECK_REST_SECONDS = 5.0
 """Interval at which a job is looked at while its files are checked. The end of the check ends the interval too."""
-CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, 60.0
+CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, LONGEST_REST_SECONDS
 """Pause after a check that could not be finished, doubled each time, and its limit."""
 DROP_SECONDS = 0.5
 """Interval at which checks of cancelled jobs are looked for."""
@@ -91,7 +92,7 @@ class JobValidation:
         if checked is None:
             return JobChange(job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS), None
         if checked.waits is not None:
-            rest = min(CHECK_AGAIN_SECONDS * 2 ** self._retries.get(job.id, 0), MOST_CHECK_REST_SECONDS)
+            rest = min(CHECK_AGAIN_SECONDS * 2.0 ** min(self._retries.get(job.id, 0), 10), MOST_CHECK_REST_SECONDS)
             waits = NewEvent(level="warn", message=f"The job waits. {checked.waits}")
             events = [waits] if job.pending is None else []
             return JobChange(job=replace(job, pending=checked.waits), events=events, rest_seconds=rest), checked

@@ -170,7 +170,7 @@ def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: flo
     if job.state is not claim.job.state:  # act on the new state at once
         values["looked_at"] = 0.0
     elif rest_seconds:
-        values["looked_at"] = claim.now + rest_seconds
+        values["looked_at"] = claim.now + min(rest_seconds, LONGEST_REST_SECONDS)
     guard = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token, jobs.c.version == claim.job.version)
     return connection.execute(update(jobs).where(*guard).values(values)).rowcount == 1
 

@@ -229,7 +229,8 @@ class JobChange:
     release_slots: bool = False
     """Whether the job's slots, or its seat, become free."""
     rest_seconds: float = 0.0
-    """How long the job need not be looked at, unless it changes or `look_again` is called."""
+    """How long the job need not be looked at, unless it changes or `look_again` is called; at most LONGEST_REST_SECONDS of
+    leases.py."""
 
 
 UPLOAD_PREFIX = "upload_"

@@ -12,9 +12,9 @@ import pytest
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.control import job_validation
-from ft_service.control.checks.data_checks import check_data
+from ft_service.control.checks.data_checks import Checked, check_data
 from ft_service.data.tokens.token_cache import Recording, unkept
-from ft_service.jobs.states import State
+from ft_service.jobs.states import Job, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef
@@ -61,6 +61,25 @@ def test_a_job_waits_until_its_tokens_can_be_stored(tmp_path: Path, store: Store
         (tmp_path / "tokens").unlink()
         job = step_until(reconciler, store, State.RUNNING)
         assert job.pending is None
+    finally:
+        reconciler.close()
+
+
+def test_a_check_that_never_ends_well_costs_others_no_turn(tmp_path: Path, store: Store) -> None:
+    checks = []
+
+    def check(job: Job, *_: object) -> Checked:
+        checks.append(job.id)
+        return Checked(waits="There is no room.") if job.id == "ftjob-1" else Checked()
+
+    add_job(store)
+    reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=check)
+    try:
+        reconciler._validation._retries["ftjob-1"] = 2_000
+        wait_for(lambda: reconciler.step() and get(store).pending)
+        add_job(store, "ftjob-2")
+        assert step_until(reconciler, store, State.RUNNING, job_id="ftjob-2").id == "ftjob-2"
+        assert checks == ["ftjob-1", "ftjob-2"]
     finally:
         reconciler.close()
 

@@ -62,6 +62,14 @@ def test_a_job_that_is_left_alone_for_a_moment_is(store):
     assert look(store, idle_seconds=0.0) is None
 
 
+def test_a_job_that_is_left_alone_for_too_long_does_not_come_before_all_others(store):
+    """As one that was written before the clock was set back does."""
+    create_job(store, new_job(state=State.VALIDATING))
+    found = claim(store)
+    assert store.leases.apply(found, JobChange(job=found.job, rest_seconds=3600.0))
+    assert look(store, idle_seconds=0.0) is None
+
+
 @HOURS
 def test_a_lease_of_a_reconciler_that_is_gone_is_over(store, hours):
     create_job(store, new_job(state=State.RUNNING, phase=Phase.TRAINING, host="h1", attempt=1))

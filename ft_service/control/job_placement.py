@@ -15,7 +15,7 @@ from ft_service.jobs.queue import choose_closing, choose_preempted, choose_slots
 from ft_service.jobs.queue_snapshot import ExpectedStart, Host, QueueSnapshot
 from ft_service.jobs.states import Job
 from ft_service.launcher.protocol import Launcher
-from ft_service.store.queue import HOST_SECONDS
+from ft_service.store.leases import HOST_SECONDS
 from ft_service.store.records import Claim, JobChange, NewEngine, NewEvent
 from ft_service.store.sql import Store
 

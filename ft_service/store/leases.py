@@ -7,7 +7,21 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
@@ -30,6 +44,8 @@ LONGEST_LEASE_SECONDS = 120.0
 """Upper bound of every lease."""
 LONGEST_REST_SECONDS = 15.0
 """Upper bound of how far `looked_at` lies ahead, since a job may be left alone for a moment."""
+HOST_SECONDS = 60.0
+"""Time after its last announcement for which a host counts."""
 
 _LOOKED_AHEAD = jobs.c.looked_at > database_time() + LONGEST_REST_SECONDS
 _CLAIMABLE = and_(
@@ -39,7 +55,21 @@ _CLAIMABLE = and_(
 _MINE = and_(NEEDS_ATTENTION, _CLAIMABLE)
 _IDLE = jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double)
 DUE = and_(QUEUED, _CLAIMABLE, is_over(jobs.c.not_before, LONGEST_WAIT_SECONDS), jobs.c.slots <= bindparam("host_slots"))
-_TOO_LARGE = and_(QUEUED, _CLAIMABLE, jobs.c.slots > bindparam("host_slots"), jobs.c.pending.is_(None))
+_HAS_LARGER_HOST = (
+    exists()
+    .where(jobs.c.host.is_(None), hosts.c.slots >= jobs.c.slots)
+    .where(hosts.c.seen_at.between(database_time() - HOST_SECONDS, database_time() + HOST_SECONDS))
+    .correlate(jobs)
+)
+# A job in its back-off is not due: what is decided for it changes nothing, and it would be claimed again at once.
+_TOO_LARGE = and_(
+    QUEUED,
+    _CLAIMABLE,
+    is_over(jobs.c.not_before, LONGEST_WAIT_SECONDS),
+    jobs.c.slots > bindparam("host_slots"),
+    jobs.c.pending.is_(None),
+    ~_HAS_LARGER_HOST,
+)
 _NOW = select(database_time())
 _FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
 
@@ -96,7 +126,8 @@ class LeaseStore(StorePart):
         return self._claim(_CLAIM_QUEUED, **values, job_id=job_id)
 
     def claim_too_large(self, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
-        """Claim a queued job that needs more slots than the host has, and does not say so yet."""
+        """Claim a due job that needs more slots than the host has, and than any other that may start it, and does not say so
+        yet."""
         values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds}
         return self._claim(_CLAIM_TOO_LARGE, **values, host_slots=host_slots)
 

@@ -26,14 +26,12 @@ from ft_service.jobs.queue_snapshot import (
 from ft_service.jobs.states import ALONE, Phase, State
 from ft_service.rundir.engine import SeatSize
 from ft_service.store.database import StorePart, database_time, upsert
-from ft_service.store.leases import DUE
+from ft_service.store.leases import DUE, HOST_SECONDS
 from ft_service.store.rows import seat_of, shapes_of
 from ft_service.store.tables import LIVE, MEASURED, NEEDS_ATTENTION, QUEUED, SEATED, engines, hosts, jobs, projects, slots
 
 OF_EACH_PROJECT = 16
 """Waiting jobs of a project that a reconciler's turn reads: one to start, and others for slots that it cannot use."""
-HOST_SECONDS = 60.0
-"""Time after its last announcement for which a host counts."""
 _MEASURED_JOBS = 200
 """Number of newest jobs from which durations of others are estimated."""
 

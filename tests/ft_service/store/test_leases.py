@@ -374,6 +374,21 @@ def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
     assert placed(later.job, "h1").pending is None
 
 
+@pytest.mark.parametrize(("elsewhere", "own_host", "told"), [(3, None, True), (4, None, False), (4, "h1", True)])
+def test_a_job_is_told_that_it_is_too_large_if_no_host_has_room_for_it(store, elsewhere, own_host, told):
+    create_job(store, new_job(state=State.QUEUED, slots=4, host=own_host))
+    store.queue.announce_host("h1", 2)
+    store.queue.announce_host("h2", elsewhere)
+    claimed = store.leases.claim_too_large(host="h1", owner="test", lease_seconds=60.0, host_slots=2)
+    assert (claimed is not None) is told
+
+
+def test_a_job_in_its_back_off_is_not_claimed_as_too_large(store):
+    """It would be claimed again at once, in the place of all jobs that may start."""
+    create_job(store, new_job(state=State.QUEUED, slots=4, not_before=store.now() + 100))
+    assert store.leases.claim_too_large(host="h1", owner="test", lease_seconds=60.0, host_slots=2) is None
+
+
 def test_a_host_that_is_renamed_keeps_its_jobs_slots_and_engines(store):
     running = create_job(store, new_job(state=State.QUEUED, slots=2))
     place(store, running, [0, 1], host="old")

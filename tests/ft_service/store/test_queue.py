@@ -11,7 +11,8 @@ from ft_service.jobs.estimates import Paces
 from ft_service.jobs.queue import next_start
 from ft_service.jobs.queue_snapshot import HALF_LIFE_SECONDS, Host
 from ft_service.jobs.states import State
-from ft_service.store.queue import HOST_SECONDS, OF_EACH_PROJECT
+from ft_service.store.leases import HOST_SECONDS
+from ft_service.store.queue import OF_EACH_PROJECT
 from ft_service.store.records import JobChange
 from ft_service.store.tables import jobs
 from tests.support.creating import create_job

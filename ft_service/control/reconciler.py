@@ -133,7 +133,7 @@ class Reconciler:
         self._validation = JobValidation(
             store, places, self.wake, options.check, options.admission, shares_adapters=not options.engines.mounts
         )
-        self._queue_first = False
+        self._queue_first = self._new_first = False
         self._orphan_count = Interval(COUNT_SECONDS)
         self._failed_turns: dict[str, int] = {}
         """Job → number of its turns that failed in a row."""
@@ -241,18 +241,21 @@ class Reconciler:
             self._meters.count_orphans(self._launcher.host, len(find_orphans(self._store, self._launcher)))
 
     def _claim(self) -> tuple[Claim, ExpectedStart | None] | None:
-        """The next active or queued job; the two kinds come first in turn, so that neither keeps the other waiting."""
+        """The next active or queued job; the two kinds come first in turn, and so do new and running jobs among the active
+        ones, so that none keeps the others waiting."""
         self._queue_first = not self._queue_first
         if self._queue_first:
             return self._placement.claim() or self._claim_active()
         return self._claim_active() or self._placement.claim()
 
     def _claim_active(self) -> tuple[Claim, None] | None:
+        self._new_first = not self._new_first
         claim = self._store.leases.claim(
             host=self._launcher.host,
             owner=self._owner,
             lease_seconds=self._lease_seconds,
             idle_seconds=self._options.idle_seconds,
+            new_first=self._new_first,
         )
         return (claim, None) if claim else None
 

@@ -91,16 +91,18 @@ def _claim_first(candidates: Sequence[Select[tuple[str]]], *still: ColumnElement
     )
 
 
+def _claim_active(*kinds: ColumnElement[bool]) -> ReturningUpdate[Any]:
+    """Claim a job that may need attention: of the first of these kinds that has one which is due."""
+    # `looked_at` in the future: the clock was set back since. Queries of their own, so that an index serves each.
+    ahead = select(jobs.c.id).where(_MINE, _LOOKED_AHEAD).order_by(jobs.c.looked_at)
+    due = [select(jobs.c.id).where(_MINE, _IDLE, kind).order_by(jobs.c.looked_at) for kind in kinds]
+    return _claim_first([ahead, *due], _MINE, or_(_IDLE, _LOOKED_AHEAD))
+
+
 # Built once: building such a statement takes longer than running it.
-_CLAIM = _claim_first(
-    [
-        # `looked_at` in the future: the clock was set back since. A query of its own, so that an index serves both.
-        select(jobs.c.id).where(_MINE, _LOOKED_AHEAD).order_by(jobs.c.looked_at),
-        select(jobs.c.id).where(_MINE, _IDLE).order_by(jobs.c.looked_at),
-    ],
-    _MINE,
-    or_(_IDLE, _LOOKED_AHEAD),
-)
+_HAS_PROCESSES = jobs.c.phase.is_not(None)
+_CLAIM = _claim_active(_HAS_PROCESSES, ~_HAS_PROCESSES)
+_CLAIM_NEW_FIRST = _claim_active(~_HAS_PROCESSES, _HAS_PROCESSES)
 _CLAIM_QUEUED = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], DUE)
 _CLAIM_TOO_LARGE = _claim_first(
     [select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position)], _TOO_LARGE
@@ -110,15 +112,19 @@ _CLAIM_TOO_LARGE = _claim_first(
 class LeaseStore(StorePart):
     """Claims of jobs, changes under them, and slots."""
 
-    def claim(self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float) -> Claim | None:
+    def claim(
+        self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float, new_first: bool = False
+    ) -> Claim | None:
         """Claim one job that may need attention: one compare-and-set statement.
 
         Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is
-        free or has expired; not looked at for `idle_seconds` (a request or a change of state resets that). The one looked at
-        longest ago is taken. A time further ahead than any that is written was stored before the clock was set back, and counts
+        free or has expired; not looked at for `idle_seconds` (a request or a change of state resets that). One that is running
+        or stopping is taken before one that is being validated, with `new_first` after it; of several the one looked at longest
+        ago. A time further ahead than any that is written was stored before the clock was set back, and counts
         as past. None may also mean that another process claimed the job in the same moment.
         """
-        return self._claim(_CLAIM, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
+        statement = _CLAIM_NEW_FIRST if new_first else _CLAIM
+        return self._claim(statement, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
 
     def claim_queued(self, job_id: str, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
         """Claim a queued job that the queue has chosen. None if it is not due any more, or another process has claimed it."""

@@ -123,6 +123,22 @@ def test_the_job_looked_at_longest_ago_comes_first(store):
     assert seen[3:] == seen[:3]
 
 
+def test_new_jobs_and_running_ones_do_not_keep_each_other_waiting(store):
+    """However many are new: each of those has never been looked at."""
+    new, running = (
+        create_job(store, new_job(**values))
+        for values in ({}, {"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h1", "attempt": 1})
+    )
+    with store.writing() as connection:
+        connection.execute(jobs.update().where(jobs.c.id == running.id).values(looked_at=store.now() - 1))
+    for first, new_first in ((running, False), (new, True), (new, False)):
+        claimed = store.leases.claim(host="h1", owner="t", lease_seconds=60, idle_seconds=0.5, new_first=new_first)
+        assert claimed is not None
+        assert claimed.job.id == first.id
+        assert store.leases.apply(claimed, JobChange(job=claimed.job))
+        store.leases.look_again(new.id)
+
+
 def test_a_released_job_frees_its_own_slots_and_no_others(store):
     first = place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1])
     second = place(store, create_job(store, new_job(state=State.QUEUED, slots=1)), [2])
@@ -309,6 +325,7 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
         (queue._PROJECTS, "ix_jobs_queue_of_project", {}),
         (queue._MEASURED, "ix_jobs_measured", {}),
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
+        (leases._CLAIM_NEW_FIRST, "ix_jobs_attention", {"idle_seconds": 0.5}),
         (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
     ],
 )

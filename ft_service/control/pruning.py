@@ -86,9 +86,9 @@ class _Needed:
 
     @classmethod
     def now(cls, store: Store, settings: Settings) -> _Needed:
-        parents = [job.spec.parent for job in store.jobs.unfinished_jobs()]
-        paths = frozenset(str(_run_root(Path(parent.path), settings)) for parent in parents if parent)
-        return cls(frozenset(parent.job_id for parent in parents if parent), paths)
+        parents = store.jobs.adapters_to_continue()
+        paths = frozenset(str(_run_root(Path(path), settings)) for _, path in parents)
+        return cls(frozenset(job_id for job_id, _ in parents), paths)
 
 
 def plan_pruning(

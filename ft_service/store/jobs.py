@@ -295,10 +295,13 @@ class JobStore(StorePart):
                 found += [to_job(row) for row in connection.execute(query).mappings()]
         return found
 
-    def unfinished_jobs(self) -> list[Job]:
-        """Jobs of all projects that are not over, or still stopping."""
+    def adapters_to_continue(self) -> list[tuple[str, str]]:
+        """Job and path of each adapter that jobs of all projects continue from which are not over, or still stopping. Specs are
+        not parsed: thousands of jobs may wait."""
+        parent = jobs.c.spec["parent"]
+        query = select(parent["job_id"].as_string(), parent["path"].as_string()).where(UNFINISHED)
         with self._database.reading() as connection:
-            return [to_job(row) for row in connection.execute(select(*JOB).where(UNFINISHED)).mappings()]
+            return [(job_id, path) for job_id, path in connection.execute(query).all() if job_id is not None]
 
     def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint:
         query = select(*CHECKPOINT).where(checkpoints.c.id == checkpoint_id, checkpoints.c.project_id == project_id)

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from ft_service.control import tuned_models
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.user_actions import Verb
-from ft_service.spec import StoredSpec
+from ft_service.spec import AdapterRef, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, Principal
 from ft_service.store.sql import Store
@@ -24,7 +24,8 @@ from tests.support.records import PROJECT, claim, new_job
 @pytest.fixture
 def unreadable(store: Store) -> Job:
     """A job as a version left it whose option `lora.gone` is no more."""
-    spec = StoredSpec.of(spec_of("ftjob-7", tuned_name="ft:tiny:local::7"))
+    parent = AdapterRef(name="ft:tiny:local::6", job_id="ftjob-6", path="/runs/ftjob-6/adapter")
+    spec = StoredSpec.of(spec_of("ftjob-7", tuned_name="ft:tiny:local::7", parent=parent))
     job = create_job(store, new_job(stored_spec=spec, id="ftjob-7"))
     document = job.stored_spec.document
     document = {**document, "lora": {**document["lora"], "gone": True}}
@@ -37,10 +38,17 @@ def test_it_is_listed_claimed_and_cancelled(store: Store, unreadable: Job) -> No
     with pytest.raises(ValidationError, match="gone"):
         _ = unreadable.spec
     assert [job.id for job in store.jobs.list_jobs(PROJECT).data] == [unreadable.id]
-    assert store.jobs.unfinished_jobs() == store.jobs.jobs_by_id([unreadable.id]) == [unreadable]
+    assert store.jobs.jobs_by_id([unreadable.id]) == [unreadable]
     claimed = claim(store)
     assert store.leases.apply(claimed, JobChange(job=claimed.job))
     assert store.jobs.request(PROJECT, unreadable.id, Verb.CANCEL).state is State.CANCELLED
+
+
+def test_what_it_continues_is_kept_until_it_is_over(store: Store, unreadable: Job) -> None:
+    create_job(store, new_job())
+    assert store.jobs.adapters_to_continue() == [("ftjob-6", "/runs/ftjob-6/adapter")]
+    store.jobs.request(PROJECT, unreadable.id, Verb.CANCEL)
+    assert store.jobs.adapters_to_continue() == []
 
 
 def test_its_model_is_still_found(store: Store, unreadable: Job, tmp_path: Path) -> None:

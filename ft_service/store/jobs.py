@@ -48,7 +48,17 @@ from ft_service.store.rows import (
     to_event,
     to_job,
 )
-from ft_service.store.tables import UNFINISHED, WAITING, checkpoints, events, integrations, job_metadata, jobs, projects
+from ft_service.store.tables import (
+    NEEDS_ATTENTION,
+    UNFINISHED,
+    WAITING,
+    checkpoints,
+    events,
+    integrations,
+    job_metadata,
+    jobs,
+    projects,
+)
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import lock_project
 from ft_service.store.webhooks import announce
@@ -87,6 +97,13 @@ def _has_key(key: str) -> ColumnElement[bool]:
     """Condition: the job's metadata have this key."""
     pair = job_metadata.alias()
     return exists().where(pair.c.job_position == jobs.c.position, pair.c.key == key)
+
+
+def _running_on(condition: ColumnElement[bool]) -> Select[Any]:
+    """Jobs of all projects that run and are to run on. A running job needs attention, of which an index knows: without that
+    every job that ever was would be read."""
+    running = jobs.c.state == State.RUNNING.value, jobs.c.desired == Desired.RUN.value
+    return select(*JOB).where(NEEDS_ATTENTION, *running, condition)
 
 
 class JobStore(StorePart):
@@ -151,16 +168,14 @@ class JobStore(StorePart):
 
     def running_with(self, metadata_key: str) -> list[Job]:
         """Jobs of all projects that run and are to run on, and whose metadata have a key."""
-        running = jobs.c.state == State.RUNNING.value, jobs.c.desired == Desired.RUN.value, _has_key(metadata_key)
         with self._database.reading() as connection:
-            return [to_job(row) for row in connection.execute(select(*JOB).where(*running)).mappings()]
+            return [to_job(row) for row in connection.execute(_running_on(_has_key(metadata_key))).mappings()]
 
     def running_with_method(self, method: str) -> list[Job]:
         """Jobs of all projects that run and are to run on, and have this method."""
-        running = jobs.c.state == State.RUNNING.value, jobs.c.desired == Desired.RUN.value
         has_method = jobs.c.request["method"]["type"].as_string() == method
         with self._database.reading() as connection:
-            return [to_job(row) for row in connection.execute(select(*JOB).where(*running, has_method)).mappings()]
+            return [to_job(row) for row in connection.execute(_running_on(has_method)).mappings()]
 
     def request(
         self,

@@ -19,7 +19,7 @@ from ft_service.data.tool_call_parser import CallFormat
 from ft_service.errors import SpecError
 from ft_service.graders.grading import GraderContext
 from ft_service.graders.limits import GraderLimits
-from ft_service.jobs.states import Desired, Job, State
+from ft_service.jobs.states import Desired, Job, Phase, State
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
@@ -87,7 +87,8 @@ class Place:
     def job(self) -> Job:
         request = {"method": {"type": "reinforcement"}}
         spec = StoredSpec.of(self.spec)
-        return new_job(id=self.spec.job_id, project_id=PROJECT, request=request, stored_spec=spec, state=State.RUNNING, slots=1)
+        running = {"state": State.RUNNING, "phase": Phase.TRAINING}
+        return new_job(id=self.spec.job_id, project_id=PROJECT, request=request, stored_spec=spec, slots=1, **running)
 
     @property
     def schedule(self) -> RolloutSchedule:

@@ -22,7 +22,7 @@ from ft_service.control.tinker_models import (
     pause_idle,
 )
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, State
+from ft_service.jobs.states import Job, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired
 from ft_service.spec import StoredSpec
@@ -64,7 +64,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
     store, places, job_id = new_store(tmp_path), Places(tmp_path), job_id_of(MODEL)
     request = {"model": "tiny", "metadata": {MODEL_KEY: MODEL, SESSION_KEY: session_of(MODEL)}}
     spec = StoredSpec.of(spec_of(job_id, training_data=None))
-    new = new_job(id=job_id, project_id=PROJECT, request=request, stored_spec=spec, state=State.RUNNING)
+    running = {"state": State.RUNNING, "phase": Phase.TRAINING}
+    new = new_job(id=job_id, project_id=PROJECT, request=request, stored_spec=spec, **running)
     place = Place(store, places, create_job(store, new), CommandLog(places.run(job_id)))
     for seq, op in enumerate(("create_model", "forward_backward", "optim_step")):
         place.log.put(Command(seq, op))

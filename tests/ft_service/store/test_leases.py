@@ -13,6 +13,7 @@ from ft_service.jobs.estimates import Paces
 from ft_service.jobs.states import Ended, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired, Exit, ExitReason
+from ft_service.store import jobs as jobs_of_users
 from ft_service.store import leases, queue
 from ft_service.store.records import Claim, JobChange, NewEvent
 from ft_service.store.tables import checkpoints, events, files, jobs, slots
@@ -327,6 +328,7 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
         (leases._CLAIM_NEW_FIRST, "ix_jobs_attention", {"idle_seconds": 0.5}),
         (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
+        (jobs_of_users._running_on(jobs_of_users._has_key("k")), "ix_jobs_attention", {}),
     ],
 )
 def test_claims_go_by_their_index(store, store_url, statement, index, values):

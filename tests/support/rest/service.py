@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from sqlalchemy import text
 
 from ft_service.ids import new_id
-from ft_service.jobs.states import Job, State
+from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.events import Metrics
@@ -100,7 +100,8 @@ def put_state(store: Store, job_id: str, state: State) -> None:
     claim = store.leases.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claim is not None
     assert claim.job.id == job_id
-    assert store.leases.apply(claim, JobChange(job=replace(claim.job, state=state, attempt=1, host="h")))
+    phase = Phase.TRAINING if state is State.RUNNING else None
+    assert store.leases.apply(claim, JobChange(job=replace(claim.job, state=state, phase=phase, attempt=1, host="h")))
 
 
 def run_dir(service: Service, job_id: str) -> RunDir:

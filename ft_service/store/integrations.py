@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import and_, exists, insert, or_, select, update
+from sqlalchemy import and_, exists, or_, select, update
 
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.events import Metrics
 from ft_service.store.database import StorePart, database_time, is_over
 from ft_service.store.records import JobIntegration, NewEvent
-from ft_service.store.rows import JOB, columns_of, event_row, to_job, to_metrics
+from ft_service.store.rows import JOB, columns_of, insert_events, to_job, to_metrics
 from ft_service.store.tables import UNDELIVERED, events, integrations, jobs
 
 WRITTEN_BY_JOBS = ("tensorboard",)
@@ -95,8 +95,7 @@ class IntegrationStore(StorePart):
                 return False
             if new_events:
                 job = to_job(connection.execute(select(*JOB).where(jobs.c.id == integration.job_id)).mappings().one())
-                now = connection.scalars(select(database_time())).one()
-                connection.execute(insert(events), [event_row(event, job, now) for event in new_events])
+                insert_events(connection, job, new_events)
             return True
 
 

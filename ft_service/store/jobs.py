@@ -41,6 +41,7 @@ from ft_service.store.rows import (
     changed_job_row,
     cursor,
     event_row,
+    insert_events,
     new_job_row,
     not_found,
     page,
@@ -272,8 +273,7 @@ class JobStore(StorePart):
     def add_events(self, job: Job, new: Sequence[NewEvent]) -> None:
         """Add events of the service itself to a job in any state."""
         with self._database.writing() as connection:
-            now = connection.scalars(select(database_time())).one()
-            connection.execute(insert(events), [event_row(event, job, now) for event in new])
+            insert_events(connection, job, new)
 
     def list_checkpoints(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, insert, select
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -121,6 +121,15 @@ def event_row(event: NewEvent, job: Job, now: float) -> dict[str, Any]:
         "message": event.message,
         "metrics": _metrics(event.metrics),
     }
+
+
+def insert_events(connection: Connection, job: Job, new: Sequence[NewEvent]) -> None:
+    """Store the service's own events of a job, whose row is locked until the end of the transaction, as by all who store
+    events: on PostgreSQL an event's position is given before its transaction ends, and who follows a job's events would never
+    see one that becomes visible behind a later one."""
+    connection.execute(select(jobs.c.id).where(jobs.c.id == job.id).with_for_update(key_share=True))
+    now = connection.scalars(select(database_time())).one()
+    connection.execute(insert(events), [event_row(event, job, now) for event in new])
 
 
 def not_found(noun: str, row_id: str) -> NotFoundError:

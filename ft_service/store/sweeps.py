@@ -14,7 +14,7 @@ from ft_service.jobs.user_actions import Verb
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.jobs import ASKED, MAX_TRIES, create, write_job
 from ft_service.store.records import NewEvent, NewJob, NewSweep, Page, Sweep
-from ft_service.store.rows import JOB, Listing, columns_of, event_row, not_found, page, to_job
+from ft_service.store.rows import JOB, Listing, columns_of, event_row, insert_events, not_found, page, to_job
 from ft_service.store.tables import UNFINISHED_SWEEP, deleted_models, events, jobs, sweeps
 from ft_service.store.tenants.audit import record
 from ft_service.store.webhooks import announce
@@ -89,8 +89,7 @@ class SweepStore(StorePart):
             if connection.execute(statement.values(**values)).rowcount == 0:
                 return False
             if best is not None:
-                now = connection.scalars(_NOW).one()
-                connection.execute(insert(events), event_row(NewEvent(level="info", message=message), best, now))
+                insert_events(connection, best, [NewEvent(level="info", message=message)])
         return True
 
     def cancel_sweep(self, project_id: str, sweep_id: str, succeeded: Mapping[str, int] | None = None) -> Sweep:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import pytest
+from sqlalchemy import event, select
 
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -16,6 +17,8 @@ from ft_service.rundir.documents import Desired
 from ft_service.rundir.engine import SeatSize
 from ft_service.rundir.events import Metrics
 from ft_service.store.records import JobChange, NewEvent, NewJob
+from ft_service.store.sql import open_store
+from ft_service.store.tables import jobs
 from tests.support.creating import create_job
 from tests.support.records import OTHER, PROJECT, claim, new_checkpoint, new_job, place
 
@@ -242,6 +245,25 @@ def test_events_newest_first_and_latest_metrics(store):
     assert [event.message for event in rest.data][:3] == ["Step 3", "Step 2", "Step 1"]
     assert not rest.has_more
     assert store.jobs.latest_metrics(job.id) == Metrics(step=5, total_steps=9)
+
+
+def test_who_adds_an_event_to_a_job_holds_its_row(emptied_postgres_url):
+    """Else one that is stored in the same moment could become visible first, and a follower would never see this one."""
+    store = open_store(emptied_postgres_url)
+    store.projects.ensure_project(PROJECT, "acme")
+    job = create_job(store, new_job())
+    held = []
+
+    def probe(connection, cursor, statement, *_):
+        if statement.startswith("INSERT INTO events"):
+            with store._engine.connect() as another:
+                row = select(jobs.c.id).where(jobs.c.id == job.id).with_for_update(key_share=True, skip_locked=True)
+                held.append(another.execute(row).one_or_none() is None)
+
+    event.listen(store._engine, "before_cursor_execute", probe)
+    store.jobs.add_events(job, [NewEvent(level="info", message="told")])
+    assert held == [True]
+    store.close()
 
 
 def test_the_latest_validation_is_found_behind_steps_without_one(store):

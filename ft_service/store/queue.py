@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, bindparam, func, literal_column, or_, select
 
@@ -46,7 +47,7 @@ _WAITING = [
 ]
 
 
-def _projects_in_queue() -> Select[tuple[str | None]]:
+def _projects_in_queue() -> Select[Any]:
     """Return a query of the projects with queued jobs. Each takes one step in the index, whatever the number of its jobs."""
     first = select(func.min(jobs.c.project_id).label("project")).where(QUEUED).cte("waiting", recursive=True)
     following = select(func.min(jobs.c.project_id)).where(QUEUED, jobs.c.project_id > first.c.project).scalar_subquery()
@@ -57,7 +58,7 @@ def _projects_in_queue() -> Select[tuple[str | None]]:
 _PROJECTS = _projects_in_queue()
 _FIRST_OF_PROJECT = (
     select(*_WAITING, *_EFFORT)
-    .where(DUE, jobs.c.project_id == bindparam("of_project"))
+    .where(DUE, jobs.c.project_id == bindparam("of_project"), jobs.c.slots <= bindparam("project_slots"))
     .order_by(jobs.c.priority.desc(), jobs.c.position)
     .limit(OF_EACH_PROJECT)
 )
@@ -127,14 +128,19 @@ class QueueStore(StorePart):
             connection.execute(statement.on_conflict_do_update(index_elements=["host"], set_=row))
 
     def snapshot_for(self, name: str, host: Host, paces: Paces, *, new_engines: bool = False) -> QueueSnapshot:
-        """Return the first due jobs of each project that may start on a host and are not claimed. `new_engines`: whether jobs
-        may start engines there, and join them."""
+        """Return the first due jobs of each project that may start on a host and are not claimed; without those that need more
+        slots than their project may have, which would hide the jobs behind them. `new_engines`: whether jobs may start engines
+        there, and join them."""
         values = {"for_host": name, "host_slots": host.slots}
         waiting: list[QueuedJob] = []
         with self._database.reading() as connection:
             now, running, shares, live = _read_running(connection)
+            sharing = {engine.sharing.project for engine in live}  # whose jobs may need no slots
             for project in connection.scalars(_PROJECTS).all():
-                rows = connection.execute(_FIRST_OF_PROJECT, {**values, "of_project": project}).mappings()
+                share = None if project in sharing else shares.get(project)
+                limit = share and share.max_slots
+                of_project = {"of_project": project, "project_slots": host.slots if limit is None else limit}
+                rows = connection.execute(_FIRST_OF_PROJECT, {**values, **of_project}).mappings()
                 waiting += [_waiting(row, paces) for row in rows]
             if new_engines and any(job.sharing is not None for job in waiting):
                 waiting = _with_company(connection, waiting)

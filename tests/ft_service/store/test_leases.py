@@ -322,7 +322,7 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
 @pytest.mark.parametrize(
     ("statement", "index", "values"),
     [
-        (queue._FIRST_OF_PROJECT, "ix_jobs_queue", {"of_project": "p1", "host_slots": 8}),
+        (queue._FIRST_OF_PROJECT, "ix_jobs_queue", {"of_project": "p1", "host_slots": 8, "project_slots": 8}),
         (queue._PROJECTS, "ix_jobs_queue_of_project", {}),
         (queue._MEASURED, "ix_jobs_measured", {}),
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),

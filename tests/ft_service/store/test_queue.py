@@ -86,6 +86,16 @@ def test_a_turn_reads_the_first_jobs_of_each_project_and_the_forecast_all(store)
     assert whole.hosts == {"h1": Host(slots=4)}
 
 
+def test_jobs_that_their_project_may_not_start_any_more_hide_none_behind_them(store):
+    for _ in range(OF_EACH_PROJECT):
+        create_job(store, new_job(state=State.QUEUED, slots=4))
+    small = create_job(store, new_job(state=State.QUEUED, slots=2))
+    store.projects.update_project(PROJECT, limits={"max_slots": 2})
+    claimed = claim_next(store)
+    assert claimed is not None
+    assert claimed.job.id == small.id
+
+
 def test_finished_jobs_tell_how_long_others_take(store):
     spec = replace(new_job().stored_spec, document={"model": {"name": "tiny"}})
     done = new_job(

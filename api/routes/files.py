@@ -24,7 +24,7 @@ from api.wire.data_views import FileCheckView, SamplesView, StatisticsView, file
 from api.wire.views import DeletedView, FileView, ListView, list_view
 from ft_service.control.checks.file_checks import FileCheck
 from ft_service.control.checks.file_views import fetched, file_samples, file_statistics
-from ft_service.control.housekeeping import free
+from ft_service.control.housekeeping import free, remove_unrecorded
 from ft_service.data.formats.detect_format import refuse_no_data_file
 from ft_service.data.sample_request import MOST_LINES, RecordRange
 from ft_service.data.statistics import Measure
@@ -109,7 +109,7 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Re
         services.places.keep(new.id)
         return FileView.of(services.store.files.add_file(new, seconds=seconds))
     except BaseException:
-        services.places.remove(new.id)
+        remove_unrecorded(services.places, services.store, new.id)
         raise
 
 

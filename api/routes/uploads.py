@@ -21,6 +21,7 @@ from api.http.threads import in_thread
 from api.routes.files import ExpiresAfter, require_data_file
 from api.transfer.multipart import TEMPORARY_PREFIX, ReceivedFile, clean_filename, keep, received, sync_folder
 from api.wire.views import FileView, UploadPartView, UploadView
+from ft_service.control.housekeeping import remove_unrecorded
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
@@ -161,7 +162,7 @@ def _complete(upload: Upload, request: CompleteRequest, services: Services) -> U
         services.places.keep(file.id)
         done = services.store.uploads.complete_upload(upload.project_id, upload.id, request.part_ids, file)
     except BaseException:
-        services.places.remove(file.id)
+        remove_unrecorded(services.places, services.store, file.id)
         raise
     if done.file_id != file.id:  # the same request arrived twice at once, and the other one was faster
         services.places.remove(file.id)

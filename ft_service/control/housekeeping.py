@@ -15,6 +15,7 @@ from ft_service.control.job_placement import Interval
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
 from ft_service.engines.engine_directory import PREFIX, EngineDirectory
+from ft_service.errors import UnavailableError
 from ft_service.host.loops import every, log_errors
 from ft_service.logs import fields
 from ft_service.meters import Meters
@@ -95,6 +96,18 @@ def free(places: Places, store: Store, file_ids: Sequence[str]) -> bool:
             freed.append(file_id)
     store.files.mark_freed(freed)
     return bool(freed)
+
+
+def remove_unrecorded(places: Places, store: Store, file_id: str) -> None:
+    """Remove the bytes of a file whose record could not be stored. They stay if it was stored all the same, since the
+    connection was lost behind the commit; and, for `ft prune`, if the database cannot say."""
+    try:
+        recorded = file_id in store.files.find_files([file_id])
+    except UnavailableError:
+        log.warning("it is not known whether the file %s was stored; its bytes stay", file_id)
+        return
+    if not recorded:
+        places.remove(file_id)
 
 
 def _remove_parts(settings: Settings, store: Store) -> None:

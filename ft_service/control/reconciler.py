@@ -19,6 +19,7 @@ from typing import Protocol, assert_never
 
 from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check
+from ft_service.control.housekeeping import remove_unrecorded
 from ft_service.control.ingest import Intake, collect_result, note_event, read_report, result_seen
 from ft_service.control.job_placement import Interval, JobPlacement, PlacementRules
 from ft_service.control.job_trace import ended_parts
@@ -359,10 +360,14 @@ class Reconciler:
         job, files = action.job, []
         if job.state is State.SUCCEEDED:
             job, files = collect_result(turn.run, job, self._places)
-        if not self._apply(turn, JobChange(job=job, events=_events(action), files=files, release_slots=action.release)):
-            for file in files:
-                self._places.remove(file.id)
-        elif action.release:
+        applied = False
+        try:
+            change = JobChange(job=job, events=_events(action), files=files, release_slots=action.release)
+            applied = self._apply(turn, change)
+        finally:
+            for file in files if not applied else ():
+                remove_unrecorded(self._places, self._store, file.id)
+        if applied and action.release:
             reason = reasons.reason_of(seen.exit) if isinstance(seen, Ended) else None
             self._meters.attempts_ended.labels(reason.value if reason else "stopped").inc()
             self._launcher.clean(turn.attempt)

@@ -236,6 +236,23 @@ def test_a_file_whose_record_cannot_be_stored_leaves_nothing(
     assert stored(service) == []
 
 
+def test_a_file_whose_record_was_stored_although_the_connection_was_lost_keeps_its_contents(
+    service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_file = service.store.files.add_file
+
+    def lost_behind_the_commit(file: File, **more: Any) -> File:
+        add_file(file, **more)
+        raise UnavailableError("The connection is lost.")
+
+    monkeypatch.setattr(service.store.files, "add_file", lost_behind_the_commit)
+    with pytest.raises(openai.InternalServerError, match="lost"):
+        client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")
+
+    [file] = client.files.list().data
+    assert client.files.content(file.id).read() == TRAINING
+
+
 def test_metrics_files_are_base64_as_scripts_expect(service: Service, client: openai.OpenAI) -> None:
     body = b"step,train_loss\n" + b"1,2.5\n" * 200_000
     file_id = add_result(service, body)

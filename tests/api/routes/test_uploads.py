@@ -13,6 +13,8 @@ import pytest
 
 from api.routes import uploads
 from ft_service.control.housekeeping import remove_expired
+from ft_service.errors import UnavailableError
+from ft_service.store.records import Upload
 from tests.support.rest.service import LINE, Service, stored
 
 BODY = LINE.encode() * 1000
@@ -82,6 +84,27 @@ def test_completing_again_gives_the_same_answer(service: Service, client: openai
         client.uploads.complete(upload_id, part_ids=[*part_ids, "part_x"])
     with pytest.raises(openai.BadRequestError, match="completed"):
         client.uploads.cancel(upload_id)
+
+
+def test_a_file_that_was_made_although_the_connection_was_lost_keeps_its_contents(
+    service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = service.store.uploads.complete_upload
+
+    def lost_behind_the_commit(*given: Any) -> Upload:
+        complete(*given)
+        monkeypatch.undo()
+        raise UnavailableError("The connection is lost.")
+
+    upload_id = start(client)
+    part_ids = send(client, upload_id, BODY)
+    monkeypatch.setattr(service.store.uploads, "complete_upload", lost_behind_the_commit)
+    with pytest.raises(openai.InternalServerError, match="lost"):
+        client.uploads.complete(upload_id, part_ids=part_ids)
+
+    done = client.uploads.complete(upload_id, part_ids=part_ids)
+    assert done.file is not None
+    assert client.files.content(done.file.id).read() == BODY
 
 
 def test_who_finds_the_parts_gone_gets_the_answer_of_who_was_faster(

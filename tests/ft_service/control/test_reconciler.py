@@ -25,7 +25,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Control, Desired, ErrorInfo, ExitReason, Result, Start
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import DistributedOptions, JobSpec
-from ft_service.store.records import JobChange
+from ft_service.store.records import Claim, JobChange
 from ft_service.store.sql import Store
 from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
@@ -548,6 +548,32 @@ def test_a_change_of_mind_during_a_turn_is_not_overwritten(
     reconciler.step()
     assert (get(store).state, get(store).desired) == (State.CANCELLED, Desired.CANCEL)
     assert list((tmp_path / "files").iterdir()) == []
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_result_whose_change_met_an_outage_is_one_file(
+    tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """`stored`: the connection was lost behind the commit."""
+    reconciler = new_reconciler(tmp_path, store, launcher, lease_seconds=0.0)
+    add_job(store)
+    start_running(reconciler, store, launcher)
+    run = run_of(tmp_path)
+    run.put("metrics.csv", b"step\n")
+    run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
+    launcher.end("ftjob-1", 1, SUCCEEDED)
+    apply = store.leases.apply
+
+    def lost(claim: Claim, change: JobChange) -> bool:
+        if stored:
+            apply(claim, change)
+        monkeypatch.setattr(store.leases, "apply", apply)
+        raise UnavailableError("The connection is lost.")
+
+    monkeypatch.setattr(store.leases, "apply", lost)
+    reconciler.step()
+    job = step_until(reconciler, store)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [job.result_file]
 
 
 def test_slots_that_were_taken_meanwhile_start_nothing(

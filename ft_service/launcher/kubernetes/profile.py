@@ -1,6 +1,7 @@
 """Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
 
-Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest. The file is one profile, or several
+Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest; an unknown field in one is refused by
+its path. The file is one profile, or several
 by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside `profiles` are shared; a field
 of a profile replaces the shared one as a whole. A job names its profile (`distributed.profile`), or gets the first one that its
 project may use.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,16 @@ QUEUE_SLOTS = 4096
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$")]
 Objects = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Mark of a field that holds objects as they stand in a pod's manifest."""
+
+    name: str
+    """Their type in Kubernetes' core API."""
+    rest: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the service adds to each."""
 
 
 class PodProfile(Strict):
@@ -59,9 +70,9 @@ class PodProfile(Strict):
     """Requests of a pod, without GPUs."""
     limits: dict[str, Quantity | int] = Field(default_factory=dict)
     node_selector: dict[str, str] = Field(default_factory=dict)
-    tolerations: Objects = Field(default_factory=list)
-    affinity: dict[str, Any] = Field(default_factory=dict)
-    topology_spread: Objects = Field(default_factory=list)
+    tolerations: Annotated[Objects, Kind("Toleration")] = Field(default_factory=list)
+    affinity: Annotated[dict[str, Any], Kind("Affinity")] = Field(default_factory=dict)
+    topology_spread: Annotated[Objects, Kind("TopologySpreadConstraint")] = Field(default_factory=list)
     """topologySpreadConstraints of the pods. With matchLabelKeys `batch.kubernetes.io/job-name` they, and affinities, concern
     the pods of one attempt."""
     scheduler_name: str | None = None
@@ -76,23 +87,23 @@ class PodProfile(Strict):
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
 
-    resource_claims: Objects = Field(default_factory=list)
+    resource_claims: Annotated[Objects, Kind("PodResourceClaim")] = Field(default_factory=list)
     """resourceClaims of the pods (dynamic resource allocation), all of which the workers' container gets: GPUs, network cards.
     With `gpu_resource: null` the GPUs are theirs, `ranks_per_node` in each pod."""
-    init_containers: Objects = Field(default_factory=list)
+    init_containers: Annotated[Objects, Kind("Container")] = Field(default_factory=list)
     """Containers that run before the workers', confined as these unless they say otherwise."""
     host_network: bool = False
     """Use the node's network, as some RDMA set-ups demand. NetworkPolicies do not apply then: whoever reaches the nodes reaches
     the rendezvous, which has no authentication. Pods of jobs with several nodes do not share a node."""
-    env: Objects = Field(default_factory=list)
+    env: Annotated[Objects, Kind("EnvVar")] = Field(default_factory=list)
     """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`). Ranks get those
     with plain values; those with `valueFrom`, the storage's, and `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT)."""
-    env_from: Objects = Field(default_factory=list)
-    volumes: Objects = Field(default_factory=list)
-    volume_mounts: Objects = Field(default_factory=list)
+    env_from: Annotated[Objects, Kind("EnvFromSource")] = Field(default_factory=list)
+    volumes: Annotated[Objects, Kind("Volume")] = Field(default_factory=list)
+    volume_mounts: Annotated[Objects, Kind("VolumeMount")] = Field(default_factory=list)
     """Mounts of the pods. One must contain FT_HOME, unless FT_STORAGE is set, and one the base models, both at the service's
     paths. Pods see only their job's sub-paths of the volume of FT_HOME, wherever it is mounted here (volumes.py)."""
-    cache_volume: dict[str, Any] | None = None
+    cache_volume: Annotated[dict[str, Any] | None, Kind("Volume", {"name": "cache"})] = None
     """Volume source (`emptyDir`, `hostPath`, …) for quantised bases, local to the node. None: no cache."""
     scratch_size: Quantity | None = None
     """Limit on the pod's own files (with FT_STORAGE: its copy of the run directory)."""
@@ -130,6 +141,15 @@ class PodProfile(Strict):
     """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
     @model_validator(mode="after")
+    def _known_objects(self) -> PodProfile:
+        for name, kind in _KINDS.items():
+            given = getattr(self, name)
+            fault = None if given is None else _fault_of(name, kind, given)
+            if fault is not None:
+                raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
     def _unique_names(self) -> PodProfile:
         taken = {"tmp", "shm", "home", "cache"} & {str(volume.get("name")) for volume in self.volumes}
         if taken:
@@ -140,9 +160,6 @@ class PodProfile(Strict):
             )
         if self.scheduler_queue is not None and self.gang is None:
             raise ValueError(f"scheduler_queue = {self.scheduler_queue!r}: only with gang; Kueue's queue is `queue`")
-        nameless = [claim for claim in self.resource_claims if "name" not in claim]
-        if nameless:
-            raise ValueError("resource_claims: give each a name and its resourceClaimTemplateName")
         return self
 
     @property
@@ -174,6 +191,19 @@ class PodProfile(Strict):
         whole = [source.get("secretRef", {}).get("name") for source in self.env_from]
         single = [entry.get("valueFrom", {}).get("secretKeyRef", {}).get("name") for entry in self.env]
         return {str(name) for name in (*whole, *single) if name}
+
+
+_KINDS = {name: mark for name, own in PodProfile.model_fields.items() for mark in own.metadata if isinstance(mark, Kind)}
+
+
+def _fault_of(name: str, kind: Kind, given: Any) -> str | None:
+    """Return what is wrong with the objects of a field; None also if the client's package is missing, without which the service
+    starts no pods."""
+    try:
+        from ft_service.launcher.kubernetes.pod_fields import fault_of
+    except ModuleNotFoundError:
+        return None
+    return fault_of(name, kind.name, {**kind.rest, **given} if kind.rest else given)
 
 
 def _class_of(priority: int, classes: Mapping[int, str]) -> str | None:

@@ -195,7 +195,7 @@ def test_the_cluster_may_choose_users_and_claims_are_the_workers() -> None:
     [
         ({"gang": "kai", "queue": "q"}, "gang = 'kai' with queue = 'q'"),
         ({"scheduler_queue": "q"}, "only with gang"),
-        ({"resource_claims": [{}]}, "give each a name"),
+        ({"resource_claims": [{}]}, r"resource_claims\[0\]: Object missing required field `name`"),
         ({"gang": "slurm"}, "gang"),
     ],
 )

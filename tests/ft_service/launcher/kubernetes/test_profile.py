@@ -151,3 +151,49 @@ def test_a_file_of_one_profile_has_no_names(tmp_path: Path) -> None:
 def test_wrong_profiles_are_named(tmp_path: Path, profiles: object, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         loaded(tmp_path, {**LOCAL, "profiles": profiles})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"tolerations": [{"operator": "Exists"}, {"key": "k", "efect": "NoSchedule"}]},
+            r"tolerations\[1\]\.efect: Kubernetes' Toleration has no such field; did you mean effect\?",
+        ),
+        (
+            {
+                "affinity": {
+                    "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": {"match": {}}}]}
+                }
+            },
+            r"affinity\.podAffinity\.required\w+\[0\]\.labelSelector\.match: .*matchLabels",
+        ),
+        ({"volumes": [{"name": "a", "emptyDir": {"sizelimit": "1Gi"}}]}, r"volumes\[0\]\.emptyDir\.sizelimit: .*sizeLimit"),
+        ({"cache_volume": {"hostpath": {"path": "/cache"}}}, r"cache_volume\.hostpath: .*hostPath"),
+        (
+            {"volume_mounts": [{"name": "data", "mountPath": "/x", "colour": 1}]},
+            r"volume_mounts\[0\]\.colour: .*it has .*mountPath",
+        ),
+        ({"topology_spread": [{"maxSkews": 1}]}, r"topology_spread\[0\]\.maxSkews: .*maxSkew"),
+        (
+            {"init_containers": [{"name": "a", "securityContext": {"runAsUsr": 1}}]},
+            r"\[0\]\.securityContext\.runAsUsr: .*runAsUser",
+        ),
+        (
+            {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"nam": "s"}}}]},
+            r"env\[0\]\.valueFrom\.secretKeyRef\.nam: .*name",
+        ),
+        ({"env_from": [{"secretRefs": {"name": "s"}}]}, r"env_from\[0\]\.secretRefs: .*secretRef"),
+        (
+            {"resource_claims": [{"name": "a", "resourceClaim": "s"}]},
+            r"resource_claims\[0\]\.resourceClaim: .*resourceClaimName",
+        ),
+        ({"env": [{"name": "A", "value": 1}]}, r"env\[0\]\.value: Expected `str \| null`, got `int`"),
+    ],
+)
+def test_what_kubernetes_does_not_know_in_an_objects_field_is_refused_by_its_path(
+    tmp_path: Path, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SpecError, match=rf"FT_POD_PROFILE = .*: profiles\.a: .*{says}") as refused:
+        loaded(tmp_path, {**LOCAL, "profiles": {"a": given}})
+    assert refused.value.param == "FT_POD_PROFILE"

@@ -173,7 +173,7 @@ def test_with_object_storage_the_home_is_the_pods_own() -> None:
         assert shown_of(found) == {}
         (home,) = [mount for mount in found if mount["mountPath"] == "/var/lib/ft"]
         assert "emptyDir" in home["volume"]
-    disk = {"name": "scratch", "ephemeral": {"volumeClaimTemplate": {}}}
+    disk = {"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": {}}}}
     found = mounts_of(profile_of([{**WHOLE, "name": "scratch"}], disk), spec("/m/t"), models="/m", storage="s3://b/ft")
     assert [mount["name"] for mount in found if mount["mountPath"] == "/var/lib/ft"] == ["scratch"]
 

@@ -31,7 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "everything": yaml.safe_load((VALUES / "gpu.yaml").read_text()) | EVERYTHING,
     "digests": {"images": {"api": {"digest": DIGEST}, "worker": {"repository": "reg.example/w", "digest": DIGEST}}},
-    "numbers": {"config": {"FT_MAX_UPLOAD_BYTES": 17179869184, "FT_PREEMPT_AFTER_MINUTES": 0.5, "FT_METRICS_OPEN": True}},
+    "numbers": {
+        "config": {"FT_MAX_UPLOAD_BYTES": 17179869184, "FT_PREEMPT_AFTER_MINUTES": 0.5, "FT_METRICS_OPEN": True},
+        "persistence": {"home": {"size": "104857600Ki"}, "models": {"size": "5e11"}},
+    },
     "openshift": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     "research": {
         "workerNamespaces": ["ft-research"],
@@ -41,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tag as digest": ({"images": {"api": {"digest": "0.2.0"}}}, "digest"),
+    "a size of no unit": ({"persistence": {"home": {"size": "100ki"}}}, "persistence/home/size"),
     "no such value": ({"apis": {}}, "apis"),
     "replicas with storage": ({"storage": "s3://b/ft", "api": {"replicas": 2}}, "parts of an upload"),
     "a queue that no job names": ({"kueue": {"clusterQueue": "training"}}, "podProfile.queue must be kueue.localQueue"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,8 @@ ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 QUEUE_SLOTS = 4096
 """Ranks of jobs in a cluster's own queue at once."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$")]
+Quantity = Annotated[str, Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$")]
+"""A number as Kubernetes writes it: `8Gi`, `1048576Ki`, `500m`, `2e9`."""
 Objects = list[dict[str, Any]]
 
 
@@ -210,11 +212,18 @@ def _class_of(priority: int, classes: Mapping[int, str]) -> str | None:
     return classes[max(known)] if (known := [number for number in classes if number <= priority]) else None
 
 
+_UNITS: Mapping[str, Decimal] = {
+    **{unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", *"kMGTPE"), start=-3)},
+    **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", start=1)},
+}
+"""Suffix of a quantity → its factor."""
+
+
 def _bytes(quantity: str | int) -> int:
-    """Parse a size as Kubernetes writes it: `8Gi`, `500M`, or a number."""
-    match = re.fullmatch(r"([0-9.]+)([EPTGMk]?)(i?)m?", str(quantity))
+    """Parse a size, in bytes, rounded down."""
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)", str(quantity))
     assert match is not None, "the profile was validated"
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGTPE".index(match[2] or " "))
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 @dataclass(frozen=True)

@@ -197,3 +197,26 @@ def test_what_kubernetes_does_not_know_in_an_objects_field_is_refused_by_its_pat
     with pytest.raises(SpecError, match=rf"FT_POD_PROFILE = .*: profiles\.a: .*{says}") as refused:
         loaded(tmp_path, {**LOCAL, "profiles": {"a": given}})
     assert refused.value.param == "FT_POD_PROFILE"
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("1048576Ki", 2**30),
+        ("1.5Gi", 3 * 2**29),
+        ("500M", 500_000_000),
+        ("2e9", 2_000_000_000),
+        ("2E", 2 * 10**18),
+        ("128974848000m", 128_974_848),
+        (".5Gi", 2**29),
+        (4096, 4096),
+    ],
+)
+def test_a_pods_memory_is_read_as_kubernetes_reads_it(given: str | int, size: int) -> None:
+    assert PodProfile.model_validate({**LOCAL, "limits": {"memory": given}}).memory_limit == size
+
+
+@pytest.mark.parametrize("given", ["4ki", "4K", "4gi", "4mi", "4 Gi", "Gi", "4GiB", "-1", "."])
+def test_what_is_no_quantity_of_kubernetes_is_refused(tmp_path: Path, given: str) -> None:
+    with pytest.raises(SpecError, match=r"shm_size = .*must match"):
+        loaded(tmp_path, {**LOCAL, "shm_size": given})

@@ -325,7 +325,8 @@ class KubernetesLauncher:
         held, wanted = status.places(seen.job, seen.pods)
         if (waiting is not None and not waiting.admitted) or (held < wanted and not status.is_failing(seen.job)):
             return self._placing(attempt, running, waiting, held, wanted)
-        self._placements.forget(_name(attempt))
+        if not status.is_failing(seen.job):  # whose pods go: what was seen before says whether they had their places
+            self._placements.forget(_name(attempt))
         if waiting is None:
             return replace(running, note=_disruption(seen))
         return replace(running, note=waiting.reason, level=waiting.level)
@@ -385,7 +386,8 @@ class KubernetesLauncher:
 
     def _ended(self, attempt: Attempt, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> Ended:
         self._event_age.forget(attempt)
-        ended = recorded_exit(attempt, lambda records: status.judge_pods(records, job, pods))
+        waited = self._placements.is_waiting(_name(attempt))
+        ended = recorded_exit(attempt, lambda records: status.judge_pods(records, job, pods, waited=waited))
         if ended is not None:
             attempt.write_exit(ended)
         return self._over(attempt, ended)

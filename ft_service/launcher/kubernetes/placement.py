@@ -39,6 +39,10 @@ class Placements:
         quiet = self._clock() - since >= QUIET_SECONDS
         return self._waiting.get(name) or (SILENT if quiet else None)
 
+    def is_waiting(self, name: str) -> bool:
+        """Return whether an attempt had no place for all of its pods when it was last observed."""
+        return name in self._placing_since
+
     def has_expired(self, name: str, held: int) -> bool:
         """Return whether an attempt without all of its places has held `held` of them for too long."""
         if not held:

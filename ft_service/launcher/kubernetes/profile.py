@@ -125,7 +125,9 @@ class PodProfile(Strict):
     it, at most 30 seconds, is left to the supervisor (which uploads files with FT_STORAGE); the ranks may take the rest to
     write a checkpoint, or FT_STOP_GRACE_SECONDS if that is less. None: FT_STOP_GRACE_SECONDS and 30 more."""
     active_deadline_seconds: Annotated[int, Field(ge=60)] | None = None
-    """Time limit of one attempt; the next one resumes from its last checkpoint. None: no limit."""
+    """Time limit of one attempt, from the creation of its Job, or from its admission with `queue`; the next one resumes from
+    its last checkpoint. The wait for nodes is part of it. An attempt that only waited is tried again, and is no failure. None:
+    no limit."""
     placement_seconds: Annotated[int, Field(ge=1, le=900)] = 120
     """Seconds for which some pods of an attempt may hold nodes while others have none; then they release them, and the job
     tries again later. Where nodes are added on demand: the time that this takes. Ignored with `queue`, which admits whole Jobs.

@@ -202,8 +202,9 @@ def disruption(pods: Sequence[Object]) -> str | None:
     return None
 
 
-def judge_pods(records: AttemptRecords, job: Object | None, pods: Sequence[Object]) -> Exit | None:
-    """Return the exit record of an attempt whose Job has ended and whose pods are gone; None: there is no evidence.
+def judge_pods(records: AttemptRecords, job: Object | None, pods: Sequence[Object], *, waited: bool = False) -> Exit | None:
+    """Return the exit record of an attempt whose Job has ended and whose pods are gone; None: there is no evidence. `waited`:
+    whether it had no place for all of its pods when it was last observed.
 
     What `is_conclusive` comes first; then causes that ranks cannot see (out of memory, eviction, the deadline); then errors of
     ranks that only lost their peers or could not stop.
@@ -215,7 +216,11 @@ def judge_pods(records: AttemptRecords, job: Object | None, pods: Sequence[Objec
     if killed is not None:
         return _killed("out_of_memory", killed)
     failed = _true_condition(job, "Failed") if job else None
-    if failed is not None and failed.get("reason") == "DeadlineExceeded":
+    if job is not None and failed is not None and failed.get("reason") == "DeadlineExceeded":
+        if waited and not records.trained:
+            limit = job.get("spec", {}).get("activeDeadlineSeconds")
+            why = f"when its time was over (active_deadline_seconds = {limit} of the pod profile)."
+            return exit_of(ExitReason.STOPPED, f"Not all of the attempt's pods had a place {why}")
         return _killed("deadline_exceeded", "The attempt took longer than the cluster's operator allows one attempt to take.")
     disrupted = disruption(pods)
     if disrupted is not None:

@@ -15,7 +15,8 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Phase, Running, State, Unknown
 from ft_service.jobs.user_actions import Verb
 from ft_service.launcher.kubernetes import kubernetes_launcher as launcher_module
-from ft_service.launcher.kubernetes.cluster import JobChanges, RefusedError
+from ft_service.launcher.kubernetes import status
+from ft_service.launcher.kubernetes.cluster import Cluster, JobChanges, RefusedError
 from ft_service.launcher.kubernetes.kubernetes_launcher import SNAPSHOT_SECONDS, KubernetesLauncher
 from ft_service.launcher.kubernetes.manifests import INSTANCE, JOB_NAME, Site, object_name
 from ft_service.launcher.kubernetes.placement import RETRY_SECONDS
@@ -155,6 +156,26 @@ def test_what_has_no_place_says_why_and_can_be_cancelled(attempts: Attempts) -> 
     attempt.launcher.signal(attempt.handle, Control(generation=2, desired=Desired.CANCEL))
     attempt.wait_gone()
     assert isinstance(attempt.seen(), Ended)
+
+
+def test_a_time_limit_that_passes_while_an_attempt_waits_for_a_place_is_no_failure(
+    attempts: Attempts, cluster: HarnessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
+    attempt.start()
+    attempt.wait_noted()
+    cluster.patch_job(attempt.name, {"spec": {"activeDeadlineSeconds": 1}})
+    wait_for(lambda: status.is_finished(cluster.get("jobs", attempt.name)), SECONDS)
+    job = cluster.get("jobs", attempt.name)
+    failing = {**job, "status": {"conditions": [{"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded"}]}}
+    with monkeypatch.context() as before_its_end:
+        before_its_end.setattr(Cluster, "job", lambda *_: failing)
+        assert isinstance(attempt.seen(), Running)
+    ended = attempt.wait_ended()
+    assert reason_of(ended) == "stopped"
+    assert ended.exit is not None
+    assert "pods had a place when its time was over (active_deadline_seconds = 1" in ended.exit.message
+    assert ended.delay_seconds == RETRY_SECONDS
 
 
 def test_a_pause_before_the_start_takes_the_job_away(attempts: Attempts) -> None:

@@ -87,6 +87,9 @@ RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob 
         ({"exits": {0: exit_of(ExitReason.CANCELLED, "c"), 1: LOST_PEER}}, "cancelled", None),
         ({"exits": {0: LOST_PEER}, "pods": [ended_by("OOMKilled")]}, "worker_killed", "out_of_memory"),
         ({"exits": {0: LOST_PEER}, "job": failed("DeadlineExceeded")}, "worker_killed", "deadline_exceeded"),
+        ({"job": failed("DeadlineExceeded"), "waited": True}, "stopped", None),
+        ({"exits": {0: LOST_PEER}, "job": failed("DeadlineExceeded"), "waited": True}, "stopped", None),
+        ({"job": failed("DeadlineExceeded"), "waited": True, "trained": True}, "worker_killed", "deadline_exceeded"),
         ({"exits": {0: LOST_PEER}, "pods": [DISRUPTED]}, "stopped", None),
         ({"exits": {0: LOST_PEER}, "pods": [pod(reason="Evicted", message="disk")]}, "worker_killed", "evicted"),
         ({"exits": {0: LOST_PEER, 1: DONE}}, "worker_error", None),
@@ -121,7 +124,7 @@ RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob 
     ],
 )
 def test_how_an_attempt_ended(seen: dict[str, Any], reason: str, code: str | None) -> None:
-    cluster: dict[str, Any] = {"job": failed("BackoffLimitExceeded"), "pods": []}
+    cluster: dict[str, Any] = {"job": failed("BackoffLimitExceeded"), "pods": [], "waited": False}
     cluster |= {name: seen[name] for name in cluster.keys() & seen.keys()}
     records: dict[str, Any] = {"exits": {}, **{name: value for name, value in seen.items() if name not in cluster}}
     found = judge_pods(AttemptRecords(2, **records), **cluster)

@@ -112,7 +112,8 @@ class PodProfile(Strict):
     shm_size: Quantity = "2Gi"
     """Size of /dev/shm; counts as memory of the pod."""
     add_capabilities: list[str] = Field(default_factory=list)
-    """Capabilities, such as IPC_LOCK for RDMA. All others are dropped."""
+    """Capabilities that the container may have; all others are dropped. Linux gives them to root alone, which the pods never
+    are: for RDMA, IPC_LOCK is no substitute for an unlimited `memlock` of the nodes' container runtime."""
     run_as_user: Annotated[int, Field(ge=1)] | None = 10001
     """User of the pods; None: the cluster chooses (OpenShift), never root."""
     run_as_group: Annotated[int, Field(ge=1)] | None = 10001

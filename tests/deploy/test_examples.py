@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,13 @@ def test_every_option_is_in_the_example_that_shows_them_all() -> None:
     for file, section in (("preferences.yaml", "method.dpo"), ("reinforcement.yaml", "method.reinforcement")):
         shown |= {name for name in leaves_of(yaml.safe_load((EXAMPLES / file).read_text())) if section in name}
     assert shown == set(options_of(JobRequest))
+
+
+def test_the_nfs_volume_of_kubernetes_is_mounted_as_slurm_demands() -> None:
+    """With the options without which a node sees a request to stop up to a minute late."""
+    page = (EXAMPLES.parents[1] / "docs/hosts.md").read_text()
+    demanded = re.search(r"Mount NFS with `(.+?)`", page)
+    volume = re.search(r"(?m)^    apiVersion: v1\n    kind: PersistentVolume\n(    .*\n)+", page)
+    assert demanded is not None
+    assert volume is not None
+    assert set(demanded[1].split(",")) <= set(yaml.safe_load(volume[0])["spec"]["mountOptions"])

@@ -43,6 +43,8 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
     """Hand over tuned models until `stop` is set. Returns at once without FT_ADAPTERS."""
     if settings.adapters is None:
         return
+    with log_errors(f"creating FT_ADAPTERS = {settings.adapters}"):  # else the kubelet makes it for the server, as root's
+        settings.adapters.mkdir(parents=True, exist_ok=True)
     handoff = Handoff(settings, store, settings.adapters)
     every(POLL_SECONDS, handoff.look, stop, "handing over tuned models")
     handoff.close()

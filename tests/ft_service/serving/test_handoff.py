@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sqlalchemy import text
 
 from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.jobs.states import Job, State
+from ft_service.meters import Meters
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import handoff as handoff_module
 from ft_service.serving.handoff import Handoff
@@ -81,6 +83,14 @@ def store_state(store: Store, job: Job) -> None:
 def told(store: Store, job: Job) -> list[str]:
     events = store.jobs.list_events(PROJECT, job.id, limit=50).data
     return [event.message for event in reversed(events) if "erved" in event.message or "server" in event.message]
+
+
+def test_the_folder_is_there_before_any_model_is(tmp_path: Path, store: Store, settings: Settings) -> None:
+    """A kubelet that mounts a part of a volume for the server creates a missing one as root's, which the service cannot use."""
+    stop = threading.Event()
+    stop.set()
+    handoff_module.run(settings.model_copy(update={"adapters": tmp_path / "shared/adapters"}), store, Meters(), stop)
+    assert (tmp_path / "shared/adapters").is_dir()
 
 
 def test_a_tuned_model_is_published_loaded_by_all_and_verified_once(

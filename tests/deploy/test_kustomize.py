@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ft_service import __version__
-from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, job_manifest
+from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, describe_manifest, job_manifest
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.settings import Settings
 from tests.cluster.versions import KUBERNETES_VERSIONS
@@ -243,6 +243,17 @@ def test_pods_carry_all_common_labels_and_selectors_only_the_name(rendered: dict
 
 def policy(objects: list[Object], name: str) -> Object:
     return next(o["spec"] for o in objects if o["kind"] == "NetworkPolicy" and o["metadata"]["name"] == name)
+
+
+def test_a_pod_that_describes_bases_reaches_nothing_and_nothing_reaches_it(rendered: dict[str, list[Object]]) -> None:
+    """It reads a folder that a tenant may have named, with code of the workers."""
+    profile = PodProfile.model_validate({"image": "w", "slots": 1, "ranks_per_node": 1})
+    job = describe_manifest("ft-describe-1", Path("/models/a"), profile, Site("ft", Path("/ft")), memory=1, seconds=1)
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    policies = [item["spec"] for item in rendered["s3"] if item["kind"] == "NetworkPolicy"]
+    mine = [spec for spec in policies if spec["podSelector"]["matchLabels"].items() <= labels.items()]
+    assert {kind for spec in mine for kind in spec["policyTypes"]} == {"Ingress", "Egress"}
+    assert not any(spec.get("ingress") or spec.get("egress") for spec in mine)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -60,6 +60,14 @@ _HOME = """\
           persistentVolumeClaim: { claimName: ft-home }
           {{- end }}
 """
+_PROFILE_MOUNT = """\
+            - { name: profile, mountPath: /etc/ft, readOnly: true }
+"""
+"""A mount of the container that the init container has not."""
+_PROFILE_VOLUME = """\
+        - name: profile
+          configMap: { name: ft-pod-profile }
+"""
 
 
 def _block(path: str, indent: int) -> str:
@@ -87,6 +95,8 @@ def _deployment(name: str, arguments: str, resources: str) -> Edits:
         (source, source + _STORAGE_SECRET + _optional(f"{values}.envFrom", 12)),
         (resources, "          resources:\n" + _block(f"{values}.resources", 12)),
         ("          persistentVolumeClaim: { claimName: ft-home }\n", _HOME),
+        (_PROFILE_MOUNT, _PROFILE_MOUNT + _optional(".Values.extraVolumeMounts", 12)),
+        (_PROFILE_VOLUME, _PROFILE_VOLUME + _optional(".Values.extraVolumes", 8)),
     )
 
 

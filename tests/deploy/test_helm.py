@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from ft_service.settings import Settings
 from tests.cluster.versions import KUBERNETES_VERSIONS
 from tests.support import helm
 from tests.support.kustomize import KUBERNETES, NOT_KUBERNETES, OVERLAYS, Object, kustomize
@@ -35,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {"FT_MAX_UPLOAD_BYTES": 17179869184, "FT_PREEMPT_AFTER_MINUTES": 0.5, "FT_METRICS_OPEN": True},
         "persistence": {"home": {"size": "104857600Ki"}, "models": {"size": "5e11"}},
     },
+    "files": {
+        "config": {"FT_MODEL_ALIASES": "/etc/ft-files/aliases.yaml"},
+        "extraVolumes": [{"name": "files", "configMap": {"name": "your-files"}}],
+        "extraVolumeMounts": [{"name": "files", "mountPath": "/etc/ft-files", "readOnly": True}],
+    },
     "openshift": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     "research": {
         "workerNamespaces": ["ft-research"],
@@ -45,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tag as digest": ({"images": {"api": {"digest": "0.2.0"}}}, "digest"),
     "a size of no unit": ({"persistence": {"home": {"size": "100ki"}}}, "persistence/home/size"),
+    "volumes beside the chart's": ({"api": {"podFields": {"volumes": [{"name": "files"}]}}}, "podFields/volumes"),
     "no such value": ({"apis": {}}, "apis"),
     "replicas with storage": ({"storage": "s3://b/ft", "api": {"replicas": 2}}, "parts of an upload"),
     "a queue that no job names": ({"kueue": {"clusterQueue": "training"}}, "podProfile.queue must be kueue.localQueue"),
@@ -181,6 +188,21 @@ def test_numbers_reach_the_service_as_they_are_written(charts: dict[str, dict[st
     written = {name: config[name] for name in CASES["numbers"]["config"]}
     assert written == {"FT_MAX_UPLOAD_BYTES": "17179869184", "FT_PREEMPT_AFTER_MINUTES": "0.5", "FT_METRICS_OPEN": "true"}
     assert config["FT_METRICS_PORT"] == "9090"
+
+
+def test_files_that_settings_name_are_mounted_where_they_are_read(charts: dict[str, dict[str, Any]]) -> None:
+    for name in ("ft-api", "ft-reconciler"):
+        pod = deployment(charts["files"]["objects"], name)
+        assert CASES["files"]["extraVolumes"][0] in pod["volumes"]
+        assert CASES["files"]["extraVolumeMounts"][0] in pod["containers"][0]["volumeMounts"]
+        plain = deployment(charts["default"]["objects"], name)
+        assert len(pod["volumes"]) == len(plain["volumes"]) + 1
+
+
+def test_every_secret_that_the_values_say_is_read_from_a_file_is(charts: dict[str, dict[str, Any]]) -> None:
+    named = set(re.findall(r"\bFT_[A-Z_]+_FILE\b", (helm.CHART / "values.yaml").read_text()))
+    assert named == {"FT_DATABASE_URL_FILE", "FT_OIDC_CLIENT_SECRET_FILE"}
+    assert named <= {f"FT_{name.upper()}" for name in Settings.model_fields}
 
 
 def test_openshift_may_choose_the_numbers(charts: dict[str, dict[str, Any]]) -> None:

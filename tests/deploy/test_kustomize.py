@@ -177,6 +177,27 @@ def refused(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
 
+@pytest.mark.usefixtures("rendered")
+def test_files_that_settings_name_are_mounted_as_the_page_says(tmp_path: Path) -> None:
+    page = (KUBERNETES.parents[1] / "docs/kubernetes.md").read_text()
+    shown = re.search(r"(?m)^    configMapGenerator:\n(    .*\n)+", page)
+    assert shown is not None
+    overlay = tmp_path / "kubernetes/overlays/mine"
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    overlay.mkdir()
+    (overlay / "aliases.yaml").write_text("small: tiny-llama\n")
+    mine = {**yaml.safe_load(shown[0]), "resources": ["../local"], "namespace": "ft"}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(mine))
+    objects = kustomize(overlay)
+    named = config_of(objects, "ft-config")["FT_MODEL_ALIASES"]
+    files = next(o["metadata"]["name"] for o in objects if "aliases.yaml" in o.get("data", {}))
+    for name, pod in pods_of(objects):
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0].get("volumeMounts", [])}
+        mounted = {volume["name"]: volume.get("configMap", {}).get("name") for volume in pod["volumes"]}
+        found = mounted.get(mounts.get(str(Path(named).parent)))
+        assert found == (None if "postgres" in name else files), name
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_other_settings_and_images_are_one_apply(rendered: dict[str, list[Object]], overlay: str, tmp_path: Path) -> None:
     """Within the life of whatever the apply before has made, too; pods are replaced by it."""

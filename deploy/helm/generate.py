@@ -102,7 +102,7 @@ def _deployment(name: str, arguments: str, resources: str) -> Edits:
 
 _EACH_NAMESPACE = "{{- range $namespace := prepend .Values.workerNamespaces .Release.Namespace }}\n"
 _SPREAD = """\
-      {{- if gt (int .Values.api.replicas) 1 }}
+      {{- if and (gt (int .Values.api.replicas) 1) (not (hasKey .Values.api.podFields "topologySpreadConstraints")) }}
       topologySpreadConstraints:
         - maxSkew: 1
           topologyKey: kubernetes.io/hostname

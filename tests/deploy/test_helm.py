@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
         "extraVolumes": [{"name": "files", "configMap": {"name": "your-files"}}],
         "extraVolumeMounts": [{"name": "files", "mountPath": "/etc/ft-files", "readOnly": True}],
     },
+    "own spread": {"api": {"replicas": 2, "podFields": {"topologySpreadConstraints": []}}},
     "openshift": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     "research": {
         "workerNamespaces": ["ft-research"],
@@ -203,6 +204,11 @@ def test_every_secret_that_the_values_say_is_read_from_a_file_is(charts: dict[st
     named = set(re.findall(r"\bFT_[A-Z_]+_FILE\b", (helm.CHART / "values.yaml").read_text()))
     assert named == {"FT_DATABASE_URL_FILE", "FT_OIDC_CLIENT_SECRET_FILE"}
     assert named <= {f"FT_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_constraints_of_the_operator_replace_the_charts(charts: dict[str, dict[str, Any]]) -> None:
+    assert deployment(charts["own spread"]["objects"], "ft-api")["topologySpreadConstraints"] == []
+    assert deployment(charts["everything"]["objects"], "ft-api")["topologySpreadConstraints"] != []
 
 
 def test_openshift_may_choose_the_numbers(charts: dict[str, dict[str, Any]]) -> None:

@@ -24,8 +24,11 @@ ErrorKind = Literal[
     "endpoint_grader_parse_error",
 ]
 """OpenAI's names, and two for endpoints. sample_parse_error: the answer lacks what a template names; invalid_variable_error:
-the item does; unresponsive_reward_error: no time was left; other_error: texts are too long. server_error: the process or server
-that grades failed; parse_error: its answer is no reward."""
+the item does; unresponsive_reward_error: no time was left; other_error: texts are too long, or the reward is beyond
+MOST_REWARD. server_error: the process or server that grades failed; parse_error: its answer is no reward."""
+MOST_REWARD = 1e12
+"""Largest reward, and the largest below 0: sums and squares of larger ones would exceed numbers of 32 bits, in which ranks
+train."""
 
 NO_JSON = object()
 """The value of text that is not JSON."""
@@ -109,7 +112,8 @@ class Grade:
     """What a grader gives for a case."""
 
     reward: float
-    """Finite. 0 where there is an error: whether such an answer is trained on is the caller's choice."""
+    """From -MOST_REWARD to MOST_REWARD. 0 where there is an error: whether such an answer is trained on is the caller's
+    choice."""
     errors: Mapping[ErrorKind, str] = field(default_factory=dict)
     """Kind → text about the first of that kind."""
     scores: Mapping[str, float] = field(default_factory=dict)

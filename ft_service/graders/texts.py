@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ft_service.graders.formula import FormulaError, calculated
-from ft_service.graders.grades import Case, ErrorKind, Grade, GradingError, Score
+from ft_service.graders.grades import MOST_REWARD, Case, ErrorKind, Grade, GradingError, Score
 from ft_service.graders.similarities import MOST_COMPARED, SIMILARITIES
 from ft_service.graders.templates import TemplateError, check_template, filled
 from ft_service.spec.graders import (
@@ -69,6 +69,9 @@ def combined(grader: Grader, scores: Mapping[str, Score]) -> Grade:
             errors["formula_parse_error"] = str(error)
     elif not errors:
         [reward] = values.values()
+    if abs(reward) > MOST_REWARD:
+        errors["other_error"] = f"the reward {reward:g} is not in the range from {-MOST_REWARD:g} to {MOST_REWARD:g}"
+        reward = 0.0
     usage: dict[str, dict[str, int]] = {}
     for name, own in singles_of(grader).items():
         if scores[name].usage and (model := getattr(own, "model", None)):

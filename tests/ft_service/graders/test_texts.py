@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from ft_service.graders.grades import MOST_REWARD
 from ft_service.graders.similarities import MOST_COMPARED, SIMILARITIES
 from ft_service.graders.texts import check_grader, grade_text
+from ft_service.reinforcement.advantages import advantages
 from tests.support.graders import case, grader, multi
 
 
@@ -86,6 +89,16 @@ def test_a_formula_without_a_value_is_an_error_of_the_answer() -> None:
     for formula in ("1 / same", "exp(1000 * near)", "sqrt(-near)"):
         check_grader(multi(formula))
         assert grade_text(multi(formula), case("is Four", {})).errors.keys() == {"formula_parse_error"}
+
+
+def test_a_reward_that_ranks_could_not_train_on_is_an_error() -> None:
+    for formula in ("exp(500 * near)", "-exp(500 * near)", "10 ^ 12 + near"):
+        graded = grade_text(multi(formula), case("is Four", {}))
+        assert (graded.reward, graded.errors.keys()) == (0.0, {"other_error"})
+    rewards = [grade_text(multi(formula), case("is Four", {})).reward for formula in ("10 ^ 12", "-10 ^ 12")]
+    assert rewards == [MOST_REWARD, -MOST_REWARD]
+    trained = [*advantages(rewards, "none"), *advantages([*rewards, 0.0], "group")]
+    assert np.isfinite(np.asarray(trained, np.float32)).all()
 
 
 def test_what_a_template_names_must_be_there() -> None:

@@ -50,7 +50,7 @@ class ErrorsView(BaseModel):
     unresponsive_reward_error: bool = False
     """There was no reward within two minutes."""
     other_error: bool = False
-    """Texts are too long."""
+    """Texts are too long, or the reward is beyond 10^12."""
     python_grader_server_error: bool = False
     """The process in which the grader ran has ended, or took too long."""
     python_grader_server_error_type: str | None = None

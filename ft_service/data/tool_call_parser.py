@@ -58,7 +58,13 @@ class CallFormat:
         if not isinstance(name, str):
             return None
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {"name": name, "arguments": written}, end
+        return {"name": _as_text(name), "arguments": _as_text(written)}, end
+
+
+def _as_text(value: str) -> str:
+    """What JSON holds as text, with a question mark for half of a surrogate pair: a model may write `\\ud83d` alone, and no
+    answer or record can hold that."""
+    return value.encode(errors="replace").decode()
 
 
 class Write(Protocol):

@@ -110,7 +110,7 @@ def _read_chat(grader: ScoreModel | LabelModel, answer: Any) -> Score:
     name, usage = answer.get("model"), answer.get("usage")
     return Score(
         _result(grader, result, content),
-        model=name[:256] if isinstance(name, str) else None,
+        model=name[:256].encode(errors="replace").decode() if isinstance(name, str) else None,
         usage=_usage(usage) if isinstance(usage, dict) else {},
     )
 

@@ -42,7 +42,8 @@ class GradingError(Exception):
     def __init__(self, kind: ErrorKind, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}")
         self.kind: ErrorKind = kind
-        self.detail = detail[:MOST_DETAIL]
+        # Tracebacks and answers of servers may hold halves of surrogate pairs, which no record and no answer can.
+        self.detail = detail[:MOST_DETAIL].encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Case:
 
     def as_json(self) -> bytes:
         """`{"sample", "item"}` as python and endpoint graders get it. Raises GradingError."""
-        return written({"sample": self.sample.as_dict(), "item": dict(self.item)}).encode()
+        whole = written({"sample": self.sample.as_dict(), "item": dict(self.item)})
+        return whole.encode(errors="backslashreplace")  # half of a surrogate pair is written as JSON escapes it
 
 
 @dataclass(frozen=True)

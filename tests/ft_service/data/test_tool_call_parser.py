@@ -80,6 +80,12 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     assert CallFormat("<tool_call>", "name", "arguments").parse(text) is None
 
 
+def test_half_of_a_surrogate_pair_in_a_call_is_no_text() -> None:
+    text = r'<tool_call>{"name": "f\ud83d", "arguments": {"a": "\ud83d", "b": "\ud83d\ude00"}}'
+    calls = [{"name": "f?", "arguments": '{"a": "?", "b": "😀"}'}]
+    assert CallFormat("<tool_call>", "name", "arguments").parse(text) == ("", calls)
+
+
 def test_a_bare_object_is_a_call_only_with_a_name() -> None:
     bare = CallFormat("", "name", "parameters")
     assert bare.parse('{"name": "f", "parameters": {"a": 1}}') == ("", [{"name": "f", "arguments": '{"a": 1}'}])

@@ -89,6 +89,19 @@ def test_an_endpoint_that_lies_is_an_error_that_counts(server: Receiver, answer:
     assert {one.path for one in server.arrived.queue} == {"/"}, "no redirect is followed"
 
 
+def test_half_of_a_surrogate_pair_in_an_answer_or_in_an_error_ends_nothing(server: Receiver) -> None:
+    def echo(received: Received) -> Answer:
+        assert json.loads(received.body)["sample"]["output_json"] == {"a": "\ud83d"}
+        return says({"reward": 0.5})(received)
+
+    server.answer = echo
+    assert graded({**ENDPOINT, "url": server.url}, server.url, r'{"a": "\ud83d"}').reward == 0.5
+    server.answer = says({"error": {"message": "no \ud83d"}}, 400)
+    assert graded(SCORED, server.url).errors == {"model_grader_server_error": "the model's server answered 400: no ?"}
+    server.answer = says({"model": "\ud83d", "choices": [{"message": {"content": "1"}}]})
+    assert graded(SCORED, server.url).sampled_model == "?"
+
+
 def test_failures_that_pass_are_tried_again_under_the_same_id(server: Receiver) -> None:
     answers = iter([says(b"", 503), says(b"", 429), says({"reward": -0.25})])
     server.answer = lambda received: next(answers)(received)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ft_service.data.line_errors import LineError, kind, refuse_keys, required, shown, text_of
+from ft_service.data.line_errors import LineError, json_of, kind, refuse_keys, required, shown, text_of
 from ft_service.data.sample_kinds import Conversation, Tool
 
 MAX_LINE_BYTES = 10 * 1024**2
@@ -229,6 +229,7 @@ def _function_tool(function: Any, place: str) -> Tool:
     _name(definition, place)
     if "parameters" in definition:
         _object(definition["parameters"], f"{place}.parameters")
+    json_of(definition, place)
     return {"type": "function", "function": {key: value for key, value in definition.items() if key != "strict"}}
 
 
@@ -249,7 +250,7 @@ def _call(function: Any, place: str) -> dict[str, Any]:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         raise LineError(f"{place}.arguments", "is not JSON") from None
-    return {"name": name, "arguments": _object(arguments, f"{place}.arguments")}
+    return {"name": name, "arguments": json_of(_object(arguments, f"{place}.arguments"), f"{place}.arguments")}
 
 
 def _name(function: dict[str, Any], place: str) -> str:

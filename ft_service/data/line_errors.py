@@ -71,6 +71,20 @@ def text_of(value: Any, place: str) -> str:
     return value
 
 
+def json_of(value: Any, place: str) -> Any:
+    """The value, if it can be written as JSON in UTF-8. Raises LineError: tables hold dates and bytes, and JSON that is read
+    may hold half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise LineError(place, "holds half of a surrogate pair") from None
+    except TypeError as error:
+        raise LineError(place, f"cannot be written as JSON: {error}. Make it text or a number, or leave it out") from None
+    except (ValueError, RecursionError):
+        raise LineError(place, "is nested too deeply") from None
+    return value
+
+
 def required(given: Mapping[str, Any], key: str, prefix: str = "") -> Any:
     """The value of a key. `prefix`: the place of the object in the line, with a dot. Raises LineError if it is missing."""
     if key not in given:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ft_service.data.chat_line import parse_messages, parse_tools, require_answered_calls
-from ft_service.data.line_errors import LineError, required, text_of
+from ft_service.data.line_errors import LineError, json_of, required, text_of
 from ft_service.data.sample_kinds import GradedPrompt
 
 _KEYS = ("messages", "tools", "parallel_tool_calls", "functions")
@@ -38,5 +38,5 @@ def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
             "must end with a message that the model answers, not with the assistant's own: give an expected answer under a "
             "key of its own, such as reference_answer",
         )
-    item = {text_of(key, "a key"): value for key, value in line.items() if key not in _KEYS}
+    item = {text_of(key, "a key"): json_of(value, key) for key, value in line.items() if key not in _KEYS}
     return GradedPrompt(tuple(message for message, _ in parsed), tuple(parse_tools(line)), item)

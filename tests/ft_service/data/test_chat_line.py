@@ -133,6 +133,7 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line(USER, ANSWER | {"tool_calls": []}), "messages.1.tool_calls", "at least one"),
         (line(USER | {"tool_calls": []}, ANSWER), "messages.0.tool_calls", "only for messages of the role assistant"),
         (line(USER, calling("{")), "messages.1.tool_calls.0.function.arguments", "is not JSON"),
+        (line(USER, calling(r'{"a": "\ud83d"}')), "messages.1.tool_calls.0.function.arguments", "half of a surrogate pair"),
         (line(USER, calling("[]")), "messages.1.tool_calls.0.function.arguments", "must be an object"),
         (line(USER, calling("{}") | {"function_call": {}}), "messages.1.function_call", "keep one"),
         (line(USER | {"name": "Ann"}, ANSWER), "messages.0.name", "leave it out"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_every_container_keeps_its_other_columns(kind: str, tmp_path: Path) -> N
     assert [message["role"] for message in second.messages] == ["system", "user"]
 
 
+def test_what_a_table_holds_and_json_does_not_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pa.Table.from_pylist([{**ROWS[0], "asked": datetime(2026, 1, 2, tzinfo=UTC)}]), path)
+    (fault,) = prompts(path)
+    assert isinstance(fault, Fault)
+    assert (fault.field, fault.reason) == (
+        "asked",
+        "cannot be written as JSON: Object of type datetime is not JSON serializable. Make it text or a number, or leave it "
+        "out",
+    )
+
+
 def test_columns_may_have_other_names(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"chat": [USER], "answer": "4"}))
@@ -81,6 +94,8 @@ def test_columns_may_have_other_names(tmp_path: Path) -> None:
         ({"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": ""}]}, "messages.1.tool_call_id", "no call"),
         ({"messages": [USER], "tools": [{"type": "x"}]}, "tools.0.type", "must be 'function'"),
         ({"messages": [USER], "\ud800": 1}, "a key", "surrogate"),
+        ({"messages": [USER], "answer": {"a": ["\ud83d"]}}, "answer", "holds half of a surrogate pair"),
+        ({"messages": [USER], "functions": [{"name": "f", "description": "\ud83d"}]}, "functions.0", "surrogate"),
     ],
 )
 def test_a_line_that_is_no_prompt_says_why(line: Any, field: str, said: str, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from ft_service.tinker.loss_calls import CLIP_HIGH, CLIP_LOW
 
 DATA_OF_COMMAND = 256
 """Answers of one command, at most."""
+TOKENS_OF_COMMAND = 2**20
+"""Tokens of one command, at most, unless one answer with its prompt has more: a token takes 20 bytes of the command's file."""
 
 
 def first_commands(job_id: str) -> list[Command]:
@@ -55,12 +57,8 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
         add("finish", {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}})
         return commands
     data = list(_data(record, spec.reinforcement, spec.longest_answer))
-    for begin in range(0, len(data), DATA_OF_COMMAND):
-        add(
-            "forward_backward",
-            {},
-            _message(data[begin : begin + DATA_OF_COMMAND], spec.reinforcement).SerializeToString(deterministic=True),
-        )
+    for part in _parts(data):
+        add("forward_backward", {}, _message(part, spec.reinforcement).SerializeToString(deterministic=True))
     report = {
         "total_steps": schedule.total_steps,
         "epoch": head.step / schedule.steps_of_epoch,
@@ -131,6 +129,21 @@ def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> It
                 of_tokens -= options.beta * (np.asarray(answer.logprobs) - np.asarray(answer.reference))
             if of_tokens.any():
                 yield _datum(group, answer, of_tokens * weight_of[id(answer)])
+
+
+def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
+    """The data of each command, in their order."""
+    part: list[pb.Datum] = []
+    tokens = 0
+    for datum in data:
+        own = len(datum.model_input[0].encoded_text.tokens) // 4  # int32
+        if part and (len(part) == DATA_OF_COMMAND or tokens + own > TOKENS_OF_COMMAND):
+            yield part
+            part, tokens = [], 0
+        part.append(datum)
+        tokens += own
+    if part:
+        yield part
 
 
 def _counts(answer: SampledAnswer, options: ReinforcementOptions) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 
 FOLDER = "rollouts"
@@ -122,12 +123,18 @@ def recorded_steps(run: RunDir) -> list[int]:
 
 
 def write_record(run: RunDir, record: StepRecord) -> bool:
-    """Store a record unless the step has one. Returns whether it is new. Raises OSError."""
+    """Store a record unless the step has one. Returns whether it is new. Raises OSError, and DataError for one that is larger
+    than what is read."""
     import zstandard  # not every process that knows records writes them
 
     lines = [record.head, *record.groups, *record.validation]
-    body = "".join(line.model_dump_json(exclude_none=True) + "\n" for line in lines)
-    return run.put_if_absent(record_key(record.head.step), zstandard.ZstdCompressor(level=6).compress(body.encode()))
+    body = "".join(line.model_dump_json(exclude_none=True) + "\n" for line in lines).encode()
+    if len(body) > MOST_BYTES:
+        raise DataError(
+            f"The {len(record.answers):,} answers of step {record.head.step} take {len(body):,} bytes, and a record has at "
+            f"most {MOST_BYTES:,}. Give another job a lower batch_size, num_generations or max_completion_length."
+        )
+    return run.put_if_absent(record_key(record.head.step), zstandard.ZstdCompressor(level=6).compress(body))
 
 
 def read_record(run: RunDir, step: int) -> StepRecord | None:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ft_service.reinforcement import step_commands
 from ft_service.reinforcement.schedule import RolloutSchedule
-from ft_service.reinforcement.step_commands import commands_of, first_commands, metrics_of
+from ft_service.reinforcement.step_commands import TOKENS_OF_COMMAND, commands_of, first_commands, metrics_of
 from ft_service.reinforcement.step_records import StepRecord
 from ft_service.spec import DataFileRef, JobSpec
-from ft_service.tinker.commands import Command
+from ft_service.tinker.commands import MOST_BYTES, Command
 from ft_service.tinker.loss_calls import Datum, LossRequest
 from tests.support.rollouts import answer, group, record, rollout_spec
 
@@ -107,6 +108,18 @@ def test_many_answers_are_several_commands() -> None:
     commands = commands_of(record(1, many, first_seq=2), spec_with(), SCHEDULE)
     assert [c.op for c in commands] == ["forward_backward", "forward_backward", "optim_step", "save_weights_for_sampler"]
     assert len(data_of(commands)) == 400
+
+
+def test_long_answers_are_several_commands_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command's file may have 64 MiB, which 256 answers of 14,000 tokens exceed."""
+    monkeypatch.setattr(step_commands, "TOKENS_OF_COMMAND", 12)
+    lengths = (2, 3, 4, 20, 2, 2)
+    many = [group(n, [answer([1] * length, 1.0), answer([2], 0.0)]) for n, length in enumerate(lengths)]
+    commands = [c for c in commands_of(record(1, many, first_seq=2), spec_with(), SCHEDULE) if c.op == "forward_backward"]
+    found = [[len(datum.ids) for datum in data_of([command])] for command in commands]
+    assert found == [[4, 3, 5], [3, 6, 3], [22], [3, 4, 3], [4, 3]]
+    (datum,) = LossRequest.parse(commands[2].body).message.data
+    assert datum.ByteSize() / 22 * TOKENS_OF_COMMAND < MOST_BYTES, "22 tokens with the names of their arrays"
 
 
 def test_metrics() -> None:

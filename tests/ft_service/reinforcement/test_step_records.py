@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.errors import DataError
+from ft_service.reinforcement import step_records
 from ft_service.reinforcement.step_records import read_record, record_key, recorded_steps, remove_records, write_record
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from tests.support.rollouts import answer, group, record
@@ -23,6 +25,16 @@ def test_a_record_is_read_as_it_was_written_and_never_replaced(tmp_path: Path) -
     assert found.model_dump_json() == first.model_dump_json()
     assert found.valid_mean_reward == 1.0
     assert read_record(run, 3) is None
+
+
+def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(step_records, "MOST_BYTES", 400)
+    assert write_record(run, record(1, [group(0, [answer([1], 0.5)])], first_seq=1))
+    assert read_record(run, 1) is not None
+    with pytest.raises(DataError, match="The 2 answers of step 2 take"):
+        write_record(run, record(2, [group(0, [answer([1] * 20, 0.5)] * 2)], first_seq=1))
+    assert recorded_steps(run) == [1]
 
 
 def test_the_newest_records_stay(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ def save_command(seq: int, after: int) -> Command:
 
 
 def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> Iterator[pb.Datum]:
-    """The answers whose advantage is not 0."""
-    counted = [answer for answer in record.answers if _counts(answer, options)]
+    """The answers whose advantage is not 0. The loss is a mean over all that have a reward, those that it leaves out as they
+    were cut off included, as TRL has it."""
+    counted = [answer for answer in record.answers if answer.reward is not None and answer.tokens]
     weight_of = dict(
         zip(
             map(id, counted),
@@ -121,7 +122,7 @@ def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> It
     for group in record.groups:
         own = advantages(group.rewards, options.scale_rewards)
         for answer, advantage in zip(group.answers, own, strict=True):
-            if id(answer) not in weight_of:
+            if id(answer) not in weight_of or (options.mask_truncated_completions and answer.truncated):
                 continue
             of_tokens = np.full(len(answer.tokens), advantage)
             if options.beta and answer.reference is not None:
@@ -144,11 +145,6 @@ def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
         tokens += own
     if part:
         yield part
-
-
-def _counts(answer: SampledAnswer, options: ReinforcementOptions) -> bool:
-    masked = options.mask_truncated_completions and answer.truncated
-    return answer.reward is not None and len(answer.tokens) > 0 and not masked
 
 
 def _datum(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> pb.Datum:

@@ -93,7 +93,9 @@ def test_answers_that_count_for_nothing() -> None:
     answers = [answer([11], 1.0), answer([12, 13], 0.0, truncated=True), answer([14], None)]
     found = record(1, [group(0, answers)], first_seq=2)
     assert advantages_of(found) == [pytest.approx([0.5 / 3]), pytest.approx([-0.5 / 3] * 2)]
-    assert advantages_of(found, mask_truncated_completions=True) == [[0.5]]
+    # The answer that is left out stays in what the loss is the mean over, as in TRL: 3 tokens, or 2 answers.
+    masked = [(loss, advantages_of(found, loss_type=loss, mask_truncated_completions=True)) for loss in ("dapo", "grpo")]
+    assert masked == [("dapo", [[pytest.approx(0.5 / 3)]]), ("grpo", [[pytest.approx(0.5 / 2)]])]
 
 
 def test_divergence_from_the_start_is_part_of_the_advantage() -> None:

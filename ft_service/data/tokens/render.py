@@ -10,8 +10,8 @@ earlier answer is part of the last answer's prompt; if its own prompt is not the
 token, it is refused (answer_markers.py).
 
 Bare text (a document, or a prompt with its completion) is not rendered by a chat template. It begins with the token that the
-tokenizer puts before every text, if there is one, and ends with the end-of-text token, which is learned: a model that never
-learns it never stops.
+tokenizer puts before every text, if there is one, and ends with the end-of-text token, which is learned, and added unless the
+text has it: a model that never learns it never stops.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ft_service.spec import TrainOn
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
 
-RENDERING = 4
+RENDERING = 5
 """Version of the tokens and targets that this module, answer_markers.py, boundary_tokens.py and tokenize.py make of a
 conversation; increase it when they change."""
 EXACT_ANSWERS = 16
@@ -320,11 +320,16 @@ def render_bare(tokenizer: PreTrainedTokenizerBase, record: Text | PromptComplet
                 "has no answers, and training.train_on = 'last_assistant' learns the last one. Leave that out: a text is "
                 "learned whole",
             )
-        text = begin + record.text + end
+        text = _ended(begin + record.text, end)
         return text, [(len(begin), len(text))]
     prompt = begin + record.prompt
-    text = prompt + record.completion + end
+    text = prompt + _ended(record.completion, end)
     return text, [(len(begin) if train_on == "everything" else len(prompt), len(text))]
+
+
+def _ended(text: str, end: str) -> str:
+    """The text with the token that ends it, once: many files have it already."""
+    return text if text.endswith(end) else text + end
 
 
 def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
-from ft_service.data.sample_kinds import Conversation
+from ft_service.data.sample_kinds import Conversation, PromptCompletion, Text
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer, tokenize
@@ -194,3 +194,12 @@ def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTra
 def test_a_base_that_is_gone_is_told_as_that(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"The base is gone from .*/moved\. Put it back"):
         load_tokenizer(str(tmp_path / "moved"))
+
+
+@pytest.mark.parametrize("given", ["", "<|im_end|>"])
+def test_the_end_of_a_text_is_learned_once(tokenizer: PreTrainedTokenizerFast, given: str) -> None:
+    """Files for other trainers end texts with the base's end-of-text token."""
+    records = [(1, Text(f"one two{given}")), (2, PromptCompletion("one ", f"two{given}"))]
+    whole, continued = (tokens for tokens in tokenize(tokenizer, records) if isinstance(tokens, Tokens))
+    assert decoded(tokenizer, whole.ids[whole.targets]) == "one two<|im_end|>"
+    assert decoded(tokenizer, continued.ids[continued.targets]) == "two<|im_end|>"

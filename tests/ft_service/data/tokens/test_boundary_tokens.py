@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
+from ft_service.data.sample_kinds import PromptCompletion
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import tokenize
 
@@ -71,3 +72,18 @@ def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
     assert (
         "makes one token of the prompt's end and the answer's beginning, 't\\n<think>\\n' and '\\n</think>\\n'" in fault.reason
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("Q\n\n", "bar"), ("Q:\n\n", "bar"), ("Q  ", "1"), ("\n\n", "b"), ("Q\n", "b"), ("Q\n\n", "\nb")]
+)
+def test_white_space_at_the_end_of_a_prompt_has_the_prompts_own_tokens(base: Any, prompt: str, completion: str) -> None:
+    """GPT-2's pattern leaves the last of several white spaces to the word that follows."""
+    tokenizer = Tokenizer.from_str(base.backend_tokenizer.to_str())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    (tokens,) = tokenize(fast, [(1, PromptCompletion(prompt, completion))])
+    assert isinstance(tokens, Tokens)
+    asked = fast(prompt, add_special_tokens=False)["input_ids"]
+    assert tokens.ids[~tokens.targets].tolist() == asked
+    assert fast.decode(tokens.ids[tokens.targets]) == f"{completion}<|im_end|>"

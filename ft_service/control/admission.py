@@ -20,7 +20,7 @@ from ft_service.control.reinforcement_admission import refuse_unless_graded
 from ft_service.control.tracking.integration_check import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
-from ft_service.data.formats.reading import count_samples
+from ft_service.data.formats.reading import estimate_samples
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.queue_snapshot import JobSize
@@ -293,7 +293,8 @@ def resolve_parsed(
 
 
 def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None:
-    """Number of samples of the training file, up to a limit; None: this project has no such file, which is refused later."""
+    """Number of samples of the training file, estimated beyond a limit; None: this project has no such file, which is refused
+    later."""
     if request.training_file is None:
         return None
     file = context.store.files.find_files({request.training_file}).get(request.training_file)
@@ -309,7 +310,7 @@ def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None
 @lru_cache(maxsize=256)
 def _counted(path: Path, size: int, columns: Columns) -> int | None:
     """Number of samples of a stored file, which never changes."""
-    return count_samples(path, (), columns, most=COUNTED) if path.is_file() else None
+    return estimate_samples(path, (), columns, most=COUNTED) if path.is_file() else None
 
 
 def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings, limits: TenantLimits) -> int:

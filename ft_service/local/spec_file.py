@@ -22,7 +22,7 @@ from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import may_hold_data
 from ft_service.data.formats.folders import dataset_files
-from ft_service.data.formats.reading import count_samples, open_data
+from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.data.hub_data import PREFIX, fetched
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
@@ -253,7 +253,7 @@ def resolve_spec_file(
         gpus=gpu_count(),
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
-        samples=count_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,
+        samples=estimate_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,
     )
     return resolve(request, context)
 

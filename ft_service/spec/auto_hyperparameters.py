@@ -36,7 +36,8 @@ EPOCHS, MOST_EPOCHS = 3, 25
 LEAST_SEEN, MOST_SEEN = 100, 25_000
 """Samples that a training sees, over all epochs."""
 COUNTED = 25_000
-"""Number of samples above which batch size and epochs no longer change, so that counting stops there."""
+"""Number of samples to train on above which batch size and epochs no longer change; files with more are not counted to their
+end, but estimated, since a part may be set aside for validation."""
 
 
 def rate_for(model_type: str, hidden: int, lora: LoraOptions) -> tuple[float, str]:

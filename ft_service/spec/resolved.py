@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.errors import SpecError
-from ft_service.spec.auto_hyperparameters import batch_for, epochs_for
+from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions, MethodType, ReinforcementOptions
@@ -198,7 +198,8 @@ class JobContext:
     date: str = ""
     """`JobSpec.date`."""
     samples: int | None = None
-    """Samples of the training file, for batch_size and n_epochs "auto"; None: not known, and these get usual values."""
+    """Samples of the training file, of more than COUNTED about how many, for batch_size and n_epochs "auto"; None: not known,
+    and these get usual values."""
 
 
 def resolve(request: JobRequest, context: JobContext) -> JobSpec:
@@ -214,7 +215,8 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     samples, parent = context.samples, context.parent
     if samples is not None and request.validation_split is not None:
         samples = round(samples * (1 - request.validation_split))
-    training, chosen = by_samples(request.resolved_training(), samples, ranks, request.method.type)
+    counted = None if samples is None else min(samples, COUNTED)
+    training, chosen = by_samples(request.resolved_training(), counted, ranks, request.method.type)
     return JobSpec(
         job_id=context.job_id,
         model=context.model,

@@ -213,12 +213,6 @@ def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_
     return DataReader([path / name for name in files] if files else [path], columns)
 
 
-def count_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
-    """The number of records without a fault, counted up to `most`. Raises OSError."""
-    with open_data(path, files, columns) as reader, closing(iter(reader)) as records:
-        return sum(1 for _ in islice((record for _, record in records if not isinstance(record, Fault)), most))
-
-
 def estimate_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
     """The number of records, faulty ones included: counted up to `most`, estimated beyond that from the share of the bytes that
     they take. Raises OSError.

@@ -12,6 +12,7 @@ from ft_service.errors import ConflictError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.plan.machines import GIB, Machine
 from ft_service.settings import Settings
+from ft_service.storage.locations import Places
 from ft_service.store.records import File, Principal
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import LLAMA_8B, save_base
@@ -80,6 +81,14 @@ def test_auto_takes_the_hosts_gpus_as_far_as_its_slots_go(
     job = admit(store, models, slots=slots)
 
     assert (job.slots, job.spec.world_size) == (ranks, ranks)
+
+
+def test_what_is_set_aside_is_a_share_of_all_samples_not_of_those_that_are_counted(store: Store, models: Path) -> None:
+    file = Places.of(Settings(home=models.parent)).file("file-a")
+    file.parent.mkdir(parents=True)
+    file.write_text('{"text": "a"}\n' * 60_000)
+    auto: Any = {"n_epochs": "auto"}
+    assert admit(store, models, hyperparameters=auto, validation_split=0.5).spec.training.n_epochs == 1, "30,000 are left"
 
 
 def test_more_ranks_than_slots_are_refused_with_both_numbers(

@@ -50,6 +50,13 @@ def test_a_seed_of_the_files_own_is_kept(place: Path) -> None:
     assert resolve_spec_file(load_spec_file(path), settings(place), job_id="ftjob-1", seed=11).seed == 5
 
 
+def test_what_is_set_aside_is_a_share_of_all_samples_not_of_those_that_are_counted(place: Path) -> None:
+    (place / "data/many.jsonl").write_text('{"text": "a"}\n' * 60_000)
+    path = write(place, "model: tiny\ntraining_file: ../data/many.jsonl\nvalidation_split: 0.5\ntraining: {n_epochs: auto}\n")
+    spec = resolve_spec_file(load_spec_file(path), settings(place), job_id="ftjob-1", seed=11)
+    assert spec.training.n_epochs == 1, "30,000 are left"
+
+
 def test_a_range_needs_no_quotes(place: Path) -> None:
     """YAML 1.1 reads `1:2` as 62, and `1:30.5` as 90.5."""
     text = "model: tiny\ntraining_file: ../data/train.jsonl\ndistributed:\n  nnodes: 1:2\n  nproc_per_node: 2:8\n"

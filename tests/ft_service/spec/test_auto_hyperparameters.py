@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from ft_service.plan.auto_options import Ranks, keep_choices
 from ft_service.plan.machines import Machine, host_cpu
-from ft_service.spec import LoraOptions, parse_request
+from ft_service.spec import BaseModelRef, DataFileRef, JobContext, LoraOptions, parse_request, resolve
 from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for, rate_for
 from tests.support.bases import settle_for
 from tests.support.training.models import save_tiny_llama, spec_for
@@ -65,6 +66,20 @@ def test_batches_follow_from_the_number_of_samples(samples: int, ranks: int, bat
 def test_epochs_follow_from_the_number_of_samples(samples: int, epochs: int) -> None:
     assert epochs_for(samples, "supervised")[0] == epochs
     assert epochs_for(samples, "dpo")[0] == 1
+
+
+def test_what_is_set_aside_is_a_share_of_all_samples() -> None:
+    """Of a million samples, half or a tenth is more than what is counted."""
+    model, file = BaseModelRef(name="m", path="/base"), DataFileRef(name="f", path="/f", sha256="")
+    context = JobContext(
+        job_id="ftjob-1", organization="o", model=model, training_data=file, validation_data=None, seed=1, gpus=0
+    )
+    auto = {"hyperparameters": {"n_epochs": "auto", "batch_size": "auto"}}
+    for share, samples, chosen in ((0.5, 10**6, (1, 32)), (0.9, 10**6, (1, 32)), (0.5, 2000, (3, 4)), (None, 10**6, (1, 32))):
+        request = parse_request({"model": "m", "training_file": "f", **auto, "validation_split": share})
+        spec = resolve(request, replace(context, samples=samples))
+        assert (spec.training.n_epochs, spec.training.batch_size) == chosen
+        assert ("25,000 samples or more" in spec.chosen["training.n_epochs"]) == (samples == 10**6)
 
 
 def test_batch_and_epochs_stay_what_they_were_where_the_job_goes_on() -> None:

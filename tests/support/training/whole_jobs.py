@@ -14,7 +14,7 @@ import torch
 
 from ft_service.data.data_file import DataReport
 from ft_service.data.examiner import Examiner, data_files
-from ft_service.data.formats.reading import count_samples
+from ft_service.data.formats.reading import estimate_samples
 from ft_service.data.statistics import DataStatistics
 from ft_service.data.token_folder import FOLDER
 from ft_service.plan.admit import admit
@@ -78,7 +78,7 @@ class Workshop:
                 gpus=0,
                 parent=parent,
                 date="2026-01-01",
-                samples=count_samples(Path(training.path), most=100) if request.counts_samples else None,
+                samples=estimate_samples(Path(training.path), most=100) if request.counts_samples else None,
             ),
         )
         spec = admit(describe(spec.model.path), spec, lengths=SampleLengths.of_size(Path(training.path).stat().st_size)).spec

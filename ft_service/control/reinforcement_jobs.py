@@ -61,6 +61,8 @@ TELL_SECONDS = 30.0
 MOST_REFUSED_SECONDS = 1800.0
 """Time for which nothing is sampled, after which a job is paused: an inference server with a large base takes many minutes to
 start again, and meanwhile the ranks hold their slots."""
+TRIES = 5
+"""Failures at the same step for which nothing is known, after which a job is paused."""
 MOST_TEXT = 16_384
 """Characters of an answer's text that its record keeps."""
 
@@ -81,6 +83,8 @@ class ReinforcementJobs:
     threads: dict[str, threading.Thread] = field(default_factory=dict[str, threading.Thread])
     running: frozenset[str] = frozenset()
     """Jobs that run and are to run on."""
+    failures: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Job → step at which something unknown failed, and how often in a row."""
 
     def run(self, stop: threading.Event) -> None:
         """Look after jobs until `stop` is set."""
@@ -131,9 +135,23 @@ class ReinforcementJobs:
             log.info("a job's answers wait: %s", error.message, extra={"job_id": job.id})
         except FtError as error:
             self._pause(job, f"Its answers cannot be sampled: {error.message}")
-        except Exception:
+        except OSError as error:
+            log.warning("a job's answers wait: %s", error, extra={"job_id": job.id})
+            time.sleep(LOOK_SECONDS)
+        except Exception as error:
             log.exception("a job's answers wait", extra={"job_id": job.id})
             time.sleep(LOOK_SECONDS)
+            if self._has_failed_often(job):
+                said = f"{type(error).__name__}: {str(error)[:200]}"
+                self._pause(job, f"The service failed {TRIES} times at its answers ({said}).")
+
+    def _has_failed_often(self, job: Job) -> bool:
+        """Count a failure of which nothing is known. Trying on for ever would keep the ranks waiting, and tell nobody why."""
+        step = max(recorded_steps(self.places.run(job.id)), default=0)
+        at, before = self.failures.get(job.id, (step, 0))
+        tries = before + 1 if at == step else 1
+        self.failures[job.id] = step, tries % TRIES
+        return tries == TRIES
 
     def _pause(self, job: Job, why: str) -> None:
         self.store.jobs.add_events(job, [NewEvent(level="error", message=f"{why} The job is paused; resume it to try again.")])

@@ -267,11 +267,22 @@ def test_a_user_who_stops_a_job_ends_its_loop(place: Place) -> None:
         place.loop().run()
 
 
-def test_a_job_that_cannot_go_on_is_paused_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "why", "tries"),
+    [
+        (SpecError("The prompt is too long."), "Its answers cannot be sampled: The prompt is too long.", 1),
+        (OverflowError("too large"), "The service failed 5 times at its answers (OverflowError: too large).", 5),
+    ],
+)
+def test_a_job_that_cannot_go_on_is_paused_with_the_reason(
+    error: Exception, why: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refusing(EchoSampler):
         def submit(self, model: object, order: dict[str, Any], deliver: Callable[[dict[str, Any]], None], **_: Any) -> object:
             self.prompts.append(order["prompt"])
-            raise SpecError("The prompt is too long.")
+            raise error
+
+    monkeypatch.setattr(reinforcement_jobs, "LOOK_SECONDS", 0.02)
 
     place, store, stop = new_place(tmp_path, sampler := Refusing()), new_store(tmp_path), threading.Event()
     job = create_job(store, place.job)
@@ -285,8 +296,7 @@ def test_a_job_that_cannot_go_on_is_paused_with_the_reason(tmp_path: Path) -> No
             stop.set()
             thread.join()
     errors = [event.message for event in store.jobs.list_events(PROJECT, job.id).data if event.level == "error"]
-    why = "Its answers cannot be sampled: The prompt is too long. The job is paused; resume it to try again."
-    assert (errors, len(sampler.prompts)) == ([why], 1)
+    assert (errors, len(sampler.prompts)) == ([f"{why} The job is paused; resume it to try again."], tries)
     store.close()
 
 

@@ -180,10 +180,11 @@ def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
     return weight
 
 
-def require_answered_calls(parsed: Sequence[WeightedMessage], place: str = "messages") -> None:
-    """Raise LineError for a tool's message that answers no call before it. `place`: that of the messages in the line."""
+def require_answered_calls(parsed: Sequence[WeightedMessage], place: str = "messages", first: int = 0) -> None:
+    """Raise LineError for a tool's message that answers no call before it. `place`: that of the messages in the line. `first`:
+    the number there of the first one, negative if messages of another place come before them."""
     called: set[str] = set()
-    for number, (message, _) in enumerate(parsed):
+    for number, (message, _) in enumerate(parsed, first):
         called.update(call["id"] for call in message.get("tool_calls", []) if "id" in call)
         answered = message.get("tool_call_id")
         if answered is not None and answered not in called:

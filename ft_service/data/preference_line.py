@@ -72,9 +72,10 @@ def _pair(
     answer's first message in the line. Raises LineError."""
     if prompt[-1][0]["role"] == "assistant":
         raise LineError(place, "must end with a message that the two answers answer, not with the assistant's own")
+    require_answered_calls(prompt, place)
     for name, answer in answers.items():
         _require_answer(answer, name, first)
-        require_answered_calls([*prompt, *answer], name)
+        require_answered_calls([*prompt, *answer], name, first - len(prompt))
     preferred, rejected = answers.values()
     if preferred == rejected:
         names = " and ".join(answers)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 ErrorKind = Literal[
     "formula_parse_error",
@@ -130,10 +130,14 @@ class Grade:
     """Model as the grader names it → its tokens."""
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
 def parsed(text: str | bytes) -> Any:
-    """JSON; NO_JSON for what is not."""
+    """JSON; NO_JSON for what is not, such as NaN, which Python reads all the same."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return NO_JSON
 

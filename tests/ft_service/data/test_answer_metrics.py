@@ -20,6 +20,7 @@ from tests.support.graders import grader
         ("json_valid", '{"a": 1}', "", 1),
         ("json_valid", "[" * 100_000, "", 0),
         ("json_valid", "four", "", 0),
+        ("json_valid", '{"a": NaN}', "", 0),
         ("rouge_l", "the cat sat on the mat", "The cat lay on the mat", 10 / 12),
         ("rouge_l", "mat the on", "on the mat", 2 / 6),
         ("rouge_l", "", "four", 0),

@@ -15,6 +15,7 @@ from ft_service.data.sample_kinds import Pair
 ASK = {"role": "user", "content": "2 + 2?"}
 GOOD = {"role": "assistant", "content": "4"}
 BAD = {"role": "assistant", "content": "5"}
+LOST = {"role": "tool", "tool_call_id": "x", "content": "4"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
@@ -80,6 +81,9 @@ def test_an_answer_may_call_tools_and_go_on() -> None:
         (openai([ASK], [GOOD], [GOOD]), "", "are the same"),
         (openai([ASK], [GOOD], [BAD], tools={}), "input.tools", "must be a list"),
         (openai([ASK], [GOOD], [{"role": "assistant", "content": 5}]), "non_preferred_output.0.content", "not a number"),
+        (openai([ASK], [LOST, GOOD], [BAD]), "preferred_output.0.tool_call_id", "is the id of no call"),
+        (openai([ASK, LOST], [GOOD], [BAD]), "input.messages.1.tool_call_id", "is the id of no call"),
+        (trl(chosen=[ASK, GOOD], rejected=[ASK, LOST, BAD]), "rejected.1.tool_call_id", "is the id of no call"),
         (trl(prompt="a", chosen="b"), "rejected", "is required"),
         (trl(chosen="a", rejected="b"), "prompt", "is required where"),
         (trl(chosen=[ASK, GOOD], rejected=[BAD]), "prompt", "do not begin with the same"),

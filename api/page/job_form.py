@@ -190,7 +190,9 @@ def _metadata_of(line: str) -> dict[str, str]:
     """Return the pairs of a line: `key=value`, or JSON of the pairs that cannot be written so."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(line)
+            pairs = json.loads(line)
+            _refuse_what_json_cannot_hold(pairs)
+            return pairs
     key, _, value = line.partition("=")
     return {key.strip(): value.strip()}
 
@@ -201,9 +203,31 @@ def _metadata_line(key: str, value: str) -> str:
     return line if _metadata({"metadata": line}) == {key: value} else json.dumps({key: value})
 
 
+class _FormLoader(StrictLoader):
+    """Reads YAML without aliases: a few hundred bytes of them stand for more values than memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            told = f"*{alias.anchor}: aliases are not read here. Write the value out"
+            raise yaml.MarkedYAMLError(None, None, told, alias.start_mark)
+        return super().compose_node(parent, index)
+
+
 def _load(text: str) -> Any:
-    """Return what YAML says, as in a SPEC file. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=StrictLoader)
+    """Return what YAML says, as in a SPEC file, if a create body can hold it. Raises yaml.YAMLError."""
+    try:
+        value = yaml.load(text, Loader=_FormLoader)
+        _refuse_what_json_cannot_hold(value)
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):  # PyYAML's own too: `!!int x`
+        told = "a value that JSON cannot hold, such as a date without quotes, .nan, .inf or lists of hundreds of levels"
+        raise yaml.YAMLError(told) from None
+    return value
+
+
+def _refuse_what_json_cannot_hold(value: Any) -> None:
+    """Raise ValueError, TypeError or RecursionError for NaN, infinity, half of a surrogate pair and other types."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
 def _value(text: str) -> Any:
@@ -214,9 +238,10 @@ def _value(text: str) -> Any:
         return text
     if isinstance(value, str):
         try:
-            return float(text)  # which fails for text in quotes
+            number = float(text)  # which fails for text in quotes
         except ValueError:
             return value
+        return number if math.isfinite(number) else value
     return value if value is None or isinstance(value, bool | int | float | list | dict) else text
 
 

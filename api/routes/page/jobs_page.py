@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import manages
 from api.http.dependencies import Services, Svc
@@ -114,7 +115,8 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
         plan = await api.get(f"{JOBS}/{job_id}/plan")
     except ApiError as error:  # such as a base that is gone
         plan = {"fault": error.message}
-    values = {"request_text": yaml_text(body), "given": given_options(body), "plan": plan}
+    text, given = await run_in_threadpool(lambda: (yaml_text(body), given_options(body)))  # a megabyte takes many seconds
+    values = {"request_text": text, "given": given, "plan": plan}
     return await job_page(request, api, job_id, "job_settings.html", "settings", **values)
 
 

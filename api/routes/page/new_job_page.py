@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 
 from api.page import job_form
 from api.page.inner_api import Api, ApiError, InnerApi
@@ -29,7 +30,7 @@ async def form(
     answer before and after training.
     """
     body = await api.get(f"{JOBS}/{again}/request") if again else {}
-    fields = job_form.fields_of(body) | ({"model": model} if model else {})
+    fields = await run_in_threadpool(job_form.fields_of, body) | ({"model": model} if model else {})
     fields |= {"evaluation.prompts": str(ask)} if ask else {}
     bases = {view["id"]: view["base"] for view in (await api.get("/v1/models"))["data"]}
     names = [name for name, base in bases.items() if not base or base["trainable"] is not False]
@@ -53,28 +54,40 @@ async def form(
 async def plan(request: Request, api: Api) -> Response:
     """The plan of the form as it is now, and the form as Python, a command and YAML."""
     try:
-        body = job_form.body_of(await form_of(request))
+        body = await _body_of(request)
     except ValueError as error:
         fault = {"fault": str(error), "param": job_form.OTHER}
         return page(request, "new_plan.html", plan=fault, words={}, checks={})
     checks = await _checks(api, body)
     names = {file["id"]: file["filename"] for file in await _data_files(api)}
-    words = {
-        "Python": job_form.python_text(body, str(request.base_url).rstrip("/")),
-        "CLI": job_form.command_text(body, names),
-        "YAML": job_form.yaml_text(body, names),
-    }
+    words = await run_in_threadpool(_words, body, names, str(request.base_url).rstrip("/"))
     return page(request, "new_plan.html", plan=await _plan(api, body, checks), words=words, checks=checks)
 
 
 @router.post("/new")
 async def create(request: Request, api: Api) -> Response:
     try:
-        body = job_form.body_of(await form_of(request))
+        body = await _body_of(request)
     except ValueError as error:
         raise ApiError(400, {"message": str(error), "param": job_form.OTHER}) from None
     job = await api.post(JOBS, body)
     return leave_for(request, f"/jobs/{job['id']}")
+
+
+async def _body_of(request: Request) -> dict[str, Any]:
+    """Return the create body of the form, read beside the event loop: a megabyte of YAML takes many seconds. Raises
+    ValueError.
+    """
+    return await run_in_threadpool(job_form.body_of, await form_of(request))
+
+
+def _words(body: Mapping[str, Any], names: Mapping[str, str], base_url: str) -> dict[str, str]:
+    """Return a create body as Python, as a command and as YAML. `names`: id → name of files."""
+    return {
+        "Python": job_form.python_text(body, base_url),
+        "CLI": job_form.command_text(body, names),
+        "YAML": job_form.yaml_text(body, names),
+    }
 
 
 def _is_further(name: str, section: str) -> bool:

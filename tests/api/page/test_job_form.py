@@ -96,6 +96,24 @@ def test_a_range_is_written_as_it_is_and_no_number_in_base_60() -> None:
     assert job_form.fields_of(body)["distributed.nproc_per_node"] == "1:2"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["nan", ".nan", ".inf", "1e999", '"\\ud800"', "[2024-01-01]", "{a: 2024-13-45}", "!!int x", "&a [*a]", "[" * 500],
+)
+def test_what_json_cannot_hold_is_text_in_a_field_and_refused_elsewhere(text: str) -> None:
+    assert job_form.body_of({"training.learning_rate": text}) == {"training": {"learning_rate": text}}
+    assert job_form.body_of({"metadata": '{"a": NaN}'}) == {"metadata": {'{"a": NaN}': ""}}
+    if text not in ("nan", "1e999"):  # which are words to YAML
+        with pytest.raises(ValueError, match=r"JSON cannot hold|aliases are not read"):
+            job_form.body_of({"other": f"integrations: {text}"})
+
+
+def test_a_few_hundred_bytes_of_yaml_do_not_become_a_thousand_million_values() -> None:
+    levels = [f"x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 9)]
+    with pytest.raises(ValueError, match=r"\*a0: aliases are not read here"):
+        job_form.body_of({"other": "\n".join(["x0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", *levels])})
+
+
 def test_the_fields_show_numbers_and_words_without_quotes() -> None:
     """`1e-4` is text to YAML 1.1, and an unquoted `off` is false: bodies of SPEC files have them so."""
     body = {

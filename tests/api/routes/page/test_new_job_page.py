@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import httpx2
 import openai
 import pytest
 
 from api.http.sessions import TOKEN_HEADER, token_of
+from api.page import job_form
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from tests.support.bases import TINY, save_base
@@ -50,6 +55,30 @@ def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, c
     plan = browser.post("/new/plan", data=form, headers=headers).text
     assert "cannot be trained on" not in plan
     assert "Memory of a rank" in plan
+
+
+def test_yaml_is_read_and_written_beside_the_event_loop(browser: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of it takes many seconds, in which the server would answer nobody."""
+    where: dict[str, bool] = {}
+
+    def noted(name: str) -> Callable[..., Any]:
+        function = getattr(job_form, name)
+
+        def call(*given: Any) -> Any:
+            with contextlib.suppress(RuntimeError):
+                where[name] = asyncio.get_running_loop() is not None
+            where.setdefault(name, False)
+            return function(*given)
+
+        return call
+
+    for name in ("body_of", "yaml_text", "fields_of"):
+        monkeypatch.setattr(job_form, name, noted(name))
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
+    assert browser.post("/new/plan", data={"model": "tiny", "other": "a: ["}, headers=headers).status_code == 200
+    assert browser.post("/new/plan", data={"model": "tiny"}, headers=headers).status_code == 200
+    assert browser.get("/new").status_code == 200
+    assert where == {"body_of": False, "yaml_text": False, "fields_of": False}
 
 
 def test_a_base_that_is_being_examined_is_offered_with_a_note_and_a_job_on_it_is_taken(

@@ -21,6 +21,9 @@ from ft_service.data.formats.detect_format import COMPRESSED_ENDINGS, DATA_ENDIN
 
 router = page_router()
 
+MOST_FILES = 200
+"""Files that the form offers: the newest."""
+
 
 @router.get("/new")
 async def form(
@@ -32,13 +35,21 @@ async def form(
     body = await api.get(f"{JOBS}/{again}/request") if again else {}
     fields = await run_in_threadpool(job_form.fields_of, body) | ({"model": model} if model else {})
     fields |= {"evaluation.prompts": str(ask)} if ask else {}
+    files, missing = await _data_files(api), []
+    for label, name in (("training", "training_file"), ("validation", "validation_file")):
+        file_id = fields.get(name)
+        if file_id and file_id not in [file["id"] for file in files]:  # older than those listed, or deleted
+            found = await api.find(f"/v1/files/{file_id}")
+            files += [found] if found else []
+            missing += [] if found else [label]
     bases = {view["id"]: view["base"] for view in (await api.get("/v1/models"))["data"]}
     names = [name for name, base in bases.items() if not base or base["trainable"] is not False]
     options = job_form.options()
     values = {
         "names": names if fields.get("model") in (None, *names) else [*names, fields["model"]],
         "examined": [name for name, base in bases.items() if base and base["trainable"] is None],
-        "files": await _data_files(api),
+        "files": files,
+        "missing": missing,
         "fields": fields,
         "first": [options[name] for name in job_form.FIRST],
         "rest": {
@@ -131,4 +142,4 @@ async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 async def _data_files(api: InnerApi) -> list[dict[str, Any]]:
-    return (await api.get("/v1/files", purpose="fine-tune", limit=200))["data"]
+    return (await api.get("/v1/files", purpose="fine-tune", limit=MOST_FILES))["data"]

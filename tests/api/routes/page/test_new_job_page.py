@@ -16,6 +16,7 @@ import pytest
 
 from api.http.sessions import TOKEN_HEADER, token_of
 from api.page import job_form
+from api.routes.page import new_job_page
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from tests.support.bases import TINY, save_base
@@ -45,6 +46,24 @@ def test_files_of_one_name_differ_by_when_they_came(browser: httpx2.Client, clie
     offered = re.findall(r'<option value="file-[^>]*>([^<]*)<', browser.get("/new").text)
     assert len(set(offered)) == len(made), "for training and for validation"
     assert all(re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text) for text in offered)
+
+
+def test_run_again_keeps_files_that_are_not_among_the_newest_and_says_which_were_deleted(
+    client: openai.OpenAI, browser: httpx2.Client, training_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its validation file in the form, the same job would be created without validation."""
+    monkeypatch.setattr(new_job_page, "MOST_FILES", 1)
+    line = (json.dumps({"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}) + "\n").encode()
+    validation = client.files.create(file=("validation.jsonl", line), purpose="fine-tune").id
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, validation_file=validation)
+    client.files.create(file=("newer.jsonl", line), purpose="fine-tune")
+    opened = browser.get(f"/new?again={job.id}").text
+    assert re.findall(r'<option value="(file-[^"]*)" selected', opened) == [training_file, validation]
+    assert "was deleted" not in opened
+    client.files.delete(validation)
+    opened = browser.get(f"/new?again={job.id}").text
+    assert re.findall(r'<option value="(file-[^"]*)" selected', opened) == [training_file]
+    assert "The validation file of that job was deleted." in opened
 
 
 def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, client: openai.OpenAI) -> None:

@@ -31,6 +31,7 @@
     const answer = await fetch(box.dataset.log);
     if (!answer.ok) throw new Error(answer.status);
     lines = [];
+    last = "";
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let rest = ""; ;) {
       const { value, done } = await reader.read();
@@ -40,10 +41,16 @@
       parts.filter(Boolean).forEach((part) => add(JSON.parse(part)));
     }
   };
+  // The stream ends when the job is paused, too. The head of the page, which refreshes itself, shows when the job goes on.
+  const state = () => $("#job-head").dataset.status;
+  const change = () => new Promise((resolve) => {
+    setTimeout(resolve, 3000);
+    document.addEventListener("htmx:afterSettle", resolve, { once: true });
+  });
   const forever = async () => {
-    for (;;) {
-      try { await listen(); return; } catch { /* the server does not answer, or restarts */ }
-      await new Promise((resolve) => setTimeout(resolve, 3000));
+    for (let first = true; first || !["succeeded", "failed", "cancelled"].includes(state()); first = false) {
+      if (first || (state() !== "paused" && !document.hidden)) try { await listen(); } catch { /* the server does not answer, or restarts */ }
+      await change();
     }
   };
   find.addEventListener("input", soon);

@@ -34,7 +34,7 @@ from tests.support.page.browser import (
 )
 from tests.support.page.hostile import HOSTILE, hostile_views, sign_in
 from tests.support.page.place import Place
-from tests.support.page.seeded import DATA, NOW, seed_files, seed_job, seed_steps
+from tests.support.page.seeded import DATA, NOW, seed_files, seed_job, seed_log, seed_steps
 from tests.support.page.teams import seed_sweep
 
 LOSS = ".curve-card.large .plot"
@@ -82,8 +82,11 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     until(lambda: "Paused" in text_of(driver, "#job-head .state"))
     driver.refresh()
     assert "Paused" in text_of(driver, "#job-head .state")
+    click(driver, ".tabs a[href$='/logs']")
     click(driver, "#verb-resume")
-    place.begun(job.id, 2)
+    seed_log(place.settings, place.begun(job.id, 2), ["goes on"])
+    until(lambda: "attempt 2" in text_of(driver, "#log") and "goes on" in text_of(driver, "#log"))
+    click(driver, ".tabs a:first-child")
     place.train(job, 2, range(11, 41))
     place.succeed(job, 2)
     until(lambda: "Succeeded" in text_of(driver, "#job-head .state"))

@@ -33,6 +33,7 @@ _SEEN = f"seen-{secrets.token_hex(8)}"
 _MOST_PARTS = 2000
 """Limit of `_parts`: half a megabyte for each 250."""
 _parts: dict[Hashable, Markup] = {}
+_HOME = "/jobs"
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
@@ -101,16 +102,35 @@ def address_parts(address: str) -> SplitResult | None:
 
 
 def to_sign_in(request: Request, error: Exception) -> Response:
-    """Send a browser without a session to the sign-in page; one whose session single sign-on has opened to the provider, which
-    sends it back to where it was."""
+    """Send a browser without a session to the sign-in page; one whose session single sign-on has opened to the provider. Both
+    send it back to where it was.
+
+    A browser that follows a link on another site sends no `SameSite=Strict` cookie, whether it has one or not: it gets a page
+    that opens the same address again, from here.
+    """
     of_page = "hx-request" in request.headers
-    door = "/sign-in"
+    there = _where_it_was(request, of_page)
+    if not of_page and _comes_from_another_site(request):
+        return page(request, "again.html", to=there)
+    door = "/sign-in" if there == _HOME else f"/sign-in?{urlencode({'to': there})}"
     if sessions.is_of_sign_on(request):
-        there = address_parts(request.headers.get("hx-current-url", "") if of_page else str(request.url)) or urlsplit("/jobs")
-        door = f"/sign-in/oidc?{urlencode({'to': f'{there.path}?{there.query}'.rstrip('?')})}"
+        door = f"/sign-in/oidc?{urlencode({'to': there})}"
     if of_page:
         return Response(status_code=401, headers={**HEADERS, "hx-redirect": door})
     return RedirectResponse(door, 303, headers=HEADERS)
+
+
+def _where_it_was(request: Request, of_page: bool) -> str:
+    """Return the path and the query that a browser shows; the list of jobs for what is no page. `of_page`: htmx asks."""
+    parts = address_parts(request.headers.get("hx-current-url", "") if of_page else str(request.url))
+    is_page = of_page or (request.method == "GET" and not request.url.path.startswith("/page/"))
+    return f"{parts.path}?{parts.query}".rstrip("?") if parts and parts.path and is_page else _HOME
+
+
+def _comes_from_another_site(request: Request) -> bool:
+    headers = request.headers
+    is_followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return request.method == "GET" and is_followed and headers.get("sec-fetch-site") in ("cross-site", "same-site")
 
 
 def refusal(request: Request, error: Exception) -> Response:

@@ -27,11 +27,46 @@ def browser(service: Service) -> Iterator[httpx2.Client]:
 
 def test_without_a_session_there_is_only_the_door(service: Service) -> None:
     with new_browser(service) as browser:
-        for path in ("/jobs", "/jobs/ftjob-x", "/page/live/jobs"):
+        for path, door in (
+            ("/jobs", "/sign-in"),
+            ("/page/live/jobs", "/sign-in"),
+            ("/try?model=a", "/sign-in?to=%2Ftry%3Fmodel%3Da"),
+        ):
             answer = browser.get(path)
-            assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in")
+            assert (answer.status_code, answer.headers["location"]) == (303, door)
         part = browser.get("/page/live/jobs", headers={"hx-request": "true"})
         assert (part.status_code, part.headers["hx-redirect"]) == (401, "/sign-in")
+
+
+def test_a_link_to_a_page_leads_there_after_the_sign_in(service: Service) -> None:
+    with new_browser(service) as browser:
+        door = browser.get(browser.get("/compare?job=a&job=b").headers["location"]).text
+        to = html.unescape(re.findall(r'name="to" value="([^"]*)"', door)[0])
+        answer = browser.post("/sign-in", data={"key": service.key, "to": to})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/compare?job=a&job=b")
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "dest", "again"),
+    [
+        ("cross-site", "navigate", "document", True),
+        ("same-site", "navigate", "document", True),
+        ("same-origin", "navigate", "document", False),  # where it leads to, which ends at the sign-in page
+        ("none", "navigate", "document", False),
+        ("cross-site", "navigate", "iframe", False),
+        ("cross-site", "no-cors", "image", False),
+    ],
+)
+def test_a_link_on_another_site_is_opened_again_with_the_sessions_cookie(
+    service: Service, site: str, mode: str, dest: str, again: bool
+) -> None:
+    """Browsers send a `SameSite=Strict` cookie only with what the page itself has caused."""
+    headers = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+    with new_browser(service) as browser:
+        answer = browser.get("/jobs/ftjob-x?a=%3C", headers=headers)
+        assert (answer.status_code == 200) is again
+        assert ('content="0;url=/jobs/ftjob-x?a=%3C"' in answer.text) is again
+        assert browser.post("/jobs/ftjob-x/pause", headers=headers).status_code == 303
 
 
 @pytest.mark.parametrize(("there", "to"), [("http://x/models?a=1", "%2Fmodels%3Fa%3D1"), ("http://[", "%2Fjobs")])

@@ -101,6 +101,19 @@ def test_a_job_that_stops_cannot_be_paused_again(
     assert "verb-pause" not in browser.get(f"/jobs/{job_id}").text
 
 
+@pytest.mark.parametrize("inference_url", ["http://vllm/v1", ""])
+def test_only_a_tuned_model_is_offered_to_try(
+    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str, inference_url: str
+) -> None:
+    service.use(service.settings.model_copy(update={"inference_url": inference_url}))
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    client.fine_tuning.jobs.cancel(job_id)
+    opened = browser.get(f"/jobs/{job_id}/checkpoints").text
+    assert "Cancelled" in opened
+    assert "model=None" not in opened
+    assert "It cannot be tried here" not in opened
+
+
 def test_list_and_job_say_the_same_time_left_whatever_the_last_step_took(
     service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.page.browser import (
     axe_faults,
     click,
     confirm,
+    double_click,
     drop,
     find,
     press,
@@ -288,9 +289,12 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
 
     # A model: verified, downloaded, shared with a project and no more, deleted
     driver.get(f"{place.url}/projects")
-    find(driver, "#project-name").send_keys("Friends", Keys.ENTER)
+    find(driver, "#project-name").send_keys("Friends")
+    double_click(driver, "form.panel button")
     until(lambda: "/projects/proj_" in driver.current_url)
     friends = driver.current_url.rpartition("/")[2]
+    made = place.store.projects.list_projects(organization="local", limit=100).data
+    assert [one.id for one in made if one.name == "Friends"] == [friends], "one, by two clicks"
     driver.get(f"{place.url}/models")
     row = f"tr:has(a[href='/jobs/{job.id}'])"
     click(driver, f"{row} [hx-post*=verify]")
@@ -313,11 +317,13 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
 
     # A key: made, which is shown once, replaced, revoked
     driver.get(f"{place.url}/keys")
-    find(driver, "#key-name").send_keys("by click", Keys.ENTER)
+    find(driver, "#key-name").send_keys("by click")
+    double_click(driver, "form.panel button")
     secret = text_of(driver, "#secret")
     assert place.store.keys.authenticate(secret) is not None
     driver.refresh()
     assert secret not in attribute(driver, "body", "textContent")
+    # One, by two clicks: the secret of the first would have been replaced by the second's
     (key,) = [one for one in place.store.keys.list_keys("default") if one.name == "by click"]
     click(driver, f"#rotate-{key.id}")
     confirm(driver)

@@ -83,6 +83,10 @@ def click(driver: webdriver.Chrome, css: str) -> None:
     until(clicked)
 
 
+def double_click(driver: webdriver.Chrome, css: str) -> None:
+    webdriver.ActionChains(driver, duration=0).double_click(find(driver, css)).perform()
+
+
 def text_of(driver: webdriver.Chrome, css: str) -> str:
     return until(lambda: driver.find_element(By.CSS_SELECTOR, css).text or " ")
 

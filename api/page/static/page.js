@@ -76,6 +76,13 @@
     $("[data-compare]", bar).disabled = count < 2 || count > 8;
   };
 
+  // What a tab keeps, such as a conversation, is for the key that it was signed in with: sessions also end in other tabs, or by time.
+  const { who } = document.body.dataset;
+  if (who && sessionStorage.getItem("who") !== who) {
+    sessionStorage.clear();
+    sessionStorage.setItem("who", who);
+  }
+
   // Going back to a list restores the scroll position after the whole list has been loaded.
   const here = `at ${location.pathname}${location.search}`;
   let scrollTarget = performance.getEntriesByType("navigation")[0]?.type === "back_forward" ? Number(sessionStorage.getItem(here)) : 0;

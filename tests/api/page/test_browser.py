@@ -202,6 +202,20 @@ def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Pl
     driver.refresh()
     until(lambda: answers(4) == ["again"])
     assert "beside" not in driver.current_url
+
+    # The session is over, as after a day, and somebody else signs in
+    driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
+    driver.refresh()
+    find(driver, "#key").send_keys(place.key, Keys.ENTER)
+    until(lambda: answers(4) == ["again"])
+    driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
+    driver.refresh()
+    _, key = place.store.keys.create_key(project_id="default", name="somebody else", scope="submit")
+    find(driver, "#key").send_keys(key, Keys.ENTER)
+    until(lambda: driver.find_element(By.CSS_SELECTOR, "[data-nothing]").is_displayed())
+    assert not driver.find_elements(By.CSS_SELECTOR, ".turn")
+    press(driver, "say hello", Keys.ENTER)
+    until(lambda: answers(1) == ["hello"])
     click(driver, "[data-restart]")
     assert not driver.find_elements(By.CSS_SELECTOR, ".turn")
 

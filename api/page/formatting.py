@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
 
+_LARGE = 10**15
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NONE = "\u2013"
 """Text in place of a missing value."""
@@ -51,13 +53,15 @@ def byte_count(text: str) -> int | str:
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits and separated thousands."""
+    """Return a number with `digits` significant digits and separated thousands; a power of ten where it has many digits."""
     if value is None:
         return NONE
-    if isinstance(value, int) or (abs(value) >= 10**digits and math.isfinite(value)):
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if abs(value) < _LARGE and (isinstance(value, int) or abs(value) >= 10**digits):
         return f"{value:,.0f}"
-    if value and abs(value) < 1e-3:
-        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
+    if value and not 1e-3 <= abs(value) < _LARGE:
+        mantissa, _, exponent = f"{Decimal(value):.{digits - 2}e}".partition("e")  # integers beyond any float too
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.{digits}g}"
 

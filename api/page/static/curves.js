@@ -30,6 +30,7 @@
   const short = (value) => {
     if (value == null) return "–";
     const size = Math.abs(value);
+    if (size >= 1e15) return value.toExponential(1).replace("e+", " e");
     if (size >= 10000) return new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 }).format(value);
     if (size && size < 0.001) return value.toExponential(1).replace("e", " e");
     return String(Number(value.toPrecision(4)));

@@ -11,6 +11,8 @@ def test_numbers_and_times_in_few_characters() -> None:
     assert [formatting.number(value) for value in (None, 3, 1234567, 0.30001, 2e-4, 0.0, 123456.7)] == [
         *(formatting.NONE, "3", "1,234,567", "0.3", "2e-4", "0", "123,457")
     ]
+    large = [formatting.number(value) for value in (3e301, -1.5e15, 10**400, 999_999_999_999_999, float("nan"), -float("inf"))]
+    assert large == ["3e301", "-1.5e15", "1e400", "999,999,999,999,999", "nan", "-inf"]
     assert [formatting.duration(seconds) for seconds in (0, 59, 60, 3725, 90_000)] == [
         "0 s",
         "59 s",

@@ -10,7 +10,7 @@ from ft_service.store.records import TenantLimits
 from ft_service.store.tables import jobs as jobs_table
 from tests.support.page.browser import find, until
 from tests.support.page.place import Place
-from tests.support.page.seeded import NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
+from tests.support.page.seeded import NOW, seed_checkpoints, seed_event, seed_files, seed_job, seed_log, seed_steps
 from tests.support.page.teams import seed_evaluation, seed_sweep, seed_use
 
 HOSTILE = (
@@ -18,6 +18,7 @@ HOSTILE = (
     "'\"><svg onload=window.hacked=1>",
     "{{7*7}}${7*7}</script></textarea></pre><b>hi",
 )
+LONG = "w" * 150
 
 
 def sign_in(driver: webdriver.Chrome, place: Place) -> None:
@@ -32,7 +33,7 @@ def hostile_views(place: Place) -> list[str]:
     files = seed_files(place.settings, place.store, "default")
     with place.store.writing() as connection:
         connection.exec_driver_sql("UPDATE files SET filename = ?", (f"{HOSTILE[0]}.jsonl",))
-    place.store.keys.create_key(project_id="default", name=HOSTILE[0], scope="user")
+    place.store.keys.create_key(project_id="default", name=HOSTILE[0] + LONG, scope="user")
     metadata = {"name": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
     asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": metadata, "suffix": "s" * 64}
     error = {"code": "invalid_file", "message": HOSTILE[0], "param": "training_file"}
@@ -47,8 +48,11 @@ def hostile_views(place: Place) -> list[str]:
     succeeded = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
     done = seed_job(place.settings, place.store, place.holder, asked, **succeeded)
     seed_evaluation(place.settings, done, [(*HOSTILE, HOSTILE[0])], 12)
+    seed_steps(place.store, done, 2, total=3)
+    diverged = {"step": 3, "total_steps": 3, "train_loss": 3e301, "grad_norm": 3e301, "tokens": 1, "trained_tokens": 3}
+    seed_event(place.store, done, "Step 3/3", diverged)
     project = place.store.projects.create_project(
-        name=HOSTILE[0], organization="local", limits=TenantLimits(bases=(*HOSTILE, "tiny-llama"))
+        name=HOSTILE[0] + LONG, organization="local", limits=TenantLimits(bases=(*HOSTILE, "tiny-llama"))
     ).id
     key, secret = place.store.keys.create_key(project_id=project, name=HOSTILE[0], scope="user")
     theirs = place.store.keys.authenticate(secret)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -25,14 +26,16 @@ _MOST_NAMED = 20
 """Projects whose keys' names are read."""
 _FULL_PAGE = 100
 _NAME_LISTS = ("bases", "wandb_entities")
+_NO_NAMES = "none"
+"""An empty list of names, as templates/limits.html writes it."""
 LIMITS = {
     "max_slots": ("Ranks at once", "ranks that it runs at the same time"),
     "max_queued": ("Queued jobs", "jobs that wait"),
     "max_bytes": ("Bytes of files", "such as 500 MiB or 2 GiB"),
     "max_requests_per_minute": ("Requests a minute", "of all its keys together"),
     "max_priority": ("Highest priority", "higher ones of its jobs are lowered to it"),
-    "bases": ("Bases", "names, separated by commas"),
-    "wandb_entities": ("W&B entities", "names, separated by commas"),
+    "bases": ("Bases", "names, separated by commas, or none"),
+    "wandb_entities": ("W&B entities", "names, separated by commas, or none"),
 }
 """Limit of a project → its label and what to enter."""
 
@@ -119,8 +122,9 @@ async def archive(request: Request, api: Api, project_id: str) -> Response:
 async def create_key(request: Request, api: Api, project_id: str) -> Response:
     form = await form_of(request)
     body: dict[str, Any] = {"name": form.get("name", ""), "scope": form.get("scope", "submit")}
-    if form.get("expires_days", "").isdecimal():
-        body["expires_in_seconds"] = int(form["expires_days"]) * _DAY_SECONDS
+    if days := form.get("expires_days", "").strip():
+        whole = _whole(days)
+        body["expires_in_seconds"] = whole * _DAY_SECONDS if isinstance(whole, int) else days
     return await _keys_list(request, api, project_id, await api.post(f"{PROJECTS}/{project_id}/api_keys", body))
 
 
@@ -160,7 +164,12 @@ def _limit(name: str, text: str) -> Any:
     if not text:
         return None
     if name in _NAME_LISTS:
-        return [part.strip() for part in text.split(",") if part.strip()]
+        return [] if text == _NO_NAMES else [part.strip() for part in text.split(",") if part.strip()]
     if name == "max_bytes":
         return byte_count(text)
-    return int(text) if text.lstrip("-").isdecimal() else text
+    return _whole(text)
+
+
+def _whole(text: str) -> int | str:
+    """Return the whole number that a text is; any other text unchanged."""
+    return int(text) if re.fullmatch("-?[0-9]{1,20}", text) else text

@@ -36,7 +36,15 @@ def test_limits_of_a_project_are_written_in_words_and_kept(service: Service, bro
     )
     fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', browser.get(made).text))
     assert {name: fields[name] for name in form} == form | {"max_bytes": "1536 MiB", "bases": "tiny, other"}
-    wrong = browser.post(f"{made}/limits", data={"max_slots": "many"}, headers=token)
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limits.max_slots")
+    for value in ("many", "--5", "5" * 5000):
+        wrong = browser.post(f"{made}/limits", data={"max_slots": value}, headers=token)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limits.max_slots")
+        wrong = browser.post(f"{made}/keys", data={"name": "mine", "expires_days": value}, headers=token)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "expires_in_seconds")
+    fields["bases"] = "none"
+    for _ in range(2):  # the second time as the page has it
+        browser.post(f"{made}/limits", data={"bases": fields["bases"]}, headers=token)
+        assert service.store.projects.get_project(project.id).limits == TenantLimits(bases=())
+        fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', browser.get(made).text))
     assert browser.post(f"{made}/archive", headers=token).headers["hx-redirect"] == "/projects"
     assert "archived" in browser.get("/projects").text

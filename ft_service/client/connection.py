@@ -123,7 +123,7 @@ def error_of(answer: httpx2.Response) -> FtError:
 
 @contextlib.contextmanager
 def reaching(base_url: str) -> Iterator[None]:
-    """Convert errors of the connection to UnavailableError."""
+    """Convert errors of the connection to UnavailableError, and text that is not UTF-8 to SpecError."""
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout):
@@ -131,6 +131,8 @@ def reaching(base_url: str) -> Iterator[None]:
     except httpx2.TransportError as error:
         reason = str(error) or type(error).__name__
         raise UnavailableError(f"The connection to {base_url} broke ({reason}): try again.") from None
+    except UnicodeEncodeError:  # Python reads bytes of the command line and of stdin that are no UTF-8 as surrogates
+        raise SpecError("The text is not UTF-8, and was not sent. Is the terminal's encoding UTF-8?") from None
 
 
 def not_ours(answer: httpx2.Response) -> FtError:

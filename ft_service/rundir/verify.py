@@ -27,7 +27,7 @@ from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoint
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of
 from ft_service.rundir.documents import Result
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, ORIGINS, Manifest, Origins, base_without_path, digest_of, without_paths
+from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, ORIGINS, Manifest, Origins, base_without_path, digest_of, without_paths
 from ft_service.rundir.untrusted_tar import unpack
 from ft_service.spec import JobSpec, match_pattern
 
@@ -44,7 +44,7 @@ class VerifyReport:
 
     path: str
     kind: str
-    """"adapter", "run directory", "archive" or "model"."""
+    """"adapter", "run directory", "archive", "exported adapter" or "model"."""
     manifest: Manifest | None = None
     checked: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -60,6 +60,8 @@ def verify(path: Path) -> VerifyReport:
         return _verify_archive(path)
     if (path / "adapter").is_dir():
         return _verify_run(path)
+    if (path / CONFIG).is_file() and (path / EXPORT_MANIFEST).is_file() and not (path / MANIFEST).is_file():
+        return _verify_export(path)
     if (path / MANIFEST).is_file() or (path / CONFIG).is_file():
         report = VerifyReport(str(path), "adapter")
         check_adapter(path, report)
@@ -81,6 +83,20 @@ def _verify_model(path: Path) -> VerifyReport:
     except SpecError as error:
         faults.append(error.message)
     report.add("weight files", faults)
+    return report
+
+
+def _verify_export(path: Path) -> VerifyReport:
+    """Verify an adapter that `ft export` wrote in another form. It has no manifest of its own: only that it is complete can be
+    checked."""
+    report = VerifyReport(str(path), "exported adapter")
+    try:
+        read_header(path / WEIGHTS)
+        report.add("weight files", [])
+    except FileNotFoundError:
+        report.add("weight files", [f"{WEIGHTS} is missing"])
+    except ValueError as error:
+        report.add("weight files", [str(error)])
     return report
 
 

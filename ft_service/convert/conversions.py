@@ -233,7 +233,9 @@ _WHOLE = {
 _SAYS_NOTHING = {"path", "id", "ds_type", "revision"}
 _FORMATS = ("chat_template", "completion", "sharegpt", "chat_template.default")
 """Axolotl's formats whose texts are the same here."""
-_ALPACA = 'type: alpaca, whose prompts are not of the chat template ("Below is an instruction …"): keep them by prompt and completion'
+_ALPACA = (
+    'type: alpaca, whose prompts are not of the chat template ("Below is an instruction …"): keep them by prompt and completion'
+)
 
 
 def datasets(value: Any, source: Source) -> Verdict:

@@ -27,7 +27,16 @@ from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoint
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of
 from ft_service.rundir.documents import Result
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, ORIGINS, Manifest, Origins, base_without_path, digest_of, without_paths
+from ft_service.rundir.manifest import (
+    EXPORT_MANIFEST,
+    MANIFEST,
+    ORIGINS,
+    Manifest,
+    Origins,
+    base_without_path,
+    digest_of,
+    without_paths,
+)
 from ft_service.rundir.untrusted_tar import unpack
 from ft_service.spec import JobSpec, match_pattern
 

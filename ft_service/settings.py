@@ -22,7 +22,13 @@ class Settings(BaseSettings):
     ft_service/host/environment.py decides which other variables child processes get, FT_PASS_ENVIRONMENT among them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix="FT_",
+        env_ignore_empty=True,  # else an empty FT_BIND is every address, and an empty FT_HOME the current folder
+        frozen=True,
+        extra="ignore",
+        use_attribute_docstrings=True,
+    )
 
     home: Path = Path("~/.ft")
     """State: database, uploaded files, run directories, credentials."""
@@ -156,14 +162,6 @@ class Settings(BaseSettings):
     are kept."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
-
-    @field_validator(
-        *("wandb_api_key", "mlflow_tracking_uri", "mlflow_token", "trackio_url", "trackio_token", "oidc_client_secret"),
-        mode="before",
-    )
-    @classmethod
-    def _no_empty_key(cls, value: object) -> object:
-        return None if value == "" else value
 
     @field_validator("models", mode="before")
     @classmethod

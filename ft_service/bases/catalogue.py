@@ -90,18 +90,34 @@ class Catalogue:
         """
         target = self._aliases.get(name, name)
         named = f"model = {shown(name)}" + (f" (an alias of {shown(target)})" if target != name else "")
-        if not is_model_name(target):
-            raise self._not_found(f"{named}: a model's name is a path below the model folder, without '..'.")
+        found = self._search(target, to_train)
+        if found is None or isinstance(found, str):
+            raise self._not_found(f"{named}: {found or 'there is no such base model'}.")
+        return found
+
+    @classmethod
+    def find_folder(cls, folder: Path, *, to_train: bool = True) -> Base:
+        """The base in a folder that is named by its path, not as one of FT_MODELS. Raises SpecError with its fault."""
+        found = cls([folder.parent])._search(folder.name, to_train)
+        if found is None or isinstance(found, str):
+            message = f"model = {shown(str(folder))}: {found or 'there is no such folder'}."
+            raise SpecError(message, param="model", code="model_not_found")
+        return found
+
+    def _search(self, name: str, to_train: bool) -> Base | str | None:
+        """The base of a name, or why it is refused; None: there is none."""
+        if not is_model_name(name):
+            return "a model's name is a path below the model folder, without '..'"
         for folder in self._folders:
-            path = _folder_of(folder, target)
+            path = _folder_of(folder, name)
             if path is None:
                 continue
             fault = _faults(folder, path)
             if fault and (to_train or not _has_config(path)):
-                raise self._not_found(f"{named}: {fault}.")
+                return fault
             with suppress(FileNotFoundError):  # it has been removed
-                return _base(target, path)
-        raise self._not_found(f"{named}: there is no such base model.")
+                return _base(name, path)
+        return None
 
     def _may_be_tuned(self, base: Base) -> bool:
         """False for a base that was refused, which error messages do not offer."""

@@ -147,7 +147,7 @@ def _show_secret(key: ApiKey, secret: str, settings: Settings, as_json: bool) ->
 def _opens(settings: Settings) -> str:
     if settings.database_url or settings.database_url_file:
         return "It opens the service whose database FT_DATABASE_URL names."
-    how = "FT_HOME" if "FT_HOME" in os.environ else "FT_HOME is not set"
+    how = "FT_HOME" if os.environ.get("FT_HOME") else "FT_HOME is not set"
     servers = living_servers(settings.home)
     running = f"which runs at {servers[0].url}" if servers else "which does not run now"
     return f"It opens the service that keeps its state in {settings.home} ({how}), {running}."

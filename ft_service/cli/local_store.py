@@ -60,7 +60,7 @@ def settings_of_server() -> Settings:
     """Return the environment's settings; without FT_HOME, with the home in which a server runs: `~/.ft`, or the `.ft` of
     `make` in this folder, one above it, or the source folder. Raises SpecError."""
     settings = load_settings()
-    if "FT_HOME" in os.environ:
+    if os.environ.get("FT_HOME"):
         return settings
     here = Path.cwd()
     makes = [folder / MAKES for folder in (here, *here.parents, *([] if is_installed() else [ROOT]))]

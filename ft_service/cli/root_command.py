@@ -71,9 +71,9 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(error, FAILED, as_json)
     except OSError as error:
         fault = disk_fault(error, f"The disk of {error.filename}" if error.filename else "The disk")
-        if fault is None:
+        if fault is None and not isinstance(error.filename, str):
             raise
-        return _tell(fault, FAILED, as_json)
+        return _tell(fault or FtError(f"{error.filename}: {error.strerror}.", code="file_error"), FAILED, as_json)
     return code if isinstance(code, int) else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,10 @@ from ft_service.host.running_servers import living_servers
 START_HINT = "Start one with `ft serve` or `make serve`, or name another with FT_BASE_URL and FT_API_KEY."
 
 
+_KEY = re.compile(r"[!-~]+")
+"""Characters that a header can send, of which every key consists."""
+
+
 @dataclass(frozen=True)
 class Connection:
     """Address of a server with its version (`http://127.0.0.1:8000/v1`), and the key for it."""
@@ -41,10 +46,12 @@ def find_connection(
 
     A key is sent only to the address that it belongs to: the credentials file's key to the home's servers, and
     OPENAI_API_KEY (usually that of OpenAI's cloud) only to an address that was given. Raises FtError if no server is known,
-    AuthError if there is no key, and SpecError if an address or the credentials file is invalid.
+    AuthError if there is no key or one that no server can know, and SpecError if an address or the credentials file is invalid.
     """
     given = base_url or environ.get("FT_BASE_URL") or environ.get("OPENAI_BASE_URL")
     key = api_key or environ.get("FT_API_KEY") or (environ.get("OPENAI_API_KEY") if given else None)
+    if key and not _KEY.fullmatch(key):
+        raise AuthError("The API key (FT_API_KEY) has white space or characters beyond ASCII, which no key has: copy it whole.")
     if given and key:
         return Connection(_address(given), key)
     ours = _local_key(home / "credentials")
@@ -116,7 +123,7 @@ def error_of(answer: httpx2.Response) -> FtError:
 
 @contextlib.contextmanager
 def reaching(base_url: str) -> Iterator[None]:
-    """Convert errors of the connection to UnavailableError."""
+    """Convert errors of the connection to UnavailableError, and text that is not UTF-8 to SpecError."""
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout):
@@ -124,6 +131,8 @@ def reaching(base_url: str) -> Iterator[None]:
     except httpx2.TransportError as error:
         reason = str(error) or type(error).__name__
         raise UnavailableError(f"The connection to {base_url} broke ({reason}): try again.") from None
+    except UnicodeEncodeError:  # Python reads bytes of the command line and of stdin that are no UTF-8 as surrogates
+        raise SpecError("The text is not UTF-8, and was not sent. Is the terminal's encoding UTF-8?") from None
 
 
 def not_ours(answer: httpx2.Response) -> FtError:

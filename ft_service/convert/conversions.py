@@ -231,7 +231,11 @@ _WHOLE = {
 }
 """Options of a data set that have no effect at these values."""
 _SAYS_NOTHING = {"path", "id", "ds_type", "revision"}
-_FORMATS = ("chat_template", "alpaca", "completion", "sharegpt", "chat_template.default")
+_FORMATS = ("chat_template", "completion", "sharegpt", "chat_template.default")
+"""Axolotl's formats whose texts are the same here."""
+_ALPACA = (
+    'type: alpaca, whose prompts are not of the chat template ("Below is an instruction …"): keep them by prompt and completion'
+)
 
 
 def datasets(value: Any, source: Source) -> Verdict:
@@ -261,7 +265,9 @@ def _data_set(one: Any) -> tuple[str, list[str]]:
     if not isinstance(one, Mapping):
         return str(one), []
     said = [
-        f"{key}: {json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value}"
+        _ALPACA
+        if (key, value) == ("type", "alpaca")
+        else f"{key}: {json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value}"
         for key, value in one.items()
         if key not in _SAYS_NOTHING
         and value not in (None, "", [], {})

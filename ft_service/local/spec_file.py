@@ -262,7 +262,7 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
     """Return the request with options inherited from a tuned model, the base, and the adapter to continue."""
     request, folder = spec.request, spec.model_folder
     if folder is not None:
-        return request, Catalogue([folder.parent]).find(folder.name, to_train=to_train).ref(), None
+        return request, Catalogue.find_folder(folder, to_train=to_train).ref(), None
     if not is_tuned(request.model):
         try:
             return request, _catalogue(settings).find(request.model, to_train=to_train).ref(), None

@@ -27,6 +27,8 @@ from ft_service.rundir.file_digest import FileDigest
 from ft_service.spec import JobSpec, WeightFormat
 
 MANIFEST = "manifest.json"
+EXPORT_MANIFEST = "adapter_manifest.json"
+"""Name, in an export or a merged model, of the manifest of the adapter from which it was made."""
 ORIGINS = "origins.json"
 BASE_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*", "chat_template*", "*.model", "vocab*")
 """Files of a base's folder that decide what is trained: weights, architecture, tokenizer."""

@@ -27,13 +27,23 @@ from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoint
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of
 from ft_service.rundir.documents import Result
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, ORIGINS, Manifest, Origins, base_without_path, digest_of, without_paths
+from ft_service.rundir.manifest import (
+    EXPORT_MANIFEST,
+    MANIFEST,
+    ORIGINS,
+    Manifest,
+    Origins,
+    base_without_path,
+    digest_of,
+    without_paths,
+)
 from ft_service.rundir.untrusted_tar import unpack
 from ft_service.spec import JobSpec, match_pattern
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
+_CONFIG_TYPES: dict[str, type] = {"r": int, "rank_pattern": dict, "target_parameters": list, "modules_to_save": list}
 _LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 
 
@@ -43,7 +53,7 @@ class VerifyReport:
 
     path: str
     kind: str
-    """"adapter", "run directory", "archive" or "model"."""
+    """"adapter", "run directory", "archive", "exported adapter" or "model"."""
     manifest: Manifest | None = None
     checked: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -59,6 +69,8 @@ def verify(path: Path) -> VerifyReport:
         return _verify_archive(path)
     if (path / "adapter").is_dir():
         return _verify_run(path)
+    if (path / CONFIG).is_file() and (path / EXPORT_MANIFEST).is_file() and not (path / MANIFEST).is_file():
+        return _verify_export(path)
     if (path / MANIFEST).is_file() or (path / CONFIG).is_file():
         report = VerifyReport(str(path), "adapter")
         check_adapter(path, report)
@@ -80,6 +92,20 @@ def _verify_model(path: Path) -> VerifyReport:
     except SpecError as error:
         faults.append(error.message)
     report.add("weight files", faults)
+    return report
+
+
+def _verify_export(path: Path) -> VerifyReport:
+    """Verify an adapter that `ft export` wrote in another form. It has no manifest of its own: only that it is complete can be
+    checked."""
+    report = VerifyReport(str(path), "exported adapter")
+    try:
+        read_header(path / WEIGHTS)
+        report.add("weight files", [])
+    except FileNotFoundError:
+        report.add("weight files", [f"{WEIGHTS} is missing"])
+    except ValueError as error:
+        report.add("weight files", [str(error)])
     return report
 
 
@@ -139,13 +165,15 @@ def file_faults(folder: Path, files: Mapping[str, FileDigest]) -> list[str]:
 def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
     """Return faults of the tensors against adapter_config.json and the base's layers in the manifest."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = _read_config(folder / CONFIG)
         header = read_header(folder / WEIGHTS)
         names = AdapterNames.of_file(header.metadata)
         shapes = {names.in_model(name): entry.shape for name, entry in header.tensors.items()}
         ranks = {match["module"]: rank_of(match["module"], config) for match in map(_LORA.fullmatch, shapes) if match}
     except FileNotFoundError as error:
         return [f"{Path(error.filename).name} is missing"]
+    except RecursionError:
+        return [f"{CONFIG} is nested too deeply"]
     except (ValueError, re2.error) as error:
         return [str(error) or f"{CONFIG} has an invalid rank_pattern"]
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -161,6 +189,20 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
         rank = None if _is_expert_stack(module, config) else ranks[module]
         faults += missing or _pair_faults(module, pair, rank, layers.get(module))
     return faults if pairs else [*faults, f"{WEIGHTS} contains no LoRA matrices"]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return what an adapter's configuration holds. Raises ValueError if an entry that is read here is of another type than
+    PEFT's."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    for name, kind in _CONFIG_TYPES.items():
+        if not isinstance(config.get(name), kind | None):
+            raise ValueError(f"{path.name}: {name} is of another type than PEFT's")
+    if not all(isinstance(rank, int) for rank in (config.get("rank_pattern") or {}).values()):
+        raise ValueError(f"{path.name}: rank_pattern has a rank that is no whole number")
+    return config
 
 
 def _pair_faults(module: str, pair: Mapping[str, tuple[int, ...]], rank: int | None, layer: list[int] | None) -> list[str]:

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before transformers is imported
     begin_imports()
 from ft_service.bases.origin import licence_of, portable_name
 from ft_service.rundir.documents import ExportFormat
-from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
+from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, Manifest, spec_beside
 from ft_service.rundir.model_card import CARD
 from ft_service.spec import JobSpec
 from workers.exports.export_card import export_card
@@ -58,7 +58,7 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
         else:
             report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
         report = {**report, "to": to}
-        shutil.copy(adapter / MANIFEST, folder / "adapter_manifest.json")
+        shutil.copy(adapter / MANIFEST, folder / EXPORT_MANIFEST)
         write_card(folder, manifest, to, report, spec, adapter)
         (folder / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report

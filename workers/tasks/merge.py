@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from ft_service.bases.base_files import copy_base_file, is_base_file, read_config
 from ft_service.errors import SpecError
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, spec_beside
+from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, Manifest, base_files, base_of, spec_beside
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.parameter_sources import find_pieces, turned_weights
@@ -336,7 +336,7 @@ def merge_and_measure(
     folder = base or base_of_job(spec)
     check_base(manifest, folder)
     rounding = merge(folder, adapter, out, to=to, max_file_bytes=max_file_bytes)
-    shutil.copy(adapter / MANIFEST, out / "adapter_manifest.json")
+    shutil.copy(adapter / MANIFEST, out / EXPORT_MANIFEST)
     with _readable(out, to) as model:
         report = {"to": to, "rounding": rounding.report(), **measure(spec, folder, adapter, model, samples)}
     (out / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -80,5 +80,5 @@ def base_folder(model: str) -> str:
     """Return the folder of a base, by its name or its path. Raises SpecError."""
     if model.startswith((".", "/", "~")):
         folder = Path(model).expanduser().absolute()
-        return Catalogue([folder.parent]).find(folder.name, to_train=False).ref().path
+        return Catalogue.find_folder(folder, to_train=False).ref().path
     return Catalogue.from_settings(settings_with_models()).find(model, to_train=False).ref().path

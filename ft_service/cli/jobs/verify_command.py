@@ -75,7 +75,8 @@ def _show(report: VerifyReport) -> None:
         )
     for fault in report.faults:
         print_text(f"differs: {fault}")
-    same = "is complete" if report.kind == "model" else "is unchanged since it was written"
-    print_text(
-        f"{report.path}: {'differs from what was written' if report.faults else same} (checked: {', '.join(report.checked)})"
-    )
+    if report.kind in ("model", "exported adapter"):
+        verdict = "is not complete" if report.faults else "is complete"
+    else:
+        verdict = "differs from what was written" if report.faults else "is unchanged since it was written"
+    print_text(f"{report.path}: {verdict} (checked: {', '.join(report.checked)})")

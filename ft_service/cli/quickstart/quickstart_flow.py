@@ -322,7 +322,7 @@ def _ft_command(home: Path) -> str:
     """Return how this `ft` is called in this terminal for the same home."""
     own, found = Path(sys.executable).with_name("ft"), shutil.which("ft")
     name = "ft" if found is not None and Path(found).resolve() == own.resolve() else _shown(own)
-    return f"FT_HOME={_shown(home)} {name}" if "FT_HOME" in os.environ else name
+    return f"FT_HOME={_shown(home)} {name}" if os.environ.get("FT_HOME") else name
 
 
 def _interrupt(number: int, frame: object) -> None:

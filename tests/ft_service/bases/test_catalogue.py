@@ -114,6 +114,17 @@ def test_names_never_escape_the_folder(tmp_path: Path, name: str) -> None:
     refusal(Catalogue([tmp_path / "models"]), name)
 
 
+def test_a_folder_that_is_named_by_its_path_is_refused_without_a_list_of_its_neighbours(tmp_path: Path) -> None:
+    """Which are no choice: their names are none of FT_MODELS', whose absence the message would complain of."""
+    make_model(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    assert Catalogue.find_folder(tmp_path / "other").path == tmp_path / "other"
+    for name, fault in (("empty", "the folder holds no config.json"), ("missing", "there is no such folder")):
+        with pytest.raises(SpecError) as caught:
+            Catalogue.find_folder(tmp_path / name)
+        assert caught.value.message == f"model = '{tmp_path / name}': {fault}."
+
+
 def test_a_link_out_of_the_folder_is_refused_and_a_link_inside_is_not(tmp_path: Path) -> None:
     make_model(tmp_path / "secret")
     make_model(tmp_path / "models" / "tiny")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ft_service.cli.chat_command import ChatSession, ChatTarget, find_chat_targets
-from ft_service.errors import NotFoundError
+from ft_service.errors import NotFoundError, SpecError
 from tests.support.rest.stub_server import StubServer, job_body
 
 TUNED = "ft:tiny:local:mine:1"
@@ -67,3 +67,8 @@ def test_chat_takes_the_words_for_jobs_that_other_commands_take() -> None:
         assert (tuned.model, base.model) == (TUNED, "tiny")
     with pytest.raises(NotFoundError, match="There is no job 'ftjob-gone'"):
         find_chat_targets(server.client(), "ft:tiny:local::gone")
+
+
+def test_bytes_that_are_no_utf8_are_refused_before_they_are_sent(server: StubServer) -> None:
+    with pytest.raises(SpecError, match="not UTF-8"):
+        ChatSession(server.client(), [ChatTarget("tuned", TUNED)], {}, []).ask("\udcff")

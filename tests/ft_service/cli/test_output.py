@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli.output import fit_widths, json_text, print_table, print_text
+from ft_service.cli.output import fit_widths, json_text, load_settings, print_table, print_text
 from ft_service.cli.root_command import run
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
@@ -118,3 +118,12 @@ def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
     assert fit_widths([2, 5, 60, 40], 67) == [2, 5, 30, 30]
     assert fit_widths([29, 16, 16], 41, [False, True, True]) == [9, 16, 16]
     assert fit_widths([29, 16, 16], 30, [False, True, True]) == [4, 13, 13]
+
+
+def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be the current folder, and as FT_BIND every address of the host."""
+    for name in ("FT_HOME", "FT_BIND", "FT_ADAPTERS", "FT_POD_PROFILE", "FT_SLOTS", "FT_TRACKIO_URL"):
+        monkeypatch.setenv(name, "")
+    settings = load_settings()
+    assert (settings.home, settings.bind) == (Path.home() / ".ft", "127.0.0.1")
+    assert [settings.adapters, settings.pod_profile, settings.slots, settings.trackio_url] == [None] * 4

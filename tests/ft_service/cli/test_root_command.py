@@ -186,3 +186,13 @@ def test_short_help_and_completion(
     with pytest.raises(SystemExit):
         ft("get", "mi")
     assert capsys.readouterr().out.split() == ["mine"]
+
+
+def test_a_file_that_cannot_be_used_is_named_in_a_sentence(ft: Ft, tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    ended = ft("data", "convert", data, data / "out.jsonl", "--json")
+    assert ended.code == 1
+    assert json.loads(ended.err)["error"]["message"] == f"{data}/out.jsonl.part: Not a directory."
+    assert "train.jsonl" in (ended := ft("quickstart", "--copy", data / "sample")).err
+    assert (ended.code, len(ended.err.splitlines())) == (1, 1)

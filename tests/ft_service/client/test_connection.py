@@ -80,6 +80,13 @@ def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
     assert caught.value.param == "base_url"
 
 
+@pytest.mark.parametrize("key", ["ft-…", "ft-1\n", "ft- 1"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(tmp_path: Path, key: str) -> None:
+    with pytest.raises(AuthError, match="FT_API_KEY") as caught:
+        find_connection({**OURS, "FT_API_KEY": key}, tmp_path)
+    assert key not in caught.value.message
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"api_key": 1}'])
 def test_a_broken_credentials_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "credentials").write_text(text)

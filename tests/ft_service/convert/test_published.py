@@ -327,6 +327,7 @@ def test_what_changes_the_data_is_to_be_done_with_what_it_was(tmp_path: Path) ->
         (FACTORY | {"val_size": 200}, "val_size"),
         (AXOLOTL | {"val_set_size": 500}, "val_set_size"),
         (AXOLOTL | {"datasets": [{"path": "a"}, {"path": "b"}]}, "datasets"),
+        (AXOLOTL | {"datasets": [{"path": "a", "type": "alpaca"}]}, "datasets"),
         (AXOLOTL | {"datasets": [{"path": "a", "type": {"field_instruction": "q", "field_output": "a"}}]}, "datasets"),
     ):
         assert name in converted(tmp_path, body).open()

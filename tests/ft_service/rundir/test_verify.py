@@ -181,6 +181,26 @@ def test_a_cut_file_is_not_taken_for_a_shorter_one(run: RunDir) -> None:
     assert "does not begin with a safetensors header" in verify(run.path("adapter")).faults[0]
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", '{"rank_pattern": [1]}', '{"rank_pattern": {"q_proj": []}}', '{"r": "x"}', "[" * 100_000]
+)
+def test_a_config_of_another_kind_is_a_fault(run: RunDir, text: str) -> None:
+    run.path("adapter/adapter_config.json").write_text(text)
+    assert "adapter_config.json" in verify(run.path("adapter")).faults[-1]
+
+
+def test_an_export_is_checked_for_completeness_since_it_was_never_what_the_manifest_lists(run: RunDir) -> None:
+    adapter = run.path("adapter")
+    (adapter / "manifest.json").rename(adapter / "adapter_manifest.json")
+    report = verify(adapter)
+    assert (report.kind, report.checked, report.faults) == ("exported adapter", ["weight files"], [])
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    assert "a copy or download was cut short" in verify(adapter).faults[0]
+    weights.unlink()
+    assert verify(adapter).faults == ["adapter_model.safetensors is missing"]
+
+
 def test_what_holds_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="expected an adapter's folder"):
         verify(tmp_path)

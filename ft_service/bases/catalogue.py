@@ -100,7 +100,7 @@ class Catalogue:
         """The base in a folder that is named by its path, not as one of FT_MODELS. Raises SpecError with its fault."""
         found = cls([folder.parent])._search(folder.name, to_train)
         if found is None or isinstance(found, str):
-            message = f"model = {shown(str(folder))}: {found or 'there is no such folder'}."
+            message = f"model = {str(folder)!r}: {found or 'there is no such folder'}."  # its user's own path, whole
             raise SpecError(message, param="model", code="model_not_found")
         return found
 

@@ -296,33 +296,46 @@ class Engine:
         return [ordered] if self._model.mixes and ordered else [[one] for one in ordered]
 
     def _forward(self, sequences: Sequence[_Sequence]) -> None:
+        taken = self._taken(sequences)
         pieces: list[TokenSpan] = []
         ran: list[_Sequence] = []
-        place, budget, scored = 0, PROMPT_TOKENS, self._scored_at_once
-        for one in sequences:
-            unread = len(one.ids) - one.read
-            taken = unread
-            if self._model.by_state:
-                if not self._score_apart(one):
-                    continue
-            elif unread > 1:
-                taken = min(unread, budget, one.unscored + scored - one.read if one.scored else unread)
-            if taken == 0:
-                continue
-            budget -= taken if unread > 1 else 0
-            end = one.read + taken
+        place = 0
+        for one in (one for one in sequences if id(one) in taken):
+            count = taken[id(one)]
+            end = one.read + count
             rows = max(0, end - one.unscored) if one.scored else 0
-            scored -= rows
-            span = Span(one.memory, place, place + taken)
+            span = Span(one.memory, place, place + count)
             pieces.append(TokenSpan(one.ids[one.read : end], span, one.read, one.adapter, max(1, rows)))
             ran.append(one)
-            place += taken
+            place += count
         if not pieces:
             return
         logits = self._model.forward(pieces).split([piece.rows for piece in pieces])
         last = torch.stack([own[-1] for own in logits]).cpu()
         for one, piece, own, row in zip(ran, pieces, logits, last, strict=True):
             self._take(one, piece, own, row)
+
+    def _taken(self, sequences: Sequence[_Sequence]) -> dict[int, int]:
+        """Id of each sequence that runs in this forward → its next tokens that are read. Prompts are read in the order in which
+        they came, whatever their adapters: else those of one adapter could keep another's waiting for as long as more come.
+        """
+        taken: dict[int, int] = {}
+        budget, scored = PROMPT_TOKENS, self._scored_at_once
+        by_arrival = {id(one): place for place, one in enumerate(self._running)}
+        for one in sorted(sequences, key=lambda one: by_arrival.get(id(one), 0)):
+            unread = len(one.ids) - one.read
+            count = unread
+            if self._model.by_state:
+                if not self._score_apart(one):
+                    continue
+            elif unread > 1:
+                count = min(unread, budget, one.unscored + scored - one.read if one.scored else unread)
+            if count == 0:
+                continue
+            budget -= count if unread > 1 else 0
+            scored -= max(0, one.read + count - one.unscored) if one.scored else 0
+            taken[id(one)] = count
+        return taken
 
     @property
     def _scored_at_once(self) -> int:

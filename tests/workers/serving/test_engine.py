@@ -20,7 +20,7 @@ from workers.serving import engine as engine_module
 from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
-from workers.serving.requests import ChatRequest
+from workers.serving.requests import ChatRequest, TextRequest
 
 CHATS = [json.loads(line)["messages"][:-1] for line in (SAMPLE.parents[1] / "data/heldout.jsonl").read_text().splitlines()[:4]]
 LIMIT = 12
@@ -102,6 +102,23 @@ def test_answers_that_come_and_go_are_those_of_generate(
         assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
         assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(prompt_of(chat, CHATS[number]))
+
+
+def test_prompts_are_read_as_they_came_whatever_their_adapters(
+    heard: Heard, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side in the row stand those of one adapter, which may be asked for without an end."""
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
+    first, second = sorted(({}, {}), key=id)  # adapters that change nothing
+    monkeypatch.setattr(served.adapters, "get", {"first": first, "second": second}.__getitem__)
+    asked = iter(range(99))
+    for _ in range(2):
+        heard.engine.add_text(TextRequest(f"{next(asked)}", [5] * 60, 1, adapter="first"))
+    heard.engine.add_text(TextRequest("other", [7] * 10, 1, adapter="second"))
+    for _ in range(7):
+        heard.engine.add_text(TextRequest(f"{next(asked)}", [5] * 60, 1, adapter="first"))
+        heard.engine.step()
+    assert heard.of("other", "done")
 
 
 def test_log_probabilities_are_the_models_own(heard: Heard, chat: ChatTokenizer, expected: list[list[int]]) -> None:

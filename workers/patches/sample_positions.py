@@ -2,7 +2,8 @@
 
 With the kinds `longrope` and `dynamic` transformers takes one set of frequencies for a whole batch, by the longest of its
 samples, and `dynamic` also by what came before. A sample's loss would then depend on the other samples of its micro-batch. Here
-every sample, packed or padded, is rotated as it is alone.
+every sample, packed or padded, is rotated as it is alone, and a sequence of the preview, of which a forward has a part, by all
+that is known of it.
 
 Replaces: the forward of transformers' rotary embeddings of these kinds.
 Written for: transformers 5.23
@@ -35,6 +36,14 @@ def rotate_by_sample(model: nn.Module) -> None:
     for module in model.modules():
         if any(kind in BY_LENGTH for kind in _kinds(module)):
             replace_forward(module, _RotatedBySample(module, module.forward))
+
+
+def rotate_by_length(model: nn.Module, length: Callable[[], int]) -> None:
+    """Let the rotary embeddings of a model take the sequence of the current forward as one of `length()` tokens, where that
+    matters: it may be a part of it."""
+    for module in model.modules():
+        if any(kind in BY_LENGTH for kind in _kinds(module)):
+            replace_forward(module, _RotatedByLength(module.forward, length))
 
 
 def _kinds(module: nn.Module) -> list[str]:
@@ -71,6 +80,18 @@ class _RotatedBySample:
             if original is not None:
                 setattr(module, f"{before}inv_freq", original.to(x.device, copy=True))
         return self._stock(x, position_ids, *args, **kwargs)
+
+
+class _RotatedByLength:
+    """Replaces a rotary embedding's forward: the last place of the whole sequence stands behind those of the part."""
+
+    def __init__(self, stock: Callable[..., Rotation], length: Callable[[], int]) -> None:
+        self._stock, self._length = stock, length
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Rotation:
+        last = position_ids.new_full((len(position_ids), 1), self._length() - 1)
+        cos, sin = self._stock(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
+        return cos[:, :-1], sin[:, :-1]
 
 
 def _stacked(rows: list[Tensor], length: int) -> Tensor:

@@ -66,6 +66,8 @@ class _Sequence:
     memory: KeyValueCache = field(default_factory=KeyValueCache)
     read: int = 0
     """Tokens that the memory knows."""
+    rotation: int = 0
+    """Set of rotary frequencies by which it knows them (ServedModel.rotation)."""
     first: Tensor | None = None
     """Logits of the first token, fp32 [words], and `memory` is to be forked, if another answer has read the prompt."""
 
@@ -305,7 +307,7 @@ class Engine:
             end = one.read + count
             rows = max(0, end - one.unscored) if one.scored else 0
             span = Span(one.memory, place, place + count)
-            pieces.append(TokenSpan(one.ids[one.read : end], span, one.read, one.adapter, max(1, rows)))
+            pieces.append(TokenSpan(one.ids[one.read : end], span, one.read, one.adapter, max(1, rows), len(one.ids)))
             ran.append(one)
             place += count
         if not pieces:
@@ -323,6 +325,7 @@ class Engine:
         budget, scored = PROMPT_TOKENS, self._scored_at_once
         by_arrival = {id(one): place for place, one in enumerate(self._running)}
         for one in sorted(sequences, key=lambda one: by_arrival.get(id(one), 0)):
+            self._turn(one)
             unread = len(one.ids) - one.read
             count = unread
             if self._model.by_state:
@@ -337,6 +340,12 @@ class Engine:
             taken[id(one)] = count
         return taken
 
+    def _turn(self, one: _Sequence) -> None:
+        """Read a sequence anew that has become so long that all its tokens are rotated by other frequencies (longrope)."""
+        rotation = self._model.rotation(len(one.ids))
+        if rotation != one.rotation:
+            one.memory, one.read, one.rotation = KeyValueCache(), 0, rotation
+
     @property
     def _scored_at_once(self) -> int:
         return max(1, SCORED_LOGITS // self._model.words)
@@ -347,7 +356,7 @@ class Engine:
         while one.scored and one.prompt - one.unscored > self._scored_at_once:
             end = one.unscored + self._scored_at_once
             span = Span(KeyValueCache(), 0, end)
-            logits = self._model.forward([TokenSpan(one.ids[:end], span, 0, one.adapter, self._scored_at_once)])
+            logits = self._model.forward([TokenSpan(one.ids[:end], span, 0, one.adapter, self._scored_at_once, len(one.ids))])
             if not self._score(one, logits, end - len(logits)):
                 return False
         return True
@@ -383,7 +392,7 @@ class Engine:
         others, one.others = one.others, []
         kept = _forked(one.memory) if others else one.memory
         for other in others:
-            other.memory, other.read, other.first = kept, one.read, last
+            other.memory, other.read, other.rotation, other.first = kept, one.read, one.rotation, last
         self._waiting.extendleft(reversed(others))
 
     def _advance(self, one: _Sequence, logits: Tensor) -> None:

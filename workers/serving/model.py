@@ -22,6 +22,7 @@ from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.multimodal import text_decoder
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.special_types import NOT_PREVIEWED
+from workers.patches.sample_positions import BY_LENGTH, rotate_by_length
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.serving.batched_adapters import Adapter, Adapters, AdapterSpan
 from workers.serving.cached_attention import CURRENT, NAME, KeyValueCache, Span
@@ -29,8 +30,6 @@ from workers.serving.cached_attention import CURRENT, NAME, KeyValueCache, Span
 _TRIALS = 3
 _STATE_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Relative difference of logits: rounding, in the dtype of the arithmetic."""
-_POSITION_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding that look at the longest of all positions in a forward."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class TokenSpan:
     adapter: Adapter | None
     rows: int = 1
     """Tokens at its end whose logits are wanted."""
+    length: int = 0
+    """Tokens of the sequence that are known, which some rotary embeddings go by; 0: up to these."""
 
 
 class ServedModel:
@@ -63,8 +64,10 @@ class ServedModel:
             raise _answers_otherwise(decoder.config.model_type)
         restore_buffers(model, device, compute)
         layers = decoder_layers(model)
-        self.mixes = not self.by_state and not _looks_at_all_positions(decoder.config)
+        kinds = _rotations(decoder.config)
+        self.mixes = not self.by_state and not any(kind.get("rope_type") in BY_LENGTH for kind in kinds)
         """Whether several sequences may share a row."""
+        self._turns = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
         formats = precision_map(model, layers, precision, formats_of_base(model, layers, path))
         swap(model, layers, formats)
         choose_products(model, precision, compute, device)
@@ -72,6 +75,8 @@ class ServedModel:
         model.requires_grad_(False)
         self.loaded = load(model, path, seed=0, compute_dtype=compute, device=device, cache=cache)
         self._model: PreTrainedModel = model.eval()
+        self._length = 0
+        rotate_by_length(model, lambda: self._length)
         self.adapters = Adapters(model, compute, device)
         self._last: Tensor | None = None
         head: Any = model.get_output_embeddings()
@@ -83,6 +88,10 @@ class ServedModel:
         if self.by_state:
             self._require_kept_state(decoder.config.model_type, compute)
         self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
+
+    def rotation(self, length: int) -> int:
+        """The set of rotary frequencies that a sequence of this many tokens has: keys of another do not fit it."""
+        return sum(length > turn for turn in self._turns)
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[TokenSpan]) -> Tensor:
@@ -105,6 +114,7 @@ class ServedModel:
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
         positions = torch.cat([torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces])
         CURRENT.spans = [piece.span for piece in pieces]
+        self._length = max(max(piece.length, piece.first + len(piece.ids)) for piece in pieces)
         self.adapters.spans = _adapter_spans(pieces)
         given = {"input_ids": ids, "position_ids": positions.to(self.device)[None]}
         if not self.by_state:
@@ -169,7 +179,7 @@ def _adapter_spans(pieces: Sequence[TokenSpan]) -> list[AdapterSpan]:
     return spans
 
 
-def _looks_at_all_positions(config: Any) -> bool:
+def _rotations(config: Any) -> list[Mapping[str, Any]]:
+    """The parameters of a text decoder's rotary embeddings, which may be one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []
-    return any(isinstance(kind, Mapping) and kind.get("rope_type") in _POSITION_DEPENDENT for kind in kinds)
+    return [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)] if isinstance(rope, Mapping) else []

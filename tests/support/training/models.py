@@ -357,6 +357,19 @@ def _weight(base: nn.Module, name: str) -> nn.Parameter:
     return member if isinstance(member, nn.Parameter) else member.weight
 
 
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+"""Changes of a tiny Phi 3: beyond 16 tokens all of them are rotated by other frequencies."""
+
+
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of 259 tokens with a ChatML template."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()

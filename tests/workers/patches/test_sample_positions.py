@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.training.models import save_tiny, spec_for
+from tests.support.training.models import LONGROPE, save_tiny, spec_for
 from tests.support.training.parity import CPU, samples
 from workers.base.load import load
 from workers.data.batches import collate, pack
@@ -17,23 +17,13 @@ from workers.model.build import build
 from workers.training.packing import settle_attention
 from workers.training.step import logits_of
 
-LONG: dict[str, Any] = {
-    "original_max_position_embeddings": 16,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
-        "original_max_position_embeddings": 16,
-    },
-}
 DYNAMIC: dict[str, Any] = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "max_position_embeddings": 16,
 }
 
 
-@pytest.mark.parametrize(("family", "rope"), [("phi3", LONG), ("llama", DYNAMIC)], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize(("family", "rope"), [("phi3", LONGROPE), ("llama", DYNAMIC)], ids=["longrope", "dynamic"])
 def test_a_sample_is_rotated_as_it_is_alone(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
     """Long samples, short ones behind them, and a long one again."""
     base = save_tiny(family, tmp_path / "base", **rope)

@@ -12,10 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
-from tests.support.training.models import FAMILIES, OF_EXPERTS, adapter_value, reference, save_tiny, spec_for
+from tests.support.bases import SAMPLE
+from tests.support.training.models import FAMILIES, LONGROPE, OF_EXPERTS, adapter_value, reference, save_tiny, spec_for
+from workers.serving import engine as engine_module
 from workers.serving.batched_adapters import Adapter
 from workers.serving.cached_attention import KeyValueCache, Span
+from workers.serving.chat_tokens import Chats
+from workers.serving.engine import Engine
 from workers.serving.model import ServedModel, TokenSpan
+from workers.serving.requests import TokenRequest
 
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-5}
 FP32 = PrecisionOptions(compute="fp32")
@@ -87,6 +92,31 @@ def test_every_family_answers_as_plain_peft_does(family: str, tmp_path: Path) ->
             read[i] = min(read[i] + step, LENGTHS[i])
             torch.testing.assert_close(logits[place], plain[i][read[i] - 1], **CLOSE)
     assert not torch.allclose(plain[0][5], plain[1][5], atol=1e-2), "the adapters differ"
+
+
+@pytest.mark.parametrize("length", [12, 23], ids=["an answer beyond it", "a prompt beyond it, read in parts"])
+def test_frequencies_that_change_at_a_length_are_those_of_generate(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the context that Phi's models were first trained with (here 16), all tokens are rotated by other frequencies."""
+    base = save_tiny("phi3", tmp_path / "base", **LONGROPE)
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 8)
+    said: list[dict[str, Any]] = []
+    engine = Engine(ServedModel(str(base), FP32, torch.device("cpu"), None), Chats(str(SAMPLE)), said.append)
+    prompts = torch.randint(1, 256, (2, length), generator=torch.Generator().manual_seed(1))
+    for number, prompt in enumerate(prompts.tolist()):
+        engine.add_tokens(TokenRequest(f"{number}", prompt, n=2, max_tokens=9, temperature=0.0, ends=False, scored=length - 1))
+    while engine.busy:
+        engine.step()
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for number, prompt in enumerate(prompts):
+        out = model.generate(input_ids=prompt[None], max_new_tokens=9, do_sample=False, eos_token_id=None)[0]
+        own = [one for one in said if one["id"] == f"{number}"]
+        assert [one["tokens"] for one in own if one["kind"] == "tokens"] == [out[length:].tolist()] * 2
+        with torch.inference_mode():
+            logs = model(prompt[None]).logits[0].log_softmax(dim=-1)
+        scored = [value for one in own if one["kind"] == "scores" for value in one["logprobs"]]
+        torch.testing.assert_close(torch.tensor(scored), logs[:-1].gather(1, prompt[1:, None])[:, 0], atol=1e-4, rtol=1e-4)
 
 
 def test_patterns_of_rank_and_alpha_and_rslora_scale_as_in_peft(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ COPIED = (
     "spk_dict.pt",  # the voices of Qwen2.5-Omni, without which its class does not load
 )
 """Files of the base that the merged model needs, or must carry."""
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File that goes before what a tokenizer's configuration holds, and before a processor's chat_template.json."""
 FIDELITY = "fidelity.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 WIDE = ("F64", "F32")
@@ -110,6 +112,8 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
         _write_config(base, model, folder, stored)
         for path in (path for pattern in COPIED for path in base.glob(pattern) if is_base_file(path)):
             copy_base_file(path, folder / path.name)
+        if (template := adapter_folder / CHAT_TEMPLATE).is_file():  # the job's, if it had its own
+            shutil.copyfile(template, folder / CHAT_TEMPLATE)
     return rounding
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,6 +63,18 @@ def test_plain_transformers_loads_it_and_gives_peft_s_logits(base: Path, tmp_pat
     stock = merged_by_peft(base, adapter).to(torch.bfloat16).float()
     assert difference(logits(merged), logits(stock)) < 1e-3
     assert difference(logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), logits(stock)) > 0.1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_chat_template_is_the_one_that_the_job_trained_with(base: Path, tmp_path: Path, own: bool) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter")
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    (folder / "chat_template.jinja").write_text("the base's")
+    if own:
+        (adapter / "chat_template.jinja").write_text("the job's")
+    merge(folder, adapter, tmp_path / "out", to="bf16")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == ("the job's" if own else "the base's")
 
 
 def in_fp32(base: Path, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:

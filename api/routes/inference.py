@@ -39,18 +39,20 @@ _TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
 _turn = count()
 """The next replica: requests go to the replicas in turn."""
 _PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
+CHAT = "/chat/completions"
+"""Route of conversations, here and on an inference server."""
 _ANSWER = server_sent()
 _ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-@router.post("/chat/completions", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
+@router.post(CHAT, openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
 async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
     """Answer with a base, an alias, a tuned model or a checkpoint of one; as a stream if `stream` is true. Tuned models must be
     the project's own or granted to it. With FT_INFERENCE_URL, that server answers; else the preview of this host does
     (FT_PREVIEW). Training has priority: while it holds the slots, the answer is a 503 with `retry-after`, unless `processor`
     (not in OpenAI's API) is true: then the processor computes the answer, slowly."""
-    tuned = await _model_of(request, body, caller, services, "/chat/completions")
+    tuned = await _model_of(request, body, caller, services, CHAT)
     if isinstance(tuned, Response):
         return tuned
     assert services.preview is not None
@@ -94,6 +96,8 @@ async def _model_of(
             raise SpecError(message, param="processor", code="unsupported_parameter")
         if tuned is None:
             _refuse_adapter_path(name)
+        elif path == CHAT and (template := tuned.job.spec.chat_template):  # else the server takes the base's
+            body = {**body, "chat_template": body.get("chat_template") or template}
         return await _proxied(request, services.settings, body, path)
     if tuned is not None:  # an inference server may still serve one that was pruned
         await in_thread(tuned_models.refuse_pruned, tuned, services.places)

@@ -68,6 +68,22 @@ def test_who_serves_models_answers_for_a_checkpoint_that_was_pruned_here(
     assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
 
 
+def test_the_chat_template_of_a_job_goes_on_with_its_conversations(
+    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str
+) -> None:
+    """A server that is not told takes the base's, which the model was not trained with."""
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    body: Any = {"chat_template": "zephyr"}
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_body=body).id
+    spec = put(service, job_id, state=State.SUCCEEDED, attempt=1).spec
+    for given in ({}, {"chat_template": "{{ mine }}"}):
+        client.chat.completions.create(model=spec.tuned_name, messages=MESSAGES, extra_body=given)
+        sent = json.loads(receiver.arrived.get(timeout=60).body)
+        expected = given.get("chat_template", spec.chat_template)
+        assert sent == {"model": spec.tuned_name, "messages": MESSAGES, "chat_template": expected}
+    assert "<|assistant|>" in spec.chat_template
+
+
 def test_a_text_to_be_continued_goes_on_too(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
     choice = {"index": 0, "text": "Hi there", "finish_reason": "stop", "logprobs": None}
     body = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}

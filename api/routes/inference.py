@@ -5,6 +5,9 @@ is one, else the preview on this host. Without either, the refusal says what to 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +26,7 @@ from api.http.routing import keyed_router
 from api.http.threads import in_thread, turn
 from api.transfer import chat_answer, completion_answer
 from api.transfer.tar_stream import adapter_folder
+from api.wire.error_views import error_body
 from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.serving import server_samples
@@ -32,6 +36,8 @@ from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import is_tuned
 from ft_service.store.records import Principal
+
+log = logging.getLogger(__name__)
 
 router = keyed_router("/v1", "inference")
 
@@ -212,7 +218,7 @@ async def _proxied(request: Request, settings: Settings, body: Any, path: str) -
                 await forwarded
 
 
-async def _forward_to_any(settings: Settings, body: Any, path: str) -> ClosingResponse:
+async def _forward_to_any(settings: Settings, body: Any, path: str) -> Response:
     """Send a body to a replica of FT_INFERENCE_URL with the server's key; the caller's key is never sent. If a replica does not
     answer, the next one gets the request. Raises UnavailableError.
     """
@@ -227,7 +233,8 @@ async def _forward_to_any(settings: Settings, body: Any, path: str) -> ClosingRe
     raise failure
 
 
-async def _forward(url: str, settings: Settings, body: Any) -> ClosingResponse:
+async def _forward(url: str, settings: Settings, body: Any) -> Response:
+    """Return a server's answer, a stream as soon as it begins. Raises UnavailableError without a whole one."""
     headers = {}
     if settings.inference_api_key:
         headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
@@ -235,15 +242,36 @@ async def _forward(url: str, settings: Settings, body: Any) -> ClosingResponse:
     try:
         request = client.build_request("POST", url, json=body, headers=headers)
         answer = await client.send(request, stream=True)
+        streams = answer.headers.get("content-type", "").startswith("text/event-stream")
+        whole = b"" if streams else await answer.aread()
     except BaseException as error:
         await client.aclose()
         if isinstance(error, httpx2.HTTPError):
             raise UnavailableError(f"The inference server (FT_INFERENCE_URL) does not answer: {error}.") from error
         raise
     kept = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+    if not streams:
+        await client.aclose()
+        return Response(whole, answer.status_code, kept)
 
     async def close() -> None:
         await answer.aclose()
         await client.aclose()
 
-    return ClosingResponse(answer.aiter_bytes(), close, status_code=answer.status_code, headers=kept)
+    return ClosingResponse(_stream_of(answer), close, status_code=answer.status_code, headers=kept)
+
+
+async def _stream_of(answer: httpx2.Response) -> AsyncIterator[bytes]:
+    """Yield a server's events. If it goes away between two of them, the last is an error; within one, that cannot be told, and
+    HTTPError ends the connection."""
+    end = b""
+    try:
+        async for part in answer.aiter_bytes():
+            end = (end + part)[-4:]
+            yield part
+    except httpx2.HTTPError as error:
+        if end and not end.replace(b"\r", b"").endswith(b"\n\n"):
+            raise
+        log.warning("an inference server's answer was cut off: %s", error)
+        cut = UnavailableError("The inference server (FT_INFERENCE_URL) went away before its answer was whole. Try again.")
+        yield f"data: {json.dumps(error_body(cut))}\n\n".encode()

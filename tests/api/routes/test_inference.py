@@ -115,6 +115,24 @@ def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: R
     assert [part.choices[0].delta.content for part in stream] == ["lo"]
 
 
+def test_a_server_that_goes_away_in_an_answer_is_an_error_of_the_api(
+    client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
+    def cut(kind: str, part: bytes) -> None:
+        receiver.answer = lambda _: (200, {"content-type": kind, "content-length": "9999"}, iter([part]))
+
+    cut("application/json", b'{"id": ')
+    with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
+        client.chat.completions.create(model=tuned, messages=MESSAGES)
+    assert caught.value.status_code == 503
+    event = {"id": "c", "choices": [{"index": 0, "delta": {"content": "Hel"}}]}
+    cut("text/event-stream; charset=utf-8", f"data: {json.dumps(event)}\n\n".encode())
+    stream = client.chat.completions.create(model=tuned, messages=MESSAGES, stream=True)
+    assert next(stream).choices[0].delta.content == "Hel"
+    with pytest.raises(openai.APIError, match="went away before its answer was whole"):
+        next(stream)
+
+
 def test_the_processor_is_asked_for_of_the_preview_alone(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
     messages: Any = [{"role": "user", "content": "Hi"}]
     with pytest.raises(openai.BadRequestError, match="an inference server answers here") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ft_service.bases.adapter_names import peft_name
+from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.data.examiner import Examiner
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.sample import Tokens
@@ -20,6 +22,8 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError
+from ft_service.host.hardware import available_memory
+from ft_service.plan.quantities import bytes_text
 from ft_service.spec import DataFileRef, JobSpec, PrecisionOptions
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
@@ -30,19 +34,24 @@ from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.training.packing import settle_attention
 from workers.training.step import Sums, evaluate
 
+_WITH_RESULTS = 1.1
+"""Memory of a model and of the results of one sample, as a share of the model's."""
+
 
 def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int) -> dict[str, Any]:
     """The three losses over the first `samples` of the validation file, of pairs over their preferred answers. None, with the
-    reason: there is no file to use.
+    reason: there is no file to use, or no memory, of which merging itself needs little.
 
-    All in the job's compute dtype and on one device (a GPU if there is one), one model after the other. FP8 weights of a
-    merged model are multiplied out: kernels that also compute in FP8 add an error of their own.
+    All in the job's compute dtype and on one device (a GPU if there is one that has room), one model after the other. FP8
+    weights of a merged model are multiplied out: kernels that also compute in FP8 add an error of their own.
     """
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens, reason = _validation(spec, samples)
     if reason is not None:
         return {"validation_loss": None, "reason": reason}
+    device = _device(merged, COMPUTE_DTYPE[spec.precision.compute])
+    if isinstance(device, str):
+        return {"validation_loss": None, "reason": device}
     batches = [collate([sample], device) for sample in tokens]
     compute = COMPUTE_DTYPE[spec.precision.compute]
     plain = spec.model_copy(update={"precision": PrecisionOptions(compute=spec.precision.compute)})
@@ -52,6 +61,17 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
         "merged": _loss(merged_model(plain, merged, device), batches, compute),
     }
     return {"validation_loss": losses, "samples": len(tokens), "compute": spec.precision.compute}
+
+
+def _device(merged: Path, compute: torch.dtype) -> torch.device | str:
+    """The device that has room for a merged model and its results; the reason why none has."""
+    elements = sum(math.prod(tensor.shape) for tensor in read_tensors(merged).values())
+    needed, room = int(elements * compute.itemsize * _WITH_RESULTS), available_memory()
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > needed:
+        return torch.device("cuda")
+    if room > needed:
+        return torch.device("cpu")
+    return f"they need {bytes_text(needed)} of memory, and {bytes_text(room)} are free"
 
 
 def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.support.training.models import save_pairs, save_tiny, save_tiny_llama
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.base.quantized_rows import from_int4
 from workers.exports.compressed_tensors import restore, to_fp8
+from workers.tasks import fidelity
 from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
 
@@ -298,3 +300,16 @@ def test_of_pairs_the_preferred_answers_are_measured(tmp_path: Path) -> None:
         answers = [str(tokenizer.decode(sample.ids[sample.targets])) for sample in samples]
         assert len(answers) == 3
         assert all(answer.startswith("it is ") for answer in answers), "not the other ones, which begin with no"
+
+
+def test_losses_for_which_there_is_no_memory_cost_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merging takes little, whatever the model: the process would be killed for its report."""
+    base = save_tiny_llama(tmp_path / "base")
+    needed = 1.1 * 2 * sum(tensor.numel() for tensor in load_file(base / "model.safetensors").values())
+    monkeypatch.setattr(fidelity, "_validation", lambda spec, samples: ([], None))
+    monkeypatch.setattr(fidelity, "available_memory", lambda: int(needed) - 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spec = spec_for(base, precision={"compute": "bf16"})
+    report = fidelity.measure(spec, base, tmp_path / "none", base, 2)
+    assert report["validation_loss"] is None
+    assert re.fullmatch(r"they need [\d.]+ KiB of memory, and [\d.]+ KiB are free", report["reason"])

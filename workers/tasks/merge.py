@@ -42,6 +42,7 @@ from workers.base.load import Safetensors
 from workers.base.parameter_sources import find_pieces, turned_weights
 from workers.base.quantized_rows import PlainBase, from_int4
 from workers.exports.compressed_tensors import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
+from workers.exports.own_template import take_template
 from workers.layers.experts import SCALES_INPUT, experts_of
 from workers.model.build import base_on_meta, decoder_layers
 from workers.model.multimodal import names_of_towers
@@ -62,8 +63,6 @@ COPIED = (
     "spk_dict.pt",  # the voices of Qwen2.5-Omni, without which its class does not load
 )
 """Files of the base that the merged model needs, or must carry."""
-CHAT_TEMPLATE = "chat_template.jinja"
-"""File that goes before what a tokenizer's configuration holds, and before a processor's chat_template.json."""
 FIDELITY = "fidelity.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 WIDE = ("F64", "F32")
@@ -112,8 +111,7 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
         _write_config(base, model, folder, stored)
         for path in (path for pattern in COPIED for path in base.glob(pattern) if is_base_file(path)):
             copy_base_file(path, folder / path.name)
-        if (template := adapter_folder / CHAT_TEMPLATE).is_file():  # the job's, if it had its own
-            shutil.copyfile(template, folder / CHAT_TEMPLATE)
+        take_template(adapter_folder, folder)
     return rounding
 
 

@@ -67,16 +67,22 @@ def test_plain_transformers_loads_it_and_gives_peft_s_logits(base: Path, tmp_pat
     assert difference(logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), logits(stock)) > 0.1
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_the_chat_template_is_the_one_that_the_job_trained_with(base: Path, tmp_path: Path, own: bool) -> None:
-    adapter = save_adapter(base, tmp_path / "adapter")
-    folder = tmp_path / "base"
+def test_the_chat_template_is_the_one_that_the_job_trained_with_and_its_ends_end_answers(base: Path, tmp_path: Path) -> None:
+    """Such as a base that ends texts, whose job trained on turns."""
+    adapter, folder = save_adapter(base, tmp_path / "adapter"), tmp_path / "base"
     shutil.copytree(base, folder)
-    (folder / "chat_template.jinja").write_text("the base's")
-    if own:
-        (adapter / "chat_template.jinja").write_text("the job's")
-    merge(folder, adapter, tmp_path / "out", to="bf16")
-    assert (tmp_path / "out/chat_template.jinja").read_text() == ("the job's" if own else "the base's")
+    tokenizer = save_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "top_p": 0.9}))
+    merge(folder, adapter, tmp_path / "plain", to="bf16")
+    for name in ("chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "plain" / name).read_bytes() == (folder / name).read_bytes()
+
+    own = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_start|>{% endfor %}"
+    (adapter / "chat_template.jinja").write_text(own)
+    merge(folder, adapter, tmp_path / "own", to="bf16")
+    assert (tmp_path / "own/chat_template.jinja").read_text() == own
+    ends = [7, *sorted(tokenizer.get_vocab()[name] for name in ("<|im_start|>", "<|im_end|>"))]
+    assert json.loads((tmp_path / "own/generation_config.json").read_text()) == {"eos_token_id": ends, "top_p": 0.9}
 
 
 def in_fp32(base: Path, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:

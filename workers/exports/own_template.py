@@ -1,0 +1,48 @@
+"""The chat template of a job in a model that is merged of its adapter, and the tokens that end the answers which it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ft_service.bases.base_files import document_or_none
+from ft_service.data.template_process import TemplateProcess
+from ft_service.data.tokens.answer_ends import answer_ends
+from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.tokenize import load_tokenizer
+
+FILE = "chat_template.jinja"
+"""Goes before what a tokenizer's configuration holds, and before a processor's chat_template.json."""
+_GENERATION = "generation_config.json"
+_SPECIAL = ("bos_token_id", "pad_token_id")
+
+
+def take_template(adapter: Path, folder: Path) -> None:
+    """Put an adapter's chat template into a folder that holds the base's files, unless it is the same. Whatever generates then
+    ends an answer where training did: at one of the base's ends, or at what the template writes behind an answer.
+
+    Raises SpecError for a tokenizer that cannot be loaded.
+    """
+    own, there = adapter / FILE, folder / FILE
+    if not own.is_file() or (there.is_file() and own.read_bytes() == there.read_bytes()):
+        return
+    shutil.copyfile(own, there)
+    tokenizer: Any = load_tokenizer(str(folder))
+    template = ChatTemplate.of(tokenizer)
+    assert template is not None, "it was written"
+    with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
+
+        def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+            return process.write(messages, tools, date.today(), prompt=prompt)
+
+        ends = answer_ends(write, tokenizer, folder)
+    config = document_or_none(folder / "config.json") or {}
+    generation = document_or_none(folder / _GENERATION) or {name: config[name] for name in _SPECIAL if name in config}
+    given = generation.get("eos_token_id", config.get("eos_token_id"))
+    first = [end for end in (given if isinstance(given, list) else [given]) if isinstance(end, int)]
+    generation["eos_token_id"] = [*first, *sorted(ends - set(first))]
+    (folder / _GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFType, GGUFWriter, Keys
 from torch import Tensor
 
+from ft_service.data.line_errors import LineError
 from ft_service.data.template_process import TemplateProcess
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
@@ -33,8 +34,8 @@ from workers.exports.gguf_file import (
     write,
 )
 from workers.exports.gguf_layout import GgufLayout, layout_of, refusal
-from workers.exports.gguf_vocabulary import read_vocabulary
-from workers.exports.ollama import MODELFILE, Message, modelfile, turns_of
+from workers.exports.gguf_vocabulary import Vocabulary, read_vocabulary
+from workers.exports.ollama import MODELFILE, Message, TurnTemplate, modelfile, turns_of
 from workers.model.build import base_on_meta
 from workers.model.multimodal import text_decoder
 from workers.model.peft_adapter import PeftAdapter
@@ -75,7 +76,8 @@ def export_model(
     for a model or tokenizer that llama.cpp would not compute the same.
     """
     model = GgufModel(merged)
-    vocabulary = read_vocabulary(merged, model.vocabulary_rows, chat_template)
+    chat = _chat_of(merged, chat_template)
+    vocabulary = _begun(read_vocabulary(merged, model.vocabulary_rows, chat_template), chat)
     with Safetensors(merged) as tensors:
         names = (name for name, _ in model.model.named_parameters(remove_duplicate=False))
         pieces = find_pieces(model.model, names, tensors.names())
@@ -115,7 +117,7 @@ def export_model(
         compared = compare(out / MODEL, plan, keep)
         if target is not None:
             target.close()
-    _write_modelfile(out, merged, chat_template, ["FROM ./" + MODEL])
+    _write_modelfile(out, chat, ["FROM ./" + MODEL])
     notes = [*model.layout.notes, *vocabulary.notes]
     return {"file": MODEL, "architecture": model.layout.architecture, **asdict(compared), "notes": notes}
 
@@ -145,7 +147,7 @@ def export_adapter(base: Path, adapter_folder: Path, out: Path, *, title: str, c
         f"# The base: a GGUF file of {title.split(':')[1] if ':' in title else 'it'}, or its name in Ollama.",
         "FROM ./base.gguf",
     ]
-    _write_modelfile(out, base, chat_template, [*first, "ADAPTER ./" + ADAPTER])
+    _write_modelfile(out, _chat_of(base, chat_template), [*first, "ADAPTER ./" + ADAPTER])
     return {"file": ADAPTER, "architecture": model.layout.architecture, **asdict(compared), "notes": list(model.layout.notes)}
 
 
@@ -182,14 +184,46 @@ def _require_fitting(model: GgufModel, adapter: PeftAdapter, weight: str, module
         raise SpecError(f"The adapter changes {weight} of shape {shape}; the base has {tuple(parameter.shape)}.", param="base")
 
 
-def _write_modelfile(out: Path, folder: Path, chat_template: str, first: list[str]) -> None:
+@dataclass(frozen=True)
+class _Chat:
+    """A chat template as far as a GGUF file and a Modelfile say it."""
+
+    turns: TurnTemplate | None
+    """None: it cannot be said in Ollama's language."""
+    begins: bool | None
+    """Whether the tokenizer's beginning of text is to be put before conversations. None: as before other texts."""
+
+
+def _chat_of(folder: Path, chat_template: str) -> _Chat:
     tokenizer: Any = load_tokenizer(str(folder), chat_template)
-    template, turns = ChatTemplate.of(tokenizer), None
-    if template is not None:
-        with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
+    template, bos = ChatTemplate.of(tokenizer), tokenizer.bos_token or ""
+    if template is None:
+        return _Chat(None, None)
+    with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
 
-            def render(messages: Sequence[Message], answer: bool) -> str:
-                return process.write(messages, None, date.today(), prompt=answer)
+        def render(messages: Sequence[Message], answer: bool) -> str:
+            return process.write(messages, None, date.today(), prompt=answer)
 
-            turns = turns_of(render, tokenizer.bos_token or "")
-    (out / MODELFILE).write_text(modelfile(first, turns), encoding="utf-8")
+        turns = turns_of(render, bos)
+        if turns is not None or not bos:
+            return _Chat(turns, None if turns is None or not bos else bool(turns.bos))
+        try:  # a beginning that it writes is not repeated by llama.cpp, whatever the file says
+            return _Chat(None, None if render([{"role": "user", "content": "Hi"}], True).startswith(bos) else False)
+        except LineError:  # the template refuses it
+            return _Chat(None, None)
+
+
+def _begun(vocabulary: Vocabulary, chat: _Chat) -> Vocabulary:
+    """The vocabulary with the beginning of text before a conversation only if its template writes one: llama.cpp and Ollama go
+    by what the file says of all texts, and chats are what jobs train on."""
+    said = vocabulary.values["add_bos_token"]
+    if chat.begins is None or chat.begins == said:
+        return vocabulary
+    why = "the chat template begins with it" if chat.begins else "the chat template does not, which the model was trained with"
+    note = f"a text {'begins' if chat.begins else 'does not begin'} with the beginning-of-text token here: {why}"
+    values = {**vocabulary.values, "add_bos_token": chat.begins}
+    return replace(vocabulary, values=values, notes=(*vocabulary.notes, note))
+
+
+def _write_modelfile(out: Path, chat: _Chat, first: list[str]) -> None:
+    (out / MODELFILE).write_text(modelfile(first, chat.turns), encoding="utf-8")

@@ -17,6 +17,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ft_service.errors import SpecError
@@ -81,6 +82,24 @@ def test_a_llama_in_gguf_holds_its_weights_in_llama_cpps_order_and_its_vocabular
     assert said["tokenizer.chat_template"] == tokenizer.chat_template
     assert (said["llama.attention.head_count_kv"], said["llama.context_length"]) == (2, 128)
     assert said["general.name"] == "ft:tiny:local:mine:1"
+
+
+def test_a_conversation_begins_in_gguf_as_its_template_writes_it(tmp_path: Path) -> None:
+    """A tokenizer may put a beginning before each text (Llama's, Mistral's), and a job's template, such as chatml, none."""
+    base = save_base("llama", tmp_path / "base")
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(base)
+    begins = {"": False, "{% for m in messages %}{{ loop.index }} {{ m.content }}{% endfor %}": False}
+    begins["{{ bos_token }}{{ messages[0].content }}"] = True
+    for number, (template, expected) in enumerate(begins.items()):
+        (out := tmp_path / f"{number}").mkdir()
+        report = export_model(base, out, "bf16", title="x", chat_template=template)
+        assert fields(out / "model.gguf")["tokenizer.ggml.add_bos_token"] is expected
+        assert any("does not begin with" in note for note in report["notes"]) is not expected
 
 
 def test_norms_of_gemma_are_what_they_multiply_by(tmp_path: Path) -> None:

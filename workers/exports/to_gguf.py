@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 _IN_WRAPPED = "language_model."
 """What stands in the names of a text decoder that is published with others."""
 _FREQUENCIES = "rope_freqs.weight"
+_OTHER_DAY = date(2001, 2, 3)
+"""Day on which a chat template that writes no date writes what it does today."""
 
 
 class GgufModel:
@@ -201,10 +204,12 @@ def _chat_of(folder: Path, chat_template: str) -> _Chat:
         return _Chat(None, None)
     with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
 
-        def render(messages: Sequence[Message], answer: bool) -> str:
-            return process.write(messages, None, date.today(), prompt=answer)
+        def render(messages: Sequence[Message], answer: bool, day: date | None = None) -> str:
+            return process.write(messages, None, day or date.today(), prompt=answer)
 
         turns = turns_of(render, bos)
+        if template.writes_date and turns != turns_of(partial(render, day=_OTHER_DAY), bos):
+            turns = None  # it would say the day of the export for ever
         if turns is not None or not bos:
             return _Chat(turns, None if turns is None or not bos else bool(turns.bos))
         try:  # a beginning that it writes is not repeated by llama.cpp, whatever the file says

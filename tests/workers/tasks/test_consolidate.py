@@ -220,6 +220,7 @@ def test_a_gguf_reports_the_losses_of_what_it_holds(
         "Modelfile",
         "fidelity.json",
         "adapter_manifest.json",
+        "README.md",
     }
     losses = report["validation_loss"]
     assert losses["merged"] == pytest.approx(losses["adapter_on_bf16_base"], rel=1e-2)

@@ -34,6 +34,10 @@ NAMES_ONLY = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prom
 """Fields of OpenAI's API about the client or the price, which change no answer."""
 
 
+StopText = Annotated[str, Field(max_length=1000)]
+"""A text at which an answer ends. Each token of an answer is compared with it."""
+
+
 class StreamOptions(Strict):
     """Options of a streamed answer."""
 
@@ -61,7 +65,7 @@ class ChatCompletion(Strict):
     """0: always the most probable token."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Sample only from the most probable tokens that together have this probability."""
-    stop: str | Annotated[list[str], Field(max_length=4)] = ""
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] = ""
     """The answer ends before any of these."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Seed of sampling: the same seed gives the same tokens."""

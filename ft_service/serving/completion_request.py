@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from ft_service.errors import SpecError
-from ft_service.serving.chat_request import NAMES_ONLY, PREVIEW_LACKS
+from ft_service.serving.chat_request import NAMES_ONLY, PREVIEW_LACKS, StopText
 from ft_service.spec import Number, Strict, spec_error
 
 MOST_PROMPTS = 32
@@ -39,7 +39,7 @@ class Completion(Strict):
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=4)] = 1
-    stop: str | Annotated[list[str], Field(max_length=4)] = ""
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] = ""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     echo: bool = False
     """Whether the prompt is part of the answer, and its tokens are among those with log-probabilities."""

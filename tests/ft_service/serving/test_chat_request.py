@@ -78,6 +78,7 @@ def test_tools_are_not_told_of_with_tool_choice_none() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a" * 1001]}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -12,6 +12,14 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ENGINE_JOBS = 8
 """Most jobs of an engine on a host whose operator does not say."""
+NO_HEADER_TEXT = "holds a line break, or another character that no HTTP header can carry: give the key alone"
+_KEYS = ("inference_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
+"""Settings that are sent in headers."""
+
+
+def is_header_text(key: str) -> bool:
+    """Return whether an HTTP header can carry a key. The error of a client that cannot send it would show it."""
+    return key.isascii() and key.isprintable()
 
 
 class Settings(BaseSettings):
@@ -163,6 +171,12 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 
+    @field_validator(*_KEYS, "oidc_client_secret", mode="before")
+    @classmethod
+    def _whole_key(cls, value: object) -> object:
+        """The key without the line break with which its file has ended; None without a key."""
+        return (value.strip() or None) if isinstance(value, str) else value
+
     @field_validator("models", mode="before")
     @classmethod
     def _split_path(cls, value: object) -> object:
@@ -174,6 +188,14 @@ class Settings(BaseSettings):
         if isinstance(value, list):
             return [path.expanduser().absolute() for path in value]
         return value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _keys_of_headers(self) -> Settings:
+        for name in _KEYS:  # not in a validator of the field, whose error would show the key
+            key: SecretStr | None = getattr(self, name)
+            if key is not None and not is_header_text(key.get_secret_value()):
+                raise ValueError(f"FT_{name.upper()} {NO_HEADER_TEXT}")
+        return self
 
     @model_validator(mode="after")
     def _one_database_url(self) -> Settings:

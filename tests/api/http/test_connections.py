@@ -133,6 +133,30 @@ def test_a_body_that_goes_on_may_take_its_time_and_one_that_does_not_is_ended() 
         assert ended(stopped) == b""
 
 
+@pytest.mark.parametrize("start", [b"GET /", REQUEST[:-2] + b"x-header: ", REQUEST * 2 + b"GET /"])
+def test_headers_that_never_end_are_ended_at_a_size(start: bytes) -> None:
+    with serving(most=10, header_bytes=2000) as connect:
+        connection = connect()
+        connection.sendall(start)
+        for _ in range(start.count(b"\r\n\r\n")):
+            assert answer(connection).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"a" * 1000)
+        time.sleep(0.02)
+        connection.sendall(b"a" * 1001)
+        assert ended(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_so_are_those_after_a_body_which_itself_may_be_long() -> None:
+    with serving(most=10, header_bytes=2000) as connect:
+        long, endless = connect(), connect()
+        long.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n" + b"x" * 9000)
+        assert answer(long).endswith(b"\r\n\r\n9000")
+        endless.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx-trailer: ")
+        time.sleep(0.02)
+        endless.sendall(b"a" * 2001)
+        assert ended(endless) == b""
+
+
 def test_of_too_many_those_who_ask_for_nothing_go_first() -> None:
     with serving(most=3, header_seconds=60.0) as connect:
         busy = connect()

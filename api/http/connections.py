@@ -125,12 +125,33 @@ class _Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a request, or else this one: there is one too many."""
+        """Close the connection that has waited longest for a request, or else one of a project with more than half of all, or
+        else this one: there is one too many."""
         for other in self.waiting:
             if other is not self:
                 other._end(b"503 Service Unavailable")
                 return
+        if (other := self._one_of_too_many()) is not None:
+            other.transport.abort()  # not `close`, which waits until the client has read
+            return
         self._end(b"503 Service Unavailable", always=True)
+
+    def _one_of_too_many(self) -> _Connection | None:
+        """Return the connection whose client was silent for longest, of a project whose requests have more than half of the
+        connections; None: no project has."""
+        of_projects: dict[str, list[_Connection]] = {}
+        for other in self.connections:
+            if isinstance(other, _Connection) and (project_id := other._project_id()) is not None:
+                of_projects.setdefault(project_id, []).append(other)
+        largest = max(of_projects.values(), key=len, default=[])
+        return min(largest, key=lambda other: other._received_at) if len(largest) > self.most // 2 else None
+
+    def _project_id(self) -> str | None:
+        """Return the project of the request that runs; None: none runs, or its key is not checked yet."""
+        if self.cycle is None or self.cycle.response_complete:
+            return None
+        principal = self.cycle.scope.get("state", {}).get("principal")  # of api/http/auth.py
+        return None if principal is None else principal.project_id
 
     def _end(self, status: bytes, *, always: bool = False) -> None:
         """Close the connection. `always`: send the status even if no request has begun."""

@@ -62,7 +62,8 @@ class Settings(BaseSettings):
     bootstrap_key_file: Path | None = None
     """File whose content becomes the first admin key, instead of a random one."""
     organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")
-    """Name of the organisation in tuned model names."""
+    """Name of the organisation in the names of tuned models. Another one is given to all its projects when the server starts;
+    names of models stay."""
     bind: str = "127.0.0.1"
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)

@@ -25,11 +25,19 @@ class ProjectStore(StorePart):
     """Projects and their limits."""
 
     def ensure_project(self, project_id: str, organization: str) -> None:
-        """Create a project, or set its organization."""
+        """Create a project; one that exists stays as it is."""
         row = {"id": project_id, "organization": organization, "created_at": database_time()}
         with self._database.writing() as connection:
-            statement = upsert(connection, projects).values(row)
-            connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"organization": organization}))
+            connection.execute(upsert(connection, projects).values(row).on_conflict_do_nothing())
+
+    def name_organization(self, project_id: str, organization: str) -> None:
+        """Give a project's organization a name, in all of its projects, so that they stay together."""
+        with self._database.writing() as connection:
+            old = _get(connection, project_id, lock=True).organization
+            if old != organization:
+                mine = update(projects).where(projects.c.organization == old)
+                connection.execute(mine.values(organization=organization))
+                record(connection, project_id, "organization.renamed", project_id, organization=organization)
 
     def create_project(self, *, name: str, organization: str, limits: TenantLimits | None = None) -> Project:
         row = {"id": new_id("proj_"), "organization": organization, "name": name, "created_at": database_time()}

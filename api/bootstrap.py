@@ -24,6 +24,7 @@ def prepare(settings: Settings, store: Store) -> str | None:
     needed and not set.
     """
     store.projects.ensure_project(PROJECT, settings.organization)
+    store.projects.name_organization(PROJECT, settings.organization)
     path = settings.home / "credentials"
     if settings.launcher == "kubernetes":
         for left in (path, *settings.home.glob(f".{path.name}-*")):

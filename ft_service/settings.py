@@ -5,13 +5,35 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from ft_service.errors import SpecError
+
 ENGINE_JOBS = 8
 """Most jobs of an engine on a host whose operator does not say."""
+NO_HEADER_TEXT = "holds a line break, or another character that no HTTP header can carry: give the key alone"
+_KEYS = ("inference_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
+"""Settings that are sent in headers."""
+
+
+def _address(name: str, url: str) -> SplitResult:
+    """Return the parts of a URL. `name`: its setting. Raises ValueError for what no request can be sent to."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # of "http://host:port" none can be read  # noqa: B018
+    except ValueError as error:
+        raise ValueError(f"{name}: {url!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}: {url!r} must begin with http:// or https:// and a host")
+    return parts
+
+
+def is_header_text(key: str) -> bool:
+    """Return whether an HTTP header can carry a key. The error of a client that cannot send it would show it."""
+    return key.isascii() and key.isprintable()
 
 
 class Settings(BaseSettings):
@@ -54,7 +76,8 @@ class Settings(BaseSettings):
     bootstrap_key_file: Path | None = None
     """File whose content becomes the first admin key, instead of a random one."""
     organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")
-    """Name of the organisation in tuned model names."""
+    """Name of the organisation in the names of tuned models. Another one is given to all its projects when the server starts;
+    names of models stay."""
     bind: str = "127.0.0.1"
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -163,6 +186,12 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 
+    @field_validator(*_KEYS, "oidc_client_secret", mode="before")
+    @classmethod
+    def _whole_key(cls, value: object) -> object:
+        """The key without the line break with which its file has ended; None without a key."""
+        return (value.strip() or None) if isinstance(value, str) else value
+
     @field_validator("models", mode="before")
     @classmethod
     def _split_path(cls, value: object) -> object:
@@ -176,6 +205,14 @@ class Settings(BaseSettings):
         return value.expanduser().absolute()
 
     @model_validator(mode="after")
+    def _keys_of_headers(self) -> Settings:
+        for name in _KEYS:  # not in a validator of the field, whose error would show the key
+            key: SecretStr | None = getattr(self, name)
+            if key is not None and not is_header_text(key.get_secret_value()):
+                raise ValueError(f"FT_{name.upper()} {NO_HEADER_TEXT}")
+        return self
+
+    @model_validator(mode="after")
     def _one_database_url(self) -> Settings:
         if self.database_url and self.database_url_file:
             raise ValueError("FT_DATABASE_URL and FT_DATABASE_URL_FILE are both set: unset one")
@@ -185,7 +222,7 @@ class Settings(BaseSettings):
     def _whole_client(self) -> Settings:
         if not self.oidc_issuer:
             return self
-        url = urlsplit(self.oidc_issuer)
+        url = _address("FT_OIDC_ISSUER", self.oidc_issuer)
         if url.scheme == "http" and url.hostname not in ("localhost", "127.0.0.1", "::1"):
             raise ValueError(
                 f"FT_OIDC_ISSUER = {self.oidc_issuer}: use https, since whoever answers there decides who signs in"
@@ -208,6 +245,12 @@ class Settings(BaseSettings):
             )
         if self.preview == "on" and self.inference_url:
             raise ValueError("FT_PREVIEW = on and FT_INFERENCE_URL are both set: only one can answer. Unset one")
+        return self
+
+    @model_validator(mode="after")
+    def _addresses_of_replicas(self) -> Settings:
+        for url in self.inference_urls:
+            _address("FT_INFERENCE_URL", url)
         return self
 
     @model_validator(mode="after")
@@ -269,9 +312,15 @@ class Settings(BaseSettings):
         return self.preview != "off" and self.launcher == "local" and not self.inference_url
 
     def resolved_database_url(self) -> str:
-        """Return the URL to connect to. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""
-        if self.database_url_file:
-            return self.database_url_file.read_text().strip()
+        """Return the URL to connect to. Raises SpecError if FT_DATABASE_URL_FILE cannot be read, or is empty."""
+        if path := self.database_url_file:
+            try:
+                url = path.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SpecError(f"FT_DATABASE_URL_FILE = {path}: {error}", param="FT_DATABASE_URL_FILE") from None
+            if not url:
+                raise SpecError(f"FT_DATABASE_URL_FILE = {path}: the file is empty.", param="FT_DATABASE_URL_FILE")
+            return url
         return self.database_url or f"sqlite:///{self.home / 'ft.db'}"
 
     def model_folders(self) -> list[Path]:

@@ -1,5 +1,5 @@
-"""Limits on connections: on the time that a request takes to arrive, and on their number. uvicorn itself closes only those that
-are idle after an answer."""
+"""Limits on connections: on the time that a request takes to arrive, on the size of its headers, and on their number. uvicorn
+itself closes only those that are idle after an answer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_SECONDS = 20.0
 """Limit on the arrival of a request's first line and headers, from the opening of the connection or their first byte."""
+HEADER_BYTES = 256 * 1024
+"""Limit on a request's first line and headers, and on those that may follow its body. The parser keeps what has arrived of a
+header, and copies it at each further piece, while nobody else is served."""
 BODY_SECONDS = 60.0
 """Limit on a pause in the arrival of a body while the server waits for it."""
 _OTHER_FILES = 200
@@ -24,16 +27,22 @@ def possible_connections(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(_FEWEST, min(wanted, soft - _OTHER_FILES))
 
 
-def limited(most: int, header_seconds: float = HEADER_SECONDS, body_seconds: float = BODY_SECONDS) -> type[HttpToolsProtocol]:
+def limited(
+    most: int,
+    header_seconds: float = HEADER_SECONDS,
+    body_seconds: float = BODY_SECONDS,
+    header_bytes: int = HEADER_BYTES,
+) -> type[HttpToolsProtocol]:
     """Return the protocol class for uvicorn's connections of one server."""
-    values = {"most": most, "header_seconds": header_seconds, "body_seconds": body_seconds, "waiting": {}}
-    return type("LimitedConnection", (_Connection,), values)
+    limits = {"most": most, "header_seconds": header_seconds, "body_seconds": body_seconds, "header_bytes": header_bytes}
+    return type("LimitedConnection", (_Connection,), {**limits, "waiting": {}})
 
 
 class _Connection(HttpToolsProtocol):
     most: ClassVar[int]
     header_seconds: ClassVar[float]
     body_seconds: ClassVar[float]
+    header_bytes: ClassVar[int]
     waiting: ClassVar[dict[_Connection, None]]
     """Connections without a running request, the one that waits longest first."""
 
@@ -42,6 +51,8 @@ class _Connection(HttpToolsProtocol):
     _received_at = 0.0
     _has_begun = False
     """Part of a request has arrived."""
+    _header_bytes = 0
+    """Bytes that have arrived since headers, a piece of a body, or a request was complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,9 +69,21 @@ class _Connection(HttpToolsProtocol):
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
         self._has_begun = True
+        self._header_bytes += len(data)
         super().data_received(data)
+        if self._header_bytes > self.header_bytes:
+            self._refuse_headers()
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._header_bytes = 0
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
+        self._header_bytes = 0
         self._cancel_timers()
         super().on_headers_complete()
         self._body_due = self.loop.call_later(self.body_seconds, self._check_body)
@@ -94,13 +117,41 @@ class _Connection(HttpToolsProtocol):
             return
         self._body_due = self.loop.call_later(left if left > 0 else self.body_seconds, self._check_body)
 
+    def _refuse_headers(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._end(b"431 Request Header Fields Too Large")
+        else:  # those after the body of a request, whose answer may have begun
+            self._cancel_timers()
+            self.transport.close()
+
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a request, or else this one: there is one too many."""
+        """Close the connection that has waited longest for a request, or else one of a project with more than half of all, or
+        else this one: there is one too many."""
         for other in self.waiting:
             if other is not self:
                 other._end(b"503 Service Unavailable")
                 return
+        if (other := self._one_of_too_many()) is not None:
+            other.transport.abort()  # not `close`, which waits until the client has read
+            return
         self._end(b"503 Service Unavailable", always=True)
+
+    def _one_of_too_many(self) -> _Connection | None:
+        """Return the connection whose client was silent for longest, of a project whose requests have more than half of the
+        connections; None: no project has."""
+        of_projects: dict[str, list[_Connection]] = {}
+        for other in self.connections:
+            if isinstance(other, _Connection) and (project_id := other._project_id()) is not None:
+                of_projects.setdefault(project_id, []).append(other)
+        largest = max(of_projects.values(), key=len, default=[])
+        return min(largest, key=lambda other: other._received_at) if len(largest) > self.most // 2 else None
+
+    def _project_id(self) -> str | None:
+        """Return the project of the request that runs; None: none runs, or its key is not checked yet."""
+        if self.cycle is None or self.cycle.response_complete:
+            return None
+        principal = self.cycle.scope.get("state", {}).get("principal")  # of api/http/auth.py
+        return None if principal is None else principal.project_id
 
     def _end(self, status: bytes, *, always: bool = False) -> None:
         """Close the connection. `always`: send the status even if no request has begun."""

@@ -71,8 +71,10 @@ def is_of_sign_on(request: Request) -> bool:
 
 
 def came_over_tls(request: Request) -> bool:
-    """Return whether the browser uses TLS, also by the word of a proxy."""
-    return "https" in (request.url.scheme, request.headers.get("x-forwarded-proto"))
+    """Return whether the browser uses TLS, also by the word of a proxy. Of several proxies in a row, each of which may add its
+    own word, the first one speaks to the browser."""
+    said = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    return "https" in (request.url.scheme, said)
 
 
 def cookie_name(request: Request, what: str) -> str:

@@ -197,9 +197,9 @@ def create_project(
 ) -> None:
     """Create a project. Make it a key: ft keys create --project NAME"""
     limits = replace(TenantLimits(), **parse_limits(limit or []))
-    settings = settings_of_server()
-    with local_store(settings) as store:
-        project = store.projects.create_project(name=name, organization=settings.organization, limits=limits)
+    with local_store(settings_of_server()) as store:
+        organization = store.projects.get_project(PROJECT).organization  # the server's, whatever FT_ORGANIZATION is here
+        project = store.projects.create_project(name=name, organization=organization, limits=limits)
     if as_json:
         print_json(asdict(project))
     else:

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ft_service.errors import SpecError
 from ft_service.graders import python_fence
-from ft_service.settings import Settings
+from ft_service.settings import NO_HEADER_TEXT, Settings, is_header_text
 from ft_service.spec.option_types import Strict
 from ft_service.spec.yaml_loader import read_yaml_setting
 
@@ -71,11 +71,16 @@ def read_models(path: Path) -> dict[str, GraderModel]:
         raise wrong(
             f"{place}: {fault['msg']}. It is a YAML mapping of names that graders give to base_url, key_file and model."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise wrong(error) from None
 
 
 def _with_key(model: GraderModel, folder: Path) -> GraderModel:
+    """Raises OSError, and ValueError for a key that cannot be sent."""
     if model.key_file is None:
         return model
-    return model.model_copy(update={"key": (folder / Path(model.key_file).expanduser()).read_text().strip()})
+    path = folder / Path(model.key_file).expanduser()
+    key = path.read_text().strip()
+    if not is_header_text(key):
+        raise ValueError(f"{path} {NO_HEADER_TEXT}.")
+    return model.model_copy(update={"key": key})

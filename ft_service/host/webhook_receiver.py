@@ -103,7 +103,8 @@ def address_of(receiver: Receiver, infos: AddressInfos, *, allow_private: bool) 
     addresses = [str(entry[4][0]) for entry in infos]
     for address in addresses:
         if not allow_private and not is_public(ipaddress.ip_address(address.partition("%")[0])):
-            raise NotPublicError(f"{receiver.host} resolves to {address}, which is not a public address")
+            # without the address: who may set a receiver need not learn those of an internal network
+            raise NotPublicError(f"{receiver.host} resolves to an address that is not public")
     return addresses[0]
 
 

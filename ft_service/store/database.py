@@ -251,7 +251,7 @@ def upsert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.I
 def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # a port that is no number is a ValueError
         raise SpecError(
             "FT_DATABASE_URL is not a database URL. Use sqlite:////path/ft.db or postgresql+psycopg://user:password@host/name.",
             param="FT_DATABASE_URL",

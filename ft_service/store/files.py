@@ -110,9 +110,10 @@ class FileStore(StorePart):
             connection.execute(update(files).where(files.c.id.in_(file_ids)).values(freed_at=database_time()))
 
 
-def insert_file(connection: Connection, file: File, seconds: int | None) -> File:
-    """`add_file` within a transaction. Raises LimitError if the project may not store so much."""
-    refuse_bytes_beyond(connection, file.project_id, file.bytes)
+def insert_file(connection: Connection, file: File, seconds: int | None, *, of_upload: str = "") -> File:
+    """`add_file` within a transaction. `of_upload`: the upload that becomes the file. Raises LimitError if the project may not
+    store so much."""
+    refuse_bytes_beyond(connection, file.project_id, file.bytes, of_upload=of_upload)
     now = connection.scalars(select(database_time())).one()
     row = file_row(file) | {"created_at": now, "expires_at": None if seconds is None else now + seconds}
     add_use(connection, file.project_id, acting_key(), now, bytes=file.bytes)

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, delete, func, insert, select, update
 
 from ft_service.errors import SpecError
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.files import insert_file
 from ft_service.store.records import File, Upload, UploadPart
 from ft_service.store.rows import columns_of, not_found
-from ft_service.store.tables import PENDING, upload_parts, uploads
-from ft_service.store.tenants.projects import lock_project, refuse_bytes_beyond
+from ft_service.store.tables import upload_parts, uploads
+from ft_service.store.tenants.projects import OPEN_UPLOAD, lock_project, refuse_bytes_beyond
 
 UPLOAD = columns_of(Upload, uploads)
 PART = columns_of(UploadPart, upload_parts)
-_OPEN = and_(PENDING, uploads.c.expires_at > database_time())
 
 
 class UploadStore(StorePart):
@@ -28,12 +27,11 @@ class UploadStore(StorePart):
         """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already,
         LimitError if it may not store what they all have announced.
         """
-        announced = select(func.count(), func.coalesce(func.sum(uploads.c.bytes), 0))
+        count = select(func.count()).select_from(uploads).where(uploads.c.project_id == upload.project_id, OPEN_UPLOAD)
         with self._database.writing() as connection:
             lock_project(connection, upload.project_id)
-            count, pending = connection.execute(announced.where(uploads.c.project_id == upload.project_id, _OPEN)).one()
-            refuse_bytes_beyond(connection, upload.project_id, upload.bytes, int(pending))
-            if count >= at_most:
+            refuse_bytes_beyond(connection, upload.project_id, upload.bytes)
+            if connection.scalars(count).one() >= at_most:
                 message = f"This project has {at_most} uploads that are neither completed nor cancelled. Cancel one first."
                 raise SpecError(message, code="too_many_uploads")
             now = connection.scalars(select(database_time())).one()
@@ -81,7 +79,7 @@ class UploadStore(StorePart):
             if upload.status == "completed" and upload.part_ids == list(part_ids):
                 return upload
             _check_pending(upload)
-            insert_file(connection, file, upload.file_seconds)
+            insert_file(connection, file, upload.file_seconds, of_upload=upload_id)
             return _end(connection, upload_id, status="completed", part_ids=list(part_ids), file_id=file.id)
 
     def cancel_upload(self, project_id: str, upload_id: str) -> Upload:
@@ -96,7 +94,7 @@ class UploadStore(StorePart):
     def pending_uploads(self) -> set[str]:
         """Return the ids of all projects' pending uploads."""
         with self._database.reading() as connection:
-            return set(connection.scalars(select(uploads.c.id).where(_OPEN)))
+            return set(connection.scalars(select(uploads.c.id).where(OPEN_UPLOAD)))
 
 
 def _row(record: Upload | UploadPart) -> dict[str, Any]:

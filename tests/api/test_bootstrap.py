@@ -66,3 +66,12 @@ def test_credentials_that_are_gone_are_not_made_up(settings: Settings, store: St
     assert prepare(settings, store) is None
     assert not (tmp_path / "credentials").exists()
     assert len(store.keys.list_keys("default")) == 1
+
+
+def test_another_name_of_the_organization_is_given_to_all_its_projects(settings: Settings, store: Store) -> None:
+    prepare(settings, store)
+    team = store.projects.create_project(name="team", organization="local")
+    store.projects.ensure_project("foreign", "foreign")
+    prepare(settings.model_copy(update={"organization": "acme"}), store)
+    assert {store.projects.get_project(name).organization for name in ("default", team.id)} == {"acme"}
+    assert store.projects.get_project("foreign").organization == "foreign"

@@ -120,8 +120,15 @@ def _refuse_other_sites(request: Request) -> None:
     origin, fetched_from = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
     sender = None if origin is None else address_parts(origin)
     foreign = origin is not None and (sender is None or sender.netloc != request.headers.get("host"))
-    if foreign or fetched_from not in ("none", "same-origin"):
+    if fetched_from not in ("none", "same-origin"):
         raise ForbiddenError("Sign in on the page itself.", code="csrf")
+    if foreign:
+        host = request.headers.get("host", "")
+        raise ForbiddenError(
+            f"Sign in on the page itself: the form is of {str(origin)[:80]!r}, and was sent to {host[:80]!r}. If the first is "
+            "the page's address, a proxy in between has replaced the header Host: its operator has to have it pass that on.",
+            code="csrf",
+        )
 
 
 async def form_of(request: Request, most_bytes: int = MAX_JSON_BYTES) -> dict[str, str]:

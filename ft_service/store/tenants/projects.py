@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, func, insert, or_, select, update
+from sqlalchemy import Connection, RowMapping, Select, and_, func, insert, or_, select, update
 
 from ft_service.errors import LimitError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.records import Page, Project, TenantLimits
 from ft_service.store.rows import not_found, page
-from ft_service.store.tables import VISIBLE, files, projects, referred_to
+from ft_service.store.tables import PENDING, VISIBLE, files, projects, referred_to, uploads
 from ft_service.store.tenants.audit import record
 
 MANAGING_PROJECT = "default"
 """The first project of a service. Its admin keys manage the other projects of its organisation."""
+
+OPEN_UPLOAD = and_(PENDING, uploads.c.expires_at > database_time())
 
 _PROJECT = [projects.c[name] for name in ("id", "organization", "name", "created_at", "archived_at", "max_slots", "limits")]
 
@@ -25,11 +27,19 @@ class ProjectStore(StorePart):
     """Projects and their limits."""
 
     def ensure_project(self, project_id: str, organization: str) -> None:
-        """Create a project, or set its organization."""
+        """Create a project; one that exists stays as it is."""
         row = {"id": project_id, "organization": organization, "created_at": database_time()}
         with self._database.writing() as connection:
-            statement = upsert(connection, projects).values(row)
-            connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"organization": organization}))
+            connection.execute(upsert(connection, projects).values(row).on_conflict_do_nothing())
+
+    def name_organization(self, project_id: str, organization: str) -> None:
+        """Give a project's organization a name, in all of its projects, so that they stay together."""
+        with self._database.writing() as connection:
+            old = _get(connection, project_id, lock=True).organization
+            if old != organization:
+                mine = update(projects).where(projects.c.organization == old)
+                connection.execute(mine.values(organization=organization))
+                record(connection, project_id, "organization.renamed", project_id, organization=organization)
 
     def create_project(self, *, name: str, organization: str, limits: TenantLimits | None = None) -> Project:
         row = {"id": new_id("proj_"), "organization": organization, "name": name, "created_at": database_time()}
@@ -106,15 +116,14 @@ def lock_project(connection: Connection, project_id: str) -> dict[str, Any]:
     return connection.scalars(query).one_or_none() or {}
 
 
-def refuse_bytes_beyond(connection: Connection, project_id: str, more: int, pending: int = 0) -> None:
-    """Raise LimitError if the project would store more bytes of files than it may. The project's row is locked meanwhile.
-
-    `pending`: bytes that it has announced in other uploads.
+def refuse_bytes_beyond(connection: Connection, project_id: str, more: int, *, of_upload: str = "") -> None:
+    """Raise LimitError if the project would store more bytes of files than it may, with those that its open uploads have
+    announced. The project's row is locked meanwhile. `of_upload`: the upload that the bytes are of.
     """
     limit = lock_project(connection, project_id).get("max_bytes")
     if limit is None:
         return
-    held = _bytes_of_files(connection, project_id)
+    held, pending = _bytes_of_files(connection, project_id), _announced(connection, project_id, of_upload)
     if held + pending + more > limit:
         announced = f", has announced {pending} in uploads" if pending else ""
         raise LimitError(
@@ -122,6 +131,12 @@ def refuse_bytes_beyond(connection: Connection, project_id: str, more: int, pend
             "Delete files that are not needed any more, or ask an administrator for more.",
             code="storage_limit",
         )
+
+
+def _announced(connection: Connection, project_id: str, besides: str) -> int:
+    """Bytes that the open uploads of a project, besides one, have announced."""
+    query = select(func.coalesce(func.sum(uploads.c.bytes), 0))
+    return int(connection.scalars(query.where(uploads.c.project_id == project_id, uploads.c.id != besides, OPEN_UPLOAD)).one())
 
 
 def _bytes_of_files(connection: Connection, project_id: str) -> int:

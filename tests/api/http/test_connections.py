@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Says how long the body is."""
+    """Says how long the body is. The path is the project of the key."""
     if scope["type"] != "http":
         return
+    if scope["path"] != "/":
+        scope["state"]["principal"] = SimpleNamespace(project_id=scope["path"])
     length, more = 0, True
     while more:
         message = await receive()
@@ -79,9 +82,9 @@ def answer(connection: socket.socket) -> bytes:
     return said
 
 
-def begin(connection: socket.socket) -> None:
+def begin(connection: socket.socket, path: bytes = b"/") -> None:
     """Have a request answered that lacks one byte of its body."""
-    connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\n")
+    connection.sendall(b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\n")
     assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
 
 
@@ -133,6 +136,30 @@ def test_a_body_that_goes_on_may_take_its_time_and_one_that_does_not_is_ended() 
         assert ended(stopped) == b""
 
 
+@pytest.mark.parametrize("start", [b"GET /", REQUEST[:-2] + b"x-header: ", REQUEST * 2 + b"GET /"])
+def test_headers_that_never_end_are_ended_at_a_size(start: bytes) -> None:
+    with serving(most=10, header_bytes=2000) as connect:
+        connection = connect()
+        connection.sendall(start)
+        for _ in range(start.count(b"\r\n\r\n")):
+            assert answer(connection).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"a" * 1000)
+        time.sleep(0.02)
+        connection.sendall(b"a" * 1001)
+        assert ended(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_so_are_those_after_a_body_which_itself_may_be_long() -> None:
+    with serving(most=10, header_bytes=2000) as connect:
+        long, endless = connect(), connect()
+        long.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n" + b"x" * 9000)
+        assert answer(long).endswith(b"\r\n\r\n9000")
+        endless.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx-trailer: ")
+        time.sleep(0.02)
+        endless.sendall(b"a" * 2001)
+        assert ended(endless) == b""
+
+
 def test_of_too_many_those_who_ask_for_nothing_go_first() -> None:
     with serving(most=3, header_seconds=60.0) as connect:
         busy = connect()
@@ -153,6 +180,21 @@ def test_where_all_are_busy_the_newest_is_refused() -> None:
             begin(connection)
         assert ended(connect()).startswith(b"HTTP/1.1 503 ")
         for connection in busy:
+            connection.sendall(b"x")
+            assert answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_project_with_most_connections_makes_room_for_others_and_they_for_nobody() -> None:
+    with serving(most=4) as connect:
+        own, other = [connect() for _ in range(3)], connect()
+        for connection in own:
+            begin(connection, b"/own")
+        begin(other, b"/other")
+        newest = connect()
+        begin(newest, b"/other")
+        assert ended(own[0]) == b""
+        assert ended(connect()).startswith(b"HTTP/1.1 503 ")
+        for connection in (*own[1:], other, newest):
             connection.sendall(b"x")
             assert answer(connection).startswith(b"HTTP/1.1 200 ")
 

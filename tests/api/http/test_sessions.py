@@ -34,6 +34,15 @@ def test_the_cookie_is_for_no_script_and_no_other_site(service: Service) -> None
     assert service.key.lower() not in given
 
 
+@pytest.mark.parametrize(("said", "secure"), [("https", True), ("https, http", True), ("HTTPS", True), ("http, https", False)])
+def test_the_cookie_is_secure_if_the_proxy_that_speaks_to_the_browser_says_so(
+    service: Service, said: str, secure: bool
+) -> None:
+    with new_browser(service) as browser:
+        answer = browser.post("/sign-in", data={"key": service.key}, headers={"x-forwarded-proto": said})
+    assert ("; secure" in answer.headers["set-cookie"].lower()) is secure
+
+
 def test_a_session_reads_what_its_key_reads(service: Service, browser: httpx2.Client) -> None:
     assert browser.get("/v1/fine_tuning/jobs").json()["data"] == []
     assert browser.get("/jobs").status_code == 200

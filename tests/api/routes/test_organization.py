@@ -11,7 +11,7 @@ import pytest
 from ft_service.jobs.states import State
 from ft_service.store.records import TenantLimits
 from tests.support.creating import create_job
-from tests.support.records import new_job
+from tests.support.records import move_project, new_job
 from tests.support.rest.described import MAKES, MARKS, OPEN, ask, filled, operations, tenant
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import TRAINING, Service
@@ -171,10 +171,10 @@ def test_nothing_is_shared_with_another_organisation(service: Service, client: o
     for foreign, unknown in (refused[:2], refused[2:]):
         assert {**foreign, "message": foreign["message"].replace("rival", "none0")} == unknown
     assert len(client.fine_tuning.checkpoints.permissions.list(theirs["model"]).data) == 1, "all are granted or none is"
-    rival_key(service, "local")
+    move_project(service.store, "rival", "local")
     client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
     assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
-    rival_key(service, "rival")  # it has moved to another organisation since
+    move_project(service.store, "rival", "rival")
     assert theirs["model"] not in service.http("GET", "/v1/models", key=rival).text
     check_error(service.http("GET", f"/v1/models/{theirs['model']}", key=rival), 404)
     asked = {"model": theirs["model"], "messages": [{"role": "user", "content": "Hi"}]}

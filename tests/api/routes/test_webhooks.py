@@ -422,7 +422,7 @@ class TestPublicOnly:
         self, service: Service, client: openai.OpenAI, receiver: Receiver
     ) -> None:
         made = client.webhooks.create(name="a", url=f"https://localhost:{receiver.url.rsplit(':', 1)[1]}", event_types=ALL)
-        with pytest.raises(openai.BadRequestError, match="not a public address"):
+        with pytest.raises(openai.BadRequestError, match="localhost resolves to an address that is not public"):
             client.webhooks.test(made.id, event_type=ALL[0])
         assert receiver.arrived.empty()
 

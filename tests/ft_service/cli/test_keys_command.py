@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,15 @@ def test_mistakes_are_one_line(ft: Ft, arguments: list[str], code: int, message:
     ended = ft("keys", *arguments)
     assert (ended.code, ended.err.count("\n")) == (code, 1)
     assert message in ended.err
+
+
+def test_commands_leave_the_organization_that_the_server_has_named(ft: Ft, home: Path) -> None:
+    ft("keys", "list")
+    with closing(open_store(f"sqlite:///{home / 'ft.db'}")) as store:
+        store.projects.name_organization("default", "acme")
+        ft("keys", "list")  # in a shell without the server's FT_ORGANIZATION
+        team = json.loads(ft("projects", "create", "team", "--json").out)["id"]
+        assert {store.projects.get_project(name).organization for name in ("default", team)} == {"acme"}
 
 
 def test_a_project_is_named_as_people_call_it(ft: Ft) -> None:

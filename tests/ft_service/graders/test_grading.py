@@ -155,7 +155,7 @@ def test_a_batch_is_few_requests_and_each_answer_has_its_own_reward(server: Rece
 def test_addresses_are_checked_again_when_the_name_is_looked_up(server: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"https://localhost:{server.url.rpartition(':')[2]}"
     found = graded({**ENDPOINT, "url": url}, server.url, allow_private=False)
-    assert "which is not a public address" in found.errors["endpoint_grader_server_error"]
+    assert "localhost resolves to an address that is not public" in found.errors["endpoint_grader_server_error"]
     for literal in ("https://169.254.169.254", "https://[::ffff:169.254.169.254]", "https://2852039166", "https://127.1"):
         with pytest.raises(SpecError, match=r"grader\.url"):
             parse_grader({**ENDPOINT, "url": literal}, GraderLimits())

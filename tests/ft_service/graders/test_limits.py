@@ -44,3 +44,12 @@ def test_a_wrong_file_is_refused_when_the_service_starts(text: str, said: str, t
     assert "sk-1" not in error.value.message
     with pytest.raises(SpecError, match="No such file"):
         read_models(tmp_path / "none.yaml")
+
+
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-1\nsk-2\n")
+    path = tmp_path / "graders.yaml"
+    path.write_text("judge: {base_url: http://x/v1, key_file: key}")
+    with pytest.raises(SpecError, match=f"{tmp_path / 'key'} holds a line break") as error:
+        read_models(path)
+    assert "sk-" not in error.value.message

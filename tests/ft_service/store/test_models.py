@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from ft_service.errors import NotFoundError, SpecError
-from tests.support.records import OTHER, PROJECT
+from tests.support.records import OTHER, PROJECT, move_project
 
 
 @pytest.fixture
 def store(store):
     """Both projects are of one organization, as those must be that share something."""
-    store.projects.ensure_project(OTHER, store.projects.get_project(PROJECT).organization)
+    move_project(store, OTHER, store.projects.get_project(PROJECT).organization)
     return store
 
 
@@ -41,7 +41,7 @@ def test_a_grant_to_a_project_that_there_is_not_grants_nothing(store):
 
 def test_another_organization_is_granted_nothing_and_what_it_was_granted_is_nothing(store):
     store.models.grant(PROJECT, "ft:a", [OTHER])
-    store.projects.ensure_project(OTHER, "elsewhere")
+    move_project(store, OTHER, "elsewhere")
     assert store.models.granted(OTHER) == store.models.granted(OTHER, "ft:a") == []
     for grantee in (OTHER, "none"):
         with pytest.raises(SpecError, match=f"project_ids.0 = '{grantee}': there is no such project in this organization"):

@@ -71,6 +71,18 @@ def test_uploads_announce_no_more_than_the_project_may_keep(store):
     add(store, size=100)
 
 
+def test_no_file_takes_the_room_that_an_upload_has_announced(store):
+    store.projects.update_project(PROJECT, limits={"max_bytes": 250})
+    first, _ = add(store), add(store)
+    with pytest.raises(LimitError, match="The file has 51 bytes; this project keeps 0, has announced 200 in uploads"):
+        store.files.add_file(new_file(bytes=51))
+    store.files.add_file(new_file(bytes=50))
+    file = new_file(bytes=100)
+    assert store.uploads.complete_upload(PROJECT, first.id, ["a"], file).file_id == file.id
+    with pytest.raises(LimitError, match="keeps 150, has announced 100 in uploads"):
+        store.files.refuse_bytes(PROJECT, 1)
+
+
 def test_an_ended_upload_takes_nothing(store):
     expired, cancelled = add(store, seconds=0), add(store)
     store.uploads.cancel_upload(PROJECT, cancelled.id)

@@ -13,6 +13,7 @@ import pytest
 from api.http.sessions import token_of
 from ft_service.store.tenants.people import SIGN_ON_MARK
 from tests.support.page.sessions import new_browser, secret_of
+from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service
 
 
@@ -155,6 +156,14 @@ def test_another_sites_form_signs_nobody_in(service: Service, headers: dict[str,
     with new_browser(service) as browser:
         own = {"origin": service.url, "sec-fetch-site": "same-origin"}
         assert browser.post("/sign-in", data=fields, headers=own).status_code == 303, "refused, it was not used up"
+
+
+def test_a_proxy_that_replaces_the_host_is_named(service: Service) -> None:
+    headers = {"origin": "https://ft.example.com", "sec-fetch-site": "same-origin"}
+    with new_browser(service) as browser:
+        error = check_error(browser.post("/sign-in", data={"key": service.key}, headers=headers), 403)
+    assert "'https://ft.example.com', and was sent to '127.0.0.1:" in error["message"]
+    assert "a proxy in between has replaced the header Host" in error["message"]
 
 
 @pytest.mark.parametrize("to", ["//[", "/\\evil.example", "//evil.example", "https://[evil", "/jobs\n"])

@@ -102,5 +102,6 @@ def test_a_key_needs_a_project(store):
 
 def test_a_project_takes_the_organizations_new_name(store):
     _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
-    store.projects.ensure_project(PROJECT, "renamed")
+    store.projects.ensure_project(PROJECT, "ignored")  # it exists
+    store.projects.name_organization(PROJECT, "renamed")
     assert store.keys.authenticate(secret).organization == "renamed"

@@ -1,0 +1,66 @@
+"""Settings from the environment, as commands read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.cli.output import load_settings
+from ft_service.errors import SpecError
+from ft_service.store.sql import open_store
+
+KEYS = ("FT_INFERENCE_API_KEY", "FT_WANDB_API_KEY", "FT_MLFLOW_TOKEN", "FT_TRACKIO_TOKEN")
+"""Secrets that are sent in headers: a client that cannot send one says in its error what it is, and tenants see that."""
+
+
+@pytest.mark.parametrize("name", [*KEYS, "FT_OIDC_CLIENT_SECRET"])
+def test_a_secret_ends_before_the_line_break_of_its_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    field = name.removeprefix("FT_").lower()
+    monkeypatch.setenv(name, "sk-secret\n")
+    assert getattr(load_settings(), field).get_secret_value() == "sk-secret"
+    monkeypatch.setenv(name, "\n")
+    assert getattr(load_settings(), field) is None
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("key", ["sk-secret\nsk-other", "sk-secret\u00e9"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, key)
+    with pytest.raises(SpecError, match=f"^{name} holds a line break") as error:
+        load_settings()
+    assert "sk-" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FT_INFERENCE_URL", "http://[", "is no URL"),
+        ("FT_INFERENCE_URL", "http://a:port/v1", "is no URL"),
+        ("FT_INFERENCE_URL", "http://a/v1,b/v1", "'b/v1' must begin with http:// or https:// and a host"),
+        ("FT_OIDC_ISSUER", "https://[", "is no URL"),
+    ],
+)
+def test_what_is_no_address_is_refused_at_the_start(name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SpecError, match=f"^{name}: ") as error:
+        load_settings()
+    assert said in error.value.message
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"\xff", "utf-8"), (b"\n", "the file is empty")])
+def test_a_file_without_the_databases_url_is_named(
+    content: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "url").write_bytes(content)
+    monkeypatch.setenv("FT_DATABASE_URL_FILE", str(tmp_path / "url"))
+    with pytest.raises(SpecError, match=f"^FT_DATABASE_URL_FILE = {tmp_path / 'url'}: ") as error:
+        load_settings().resolved_database_url()
+    assert said in error.value.message
+
+
+def test_a_database_at_no_port_is_no_traceback() -> None:
+    with pytest.raises(SpecError, match="FT_DATABASE_URL is not a database URL") as error:
+        open_store("postgresql://ft:secret@db:port/ft")
+    assert "secret" not in error.value.message

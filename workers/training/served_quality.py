@@ -163,8 +163,8 @@ def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, 
 def lacking_memory(model: nn.Module, runtime: Runtime) -> str | None:
     """Return a sentence if memory has no room for the base in bf16 too. The same on all ranks, called by all together."""
     frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
-    # A shard, or the whole in the dtype of the arithmetic; the largest weights gathered twice over, and as much again for what a
-    # layer makes of its input.
+    # A shard, or the whole as it computes; the largest weights gathered twice over, and as much again for what a layer makes of
+    # its input.
     size = torch.bfloat16.itemsize if runtime.world > 1 else runtime.compute_dtype.itemsize
     needed = size * sum(frozen) // runtime.world + 8 * max(frozen)
     free = min(from_all(_free_bytes(runtime.device)))

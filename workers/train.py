@@ -230,7 +230,7 @@ def _carry_out_commands(
         return _stopped(context, f"after step {job.step}", checkpoint)
     who = "The client has finished" if runtime.spec.reinforcement is None else "The last step is done"
     reporter.message(f"{who}; the adapter is being written, and read again to compare.")
-    reporter.flush()  # the metrics table is made from the events
+    by_first(reporter.flush)  # the metrics table is made from the events
     step = use_best(runtime.run, runtime.spec, job, reporter.warn)
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)

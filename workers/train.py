@@ -192,7 +192,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         waited = job.validations.without_progress
         reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
     steps = job.step
-    chosen = use_best(runtime.run, spec, job)
+    chosen = use_best(runtime.run, spec, job, reporter.warn)
     # This step was evaluated already, unless the job was stopped meanwhile or the best step is an earlier one.
     if evaluator is not None and evaluator.at(job.step, last=True) is None:
         last = from_first(newest_checkpoint(runtime.run))
@@ -206,7 +206,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
-    which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
+    which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss{chosen.among},"
     reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
@@ -230,11 +230,11 @@ def _carry_out_commands(
         return _stopped(context, f"after step {job.step}", checkpoint)
     who = "The client has finished" if runtime.spec.reinforcement is None else "The last step is done"
     reporter.message(f"{who}; the adapter is being written, and read again to compare.")
-    reporter.flush()  # the metrics table is made from the events
-    step = use_best(runtime.run, runtime.spec, job)
+    by_first(reporter.flush)  # the metrics table is made from the events
+    step = use_best(runtime.run, runtime.spec, job, reporter.warn)
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)
-    which = "" if job.step == step.steps else f" of step {job.step}, with the highest mean reward,"
+    which = "" if job.step == step.steps else f" of step {job.step}, with the highest mean reward{step.among},"
     reporter.message(f"Training is complete after {step.steps} steps; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 

@@ -179,7 +179,7 @@ def _remove(folder: Path, last_use: int | None = None) -> bool:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # another process has just removed it, or parts of it
+        for path in folder.iterdir():
             total += path.stat().st_size
     return total

@@ -18,6 +18,8 @@ KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 WSL_SMI = Path("/usr/lib/wsl/lib/nvidia-smi")
 """Brought into WSL2 by the NVIDIA driver of Windows."""
 _SMI_SECONDS = 30
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+"""In a container the files of its own group, with its limits."""
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -108,16 +110,22 @@ def default_slots() -> int:
     return gpu_count() or max(2, os.cpu_count() or 1)
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes of memory that are available now, up to this process's limit."""
+def available_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = CONTROL_GROUPS) -> int:
+    """Return the bytes of memory that are available now, on this host and within the limit of this container."""
+    available = memory_bytes(groups)
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return min(int(line.split()[1]) * 1024, memory_bytes())
-    return memory_bytes()
+                available = min(available, int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((groups / "memory.max").read_text())  # not a number where there is no limit
+        counts = dict(line.split() for line in (groups / "memory.stat").read_text().splitlines())
+        files = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))  # which the kernel gives back
+        available = min(available, max(0, limit - int((groups / "memory.current").read_text()) + files))
+    return available
 
 
-def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+def memory_bytes(groups: Path = CONTROL_GROUPS) -> int:
     """Return the bytes of memory of this host, or the limit of this container."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:

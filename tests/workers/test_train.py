@@ -32,11 +32,12 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
+from workers.base.rank_objects import FailedElsewhere
 from workers.job.parent_adapter import adopt
 from workers.model import precision
 from workers.model.build import build, choose_arithmetic
 from workers.tasks.consolidate import consolidate
-from workers.train import _resume, report_built
+from workers.train import _carry_out_commands, _resume, report_built
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -437,3 +438,31 @@ def test_products_in_fp8_without_their_kernels_are_an_event_of_the_job(tmp_path:
     assert level == "warn"
     assert "without their kernel, more slowly than in bf16: " in text
     assert "Error: " in text
+
+
+def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only rank 0 has events. In an engine the others would wait for it in their next collective, and all jobs with them."""
+
+    def collective(*_: Any) -> Any:
+        raise AssertionError("this rank waits for rank 0, which has left")
+
+    def failed_on_rank_0(_: Any) -> Any:
+        raise FailedElsewhere
+
+    def nothing(*_: Any) -> Any:
+        return None
+
+    on_rank_1 = {"_resume": nothing, "_saver": nothing, "AdapterWatch": nothing, "by_first": failed_on_rank_0}
+    loop = {"CommandLoop": lambda *_: SimpleNamespace(run=lambda: (True, None)), "use_best": collective}
+    for name, replacement in (on_rank_1 | loop).items():
+        monkeypatch.setattr(f"workers.train.{name}", replacement)
+    reporter = SimpleNamespace(message=nothing, warn=nothing, flush=nothing)
+    context: Any = SimpleNamespace(runtime=SimpleNamespace(spec=SimpleNamespace(reinforcement=None)), reporter=reporter)
+    embedding = SimpleNamespace(num_embeddings=1)
+    model = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    prepared: Any = SimpleNamespace(built=SimpleNamespace(peft_model=model), wait=None)
+    data: Any = ((), ())
+    with pytest.raises(FailedElsewhere):
+        _carry_out_commands(context, prepared, SimpleNamespace(step=1), data)  # pyright: ignore[reportArgumentType]

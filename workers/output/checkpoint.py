@@ -25,12 +25,20 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
 from ft_service.rundir.attempt_seal import SealedError
-from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, checkpoint_name, has_marker, write_marker
+from ft_service.rundir.checkpoints import (
+    CHECKPOINT_ADAPTER,
+    checkpoint_faults,
+    checkpoint_key,
+    checkpoint_name,
+    has_marker,
+    write_marker,
+)
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.file_digest import NamedFile
 from ft_service.spec import JobSpec
 from workers.base.frozen_weights import with_shard
+from workers.base.rank_objects import by_first
 from workers.job.training_state import JobState, Validations
 from workers.output.publishing import explained
 from workers.patches.checkpoint_writer import checkpoint_writer
@@ -164,10 +172,15 @@ def restore(job: JobState, run: RunDir, name: str, spec: JobSpec) -> None:
 
 def take_weights(job: JobState, run: RunDir, name: str, *, with_optimizer: bool) -> None:
     """Continue a job with the adapter of a complete checkpoint, which may be another job's, and with its optimizer's moments or
-    none. Called by all ranks together. Raises SpecError if it is gone or holds other adapters; nothing is changed then."""
+    none. Called by all ranks together.
+
+    Raises SpecError if it is gone, damaged or holds other adapters; nothing is changed then.
+    """
     folder = run.path(checkpoint_key(name))
     if not has_marker(folder):
         raise SpecError(f"The checkpoint {name} of the saved weights is gone: it was deleted, or its job was.")
+    if faults := by_first(lambda: checkpoint_faults(run, name)):
+        raise SpecError(f"The checkpoint {name} of the saved weights is damaged on the disk: {faults[0]}. Load another one.")
     stored = cast("dict[str, Any]", FileSystemReader(folder).read_metadata().state_dict_metadata)
     wanted = {key: tensor for key, tensor in job.tensors().items() if with_optimizer or key.startswith("adapter/")}
     for key, tensor in wanted.items():

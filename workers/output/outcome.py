@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from ft_service.bases.base_files import copy_base_file, read_document
 from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.host.helper_process import HelperFailed, Program, run_once
+from ft_service.rundir.checkpoints import checkpoint_faults
 from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Result
 from ft_service.rundir.evaluations import FORGETTING, PROBES, SERVED, Forgetting, Probe, Probes, ServedQuality, read_forgetting
@@ -64,15 +65,27 @@ class PublishedStep:
     """The job's state is this checkpoint's; None: the last step's."""
     steps: int
     trained_tokens: int
+    among: str = ""
+    """Of which steps it is the best one, for display; empty: of all."""
 
 
-def use_best(run: RunDir, spec: JobSpec, job: JobState) -> PublishedStep:
-    """Restore the best checkpoint if the job has training.load_best_model_at_end. Called by all ranks together."""
-    steps, tokens = job.step, job.trained_tokens
-    chosen = _best_checkpoint(run, spec, job.step)
+def use_best(run: RunDir, spec: JobSpec, job: JobState, warn: Callable[[str], None]) -> PublishedStep:
+    """Restore the best checkpoint if the job has training.load_best_model_at_end. Called by all ranks together.
+
+    Its files are compared with their digests first: nothing else would notice that they have changed. `warn`: called with a
+    sentence if the best step has no intact checkpoint, and another one is published.
+    """
+    steps, tokens, best_step = job.step, job.trained_tokens, job.validations.best_step
+    if not spec.training.load_best_model_at_end:
+        return PublishedStep(None, steps, tokens)
+    chosen, why = by_first(lambda: _best_checkpoint(run, job.step))
     if chosen is not None:
         checkpoint.restore(job, run, chosen, spec)
-    return PublishedStep(chosen, steps, tokens)
+    if best_step in (0, job.step):
+        return PublishedStep(chosen, steps, tokens)
+    instead = f"the adapter of step {job.step} is published instead"
+    warn(f"The best step, {best_step}, has no intact checkpoint ({why or 'it could not be written'}): {instead}.")
+    return PublishedStep(chosen, steps, tokens, " of those with an intact checkpoint")
 
 
 @dataclass(frozen=True)
@@ -251,10 +264,16 @@ def new_folder(target: Path) -> Iterator[Path]:
     os.replace(temporary, target)
 
 
-def _best_checkpoint(run: RunDir, spec: JobSpec, last_step: int) -> str | None:
-    """The checkpoint to publish in place of the last step; None: the last step. The same on all ranks."""
-    best_one = by_first(lambda: best(checkpoint_entries(run)) if spec.training.load_best_model_at_end else None)
-    return best_one.name if best_one is not None and best_one.step != last_step else None
+def _best_checkpoint(run: RunDir, last_step: int) -> tuple[str | None, str]:
+    """The intact checkpoint to publish in place of the last step, None: the last step; and what is wrong with better ones."""
+    left, damaged = checkpoint_entries(run), list[str]()
+    while (found := best(left)) is not None and found.step != last_step:
+        faults = checkpoint_faults(run, found.name)
+        if not faults:
+            return found.name, "; ".join(damaged)
+        damaged.append(f"{found.name}: {faults[0]}")
+        left.remove(found)
+    return None, "; ".join(damaged)
 
 
 def _write_outcome(

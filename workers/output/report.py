@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -87,7 +88,8 @@ class Reporter:
             self.flush()
         finally:
             if self._event_file is not None:
-                self._event_file.close()
+                with suppress(OSError):  # every step is written again with the outcome
+                    self._event_file.close()
 
     def message(self, text: str, level: Literal["info", "warn", "error"] = "info") -> None:
         self._add(Event(time=self._clock(), level=level, message=text), now=True)
@@ -130,14 +132,28 @@ class Reporter:
                 events = list(self._waiting)
             if events or empty:
                 self._fence.check(SEAL_SECONDS)
-                write_segment(self._run, self._attempt, self._seq, events)
+                self._write_segment(events)
                 self._seq += 1
+                with self._adding:
+                    del self._waiting[: len(events)]
                 if self._event_file is not None:
                     for event in events:
                         self._event_file.add(event)
-                with self._adding:
-                    del self._waiting[: len(events)]
+                    with suppress(OSError):  # its numbers wait for the next events
+                        self._event_file.flush()
             self._flushed_at = time.monotonic()
+
+    def _write_segment(self, events: list[Event]) -> None:
+        """Write the next segment. Raises FileExistsError if another writer has, and OSError if it is not there."""
+        try:
+            write_segment(self._run, self._attempt, self._seq, events)
+        except FileExistsError:
+            raise
+        except OSError:
+            # It may be there already, and only its name not yet be safe from a loss of power. Written again it would be taken
+            # for that of another writer.
+            if not Attempt(self._run, self._attempt).has_segment(self._seq):
+                raise
 
     def _add(self, event: Event, *, now: bool) -> None:
         if not self._active:

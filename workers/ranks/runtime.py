@@ -23,7 +23,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ft_service.errors import FtError
+from ft_service.errors import FtError, UnavailableError
 from ft_service.host import disk, missing_package
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence, SealedError
@@ -186,8 +186,9 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     if isinstance(error, SealedError) or lost_peer(error):
         return
     code, message = _code_and_message(run, error)
-    lost = isinstance(error, UnreadableDocumentError)  # the next attempt has documents of its own
-    permanent = code != disk.DISK_FULL and ((isinstance(error, FtError) and not lost) or code == missing_package.CODE)
+    # The next attempt has documents of its own, and other processes beside its ranks.
+    passing = isinstance(error, UnreadableDocumentError | UnavailableError)
+    permanent = code != disk.DISK_FULL and ((isinstance(error, FtError) and not passing) or code == missing_package.CODE)
     info = ErrorInfo(
         code=code,
         message=message,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from peft import PeftModel
 
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import Desired
 from workers.base.rank_objects import Wait
 from workers.data.micro_batches import MicroBatchLimits
@@ -72,8 +74,11 @@ class StopRequest:
         if time.monotonic() - self._read_at >= POLL_SECONDS:
             self._read_at = time.monotonic()
             attempt = Attempt(self._runtime.run, self._runtime.start.attempt)
-            control, stop = attempt.read_control(), attempt.read_stop()
-            self._requested = stop is not None or (control is not None and control.desired is not Desired.RUN)
+            # An error would end this rank alone, and the others wait for it. What cannot be read now is read again; a document
+            # that never can be ends the attempt from outside (supervisor, engine).
+            with suppress(OSError, UnreadableDocumentError):
+                control, stop = attempt.read_control(), attempt.read_stop()
+                self._requested = stop is not None or (control is not None and control.desired is not Desired.RUN)
         return self._requested
 
 

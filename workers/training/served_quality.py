@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import PeftModel
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.bases.adapter_names import is_lora
-from ft_service.host.hardware import memory_bytes
+from ft_service.host.hardware import available_memory
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.frozen_weights import Level
@@ -70,20 +69,17 @@ class Comparison:
         losses = {AS_TRAINED: self._loss(self.built.peft_model, items, self.context.limits)}
         answers: dict[str, list[str]] = {}
         model = self.built.peft_model
-        if set(self.built.formats.values()) != {"bf16"}:
+        quantised = set(self.built.formats.values()) != {"bf16"}
+        if quantised or self.shares_base:
             lacking = lacking_memory(model, self.context.runtime)
             if lacking is not None:
                 self.context.reporter.message(f"{lacking} `ft merge` compares the losses where there is more memory.")
                 return None
             model = self._on_bf16()
             limits = settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
-            losses[ADAPTER_ON_BF16] = self._loss(model, items, limits)
-            self._ask(model, ADAPTER_ON_BF16, answers, step)
-        elif self.shares_base:
-            if lacking_memory(model, self.context.runtime) is not None:
-                return None
-            model = self._on_bf16()
-            settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
+            if quantised:
+                losses[ADAPTER_ON_BF16] = self._loss(model, items, limits)
+                self._ask(model, ADAPTER_ON_BF16, answers, step)
         limits = self.context.limits
         if merge_in_place(model):
             losses[MERGED] = self._loss(model, items, limits)
@@ -167,8 +163,10 @@ def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, 
 def lacking_memory(model: nn.Module, runtime: Runtime) -> str | None:
     """Return a sentence if memory has no room for the base in bf16 too. The same on all ranks, called by all together."""
     frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
-    # A shard, the largest weights gathered twice over, and as much again for what a layer makes of its input.
-    needed = 2 * sum(frozen) // runtime.world + 8 * max(frozen)
+    # A shard, or the whole as it computes; the largest weights gathered twice over, and as much again for what a layer makes of
+    # its input.
+    size = torch.bfloat16.itemsize if runtime.world > 1 else runtime.compute_dtype.itemsize
+    needed = size * sum(frozen) // runtime.world + 8 * max(frozen)
     free = min(from_all(_free_bytes(runtime.device)))
     if needed <= free:
         return None
@@ -183,10 +181,7 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(available, memory_bytes()) // here
+    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @torch.no_grad()

@@ -109,6 +109,23 @@ def test_an_entry_read_by_another_process_stays(tmp_path: Path) -> None:
     assert cache.remove("a"), "a killed reader holds nothing"
 
 
+def test_an_entry_that_another_process_removes_meanwhile_keeps_no_other_from_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, look = Cache(tmp_path, limit=100), Cache.entries
+    put(cache, "a", 10)
+
+    def removed_behind_the_look(self: Cache) -> dict[Path, int]:
+        found = look(self)
+        self.remove("a")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "entries", removed_behind_the_look)
+        assert put(cache, "b", 20)
+    assert keys(cache) == ["b"]
+
+
 def test_an_entry_larger_than_the_cache_removes_nothing(tmp_path: Path) -> None:
     cache = Cache(tmp_path, limit=1000)
     assert put(cache, "a", 400)

@@ -138,4 +138,14 @@ def test_available_memory_is_read_from_the_kernel_or_is_all_of_it(tmp_path: Path
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 64 kB\nMemAvailable:   32 kB\n")
     assert available_memory(meminfo) == 32 * 1024
-    assert available_memory(tmp_path / "absent") == memory_bytes()
+    assert available_memory(tmp_path / "absent", tmp_path) == memory_bytes(tmp_path)
+
+
+def test_available_memory_is_what_the_containers_limit_leaves(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 64 kB\n")
+    (tmp_path / "memory.current").write_text("40000\n")
+    (tmp_path / "memory.stat").write_text("anon 30000\nactive_file 6000\ninactive_file 4000\n")
+    for limit, available in {"max": 65_536, "50000": 20_000, "30000": 0, "1000000": 65_536}.items():
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert available_memory(meminfo, tmp_path) == available

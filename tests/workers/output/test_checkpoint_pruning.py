@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ft_service.errors import SpecError
 from ft_service.rundir.attempt_seal import Fence
-from ft_service.rundir.checkpoints import complete_checkpoints
+from ft_service.rundir.checkpoints import complete_checkpoints, remove_marker, step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
+from ft_service.rundir.file_digest import NamedFile
 from ft_service.spec import JobSpec
 from tests.support.training.models import spec_for
 from workers.job.training_state import Validations
+from workers.output.checkpoint import take_weights
 from workers.output.checkpoint_pruning import CheckpointEntry, best, kept_checkpoints, remove_others
+from workers.output.outcome import PublishedStep, use_best
 from workers.training.loop import Schedule
 
 LOSSES = {2: 3.0, 4: 1.0, 6: 1.0, 8: None, 10: 2.0}
@@ -117,3 +122,43 @@ def test_a_job_of_a_sweep_is_validated_at_its_rungs_too() -> None:
     usual, swept = (Schedule.of(one, samples=8) for one in (options, options.model_copy(update={"rungs": (0.25, 0.5)})))
     validated = [[step for step in range(1, 31) if schedule.validates_at(step)] for schedule in (usual, swept)]
     assert validated == [[20, 30], [8, 15, 20, 30]]
+
+
+def test_a_damaged_checkpoint_is_neither_published_as_the_best_nor_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, restored, told = RunDir(tmp_path), list[str](), list[str]()
+
+    def restore(job: Any, run: RunDir, name: str, spec: JobSpec) -> None:
+        restored.append(name)
+        job.step = step_of(name)
+
+    def published(options: JobSpec) -> PublishedStep:
+        job: Any = SimpleNamespace(step=8, trained_tokens=80, validations=Validations(best_step=2))
+        return use_best(run, options, job, told.append)
+
+    for step, loss in {2: 1.0, 4: 1.5, 6: 3.0, 8: 2.0}.items():
+        run.put(f"checkpoints/step-{step}-a1/__0_0.distcp", b"shard")
+        shard = NamedFile.below(run.path(f"checkpoints/step-{step}-a1"), run.path(f"checkpoints/step-{step}-a1/__0_0.distcp"))
+        marker = CheckpointMarker(step=step, attempt=1, world_size=1, files=[shard], criterion=loss)
+        run.write(f"checkpoints/step-{step}-a1/COMPLETE", marker)
+    monkeypatch.setattr("workers.output.outcome.checkpoint.restore", restore)
+    options = spec({}, load_best_model_at_end=True)
+    assert published(spec({})) == PublishedStep(None, 8, 80)
+    assert (published(options).checkpoint, told) == ("step-2-a1", [])
+
+    run.put("checkpoints/step-2-a1/__0_0.distcp", b"shArd")
+    assert published(options).checkpoint == "step-4-a1"
+    assert told.pop().startswith("The best step, 2, has no intact checkpoint (step-2-a1: __0_0.distcp has other contents")
+    run.put("checkpoints/step-4-a1/__0_0.distcp", b"")
+    assert (published(options).checkpoint, restored) == (None, ["step-2-a1", "step-4-a1"]), "the last step is better than 6"
+    assert told.pop().endswith("): the adapter of step 8 is published instead.")
+    for step in (2, 4):
+        remove_marker(run.path(f"checkpoints/step-{step}-a1"))
+    published(options)
+    assert "(it could not be written)" in told.pop()
+
+    job: Any = SimpleNamespace(tensors=dict)
+    run.put("checkpoints/step-6-a1/__0_0.distcp", b"shArd")
+    with pytest.raises(SpecError, match="step-6-a1 of the saved weights is damaged on the disk: __0_0"):
+        take_weights(job, run, "step-6-a1", with_optimizer=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+import threading
 from pathlib import Path
 
 from ft_service.rundir.directory import RunDir
@@ -7,7 +9,7 @@ from ft_service.rundir.documents import Start
 from ft_service.rundir.events import Event, Metrics
 from tests.support.event_files import curves, session_starts
 from workers.output.event_files import EventFile, write_event_file
-from workers.output.report import Reporter, steps_of_all_attempts
+from workers.output.report import Reporter, metrics_of_all_attempts, steps_of_all_attempts
 
 
 def row(step: int, loss: float) -> Metrics:
@@ -51,3 +53,30 @@ def test_a_job_without_a_step_leaves_a_file_without_curves(tmp_path: Path) -> No
     write_event_file(tmp_path, "ftjob-1", [Event(time=1.0, message="Nothing was trained.")])
     (file,) = tmp_path.iterdir()
     assert curves(file) == {}
+
+
+def test_a_full_disk_holds_up_no_job_and_what_it_did_not_take_follows(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    more = {f"rewards/{number:0100}": 1.0 for number in range(50)}
+
+    def report() -> None:
+        file = EventFile(run.path("tensorboard"), "attempt-1")
+        with Reporter(run, 1, active=True, event_file=file) as reporter:
+            for step in range(1, 31):
+                if step == 30:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                reporter.metrics(Metrics(step=step, total_steps=30, train_loss=float(step), more=more))
+                reporter.flush()
+
+    training = threading.Thread(target=report, daemon=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # enough for a segment, which is a file of its own
+    try:
+        training.start()
+        training.join(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not training.is_alive(), "a job that waits for its TensorBoard file trains no more"
+    (written,) = run.path("tensorboard").iterdir()
+    assert curves(written)["train/loss"] == [(step, float(step)) for step in range(1, 31)]
+    assert [row.step for row in metrics_of_all_attempts(run, 1)] == list(range(1, 31))

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import csv
+import errno
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from ft_service.jobs.decisions import SILENCE_LIMIT_SECONDS
+from ft_service.rundir import directory
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Evaluation, evaluation_key
 from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments
@@ -52,6 +55,20 @@ def test_an_attempt_that_waits_sends_heartbeats_between_events(tmp_path: Path, m
     Reporter(run, 2, active=False).heartbeat()
     assert read_segments(run, 2) == []
     assert HEARTBEAT_SECONDS <= SILENCE_LIMIT_SECONDS / 3, "one that comes late is no reason to end an attempt"
+
+
+def test_a_segment_whose_folder_cannot_be_synchronised_is_written_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with Reporter(run, 1, active=True) as reporter:
+        with patch.object(directory, "_sync_folder", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            reporter.message("first")
+            reporter.message("second")
+        reporter.message("third")
+    assert [[event.message for event in segment.events] for segment in read_segments(run, 1)] == [
+        ["first"],
+        ["second"],
+        ["third"],
+    ]
 
 
 def test_a_second_writer_of_one_attempt_is_refused(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ft_service.data.examiner import ExaminerLost
+from ft_service.errors import DataError
 from ft_service.launcher.kubernetes.status import NEVER_CAME, STORE_GONE
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Outcome, Start
+from ft_service.rundir.documents import Outcome, OutcomeKind, Start
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
 from workers.ranks.runtime import _reproducible, quiet_libraries, report_failure, start_thread, surroundings
@@ -69,6 +72,16 @@ def test_an_import_that_fails_later_is_permanent_too(tmp_path: Path) -> None:
     assert outcome.error is not None
     assert (outcome.permanent, outcome.error.code) == (True, "missing_package")
     assert outcome.error.message.startswith("The package ft_no_such_package is not installed")
+
+
+@pytest.mark.parametrize(("error", "permanent"), [(ExaminerLost("killed by signal 9"), False), (DataError("a line"), True)])
+def test_a_process_that_was_killed_beside_a_rank_does_not_end_the_job(
+    error: Exception, permanent: bool, tmp_path: Path
+) -> None:
+    report_failure(RunDir(tmp_path), 1, error)
+    outcome = RunDir(tmp_path).read(OUTCOME, Outcome)
+    assert outcome is not None
+    assert (outcome.kind, outcome.permanent) == (OutcomeKind.FAILED, permanent)
 
 
 def limits(rank: int, world: int, root: str) -> list[float]:

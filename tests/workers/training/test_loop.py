@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import complete_checkpoints
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Control, Desired, Outcome, OutcomeKind, Start
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
@@ -25,6 +27,7 @@ from workers.job.training_state import JobState
 from workers.model.head import set_works_in_chunks
 from workers.model.multimodal import causal_model
 from workers.ranks.runtime import Runtime
+from workers.training.context import StopRequest
 from workers.training.step import forward_backward
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"}
@@ -109,3 +112,18 @@ def test_a_stop_is_agreed_on_while_the_next_step_is_on_its_way(spec: JobSpec, tm
     run = RunDir(tmp_path)
     Attempt(run, 1).write_control(Control(generation=2, desired=Desired.PAUSE))
     assert late(run, spec) == Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-2-a1")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), UnreadableDocumentError("control", "torn")])
+def test_a_request_that_cannot_be_read_ends_no_rank_by_itself_and_is_read_again(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, start = SimpleNamespace(stop=None), SimpleNamespace(attempt=1)
+    stop = StopRequest(SimpleNamespace(rank=0, run=RunDir(tmp_path), start=start, groups=groups))  # pyright: ignore
+    monkeypatch.setattr("workers.training.context.POLL_SECONDS", 0.0)
+    with patch.object(Attempt, "read_control", side_effect=error):
+        assert not stop.agreed()
+    Attempt(RunDir(tmp_path), 1).write_control(Control(generation=2, desired=Desired.PAUSE))
+    assert stop.agreed()
+    with patch.object(Attempt, "read_control", side_effect=error):
+        assert stop.agreed(), "what was asked for counts on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, S
 from ft_service.rundir.events import read_segments
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.training.served_quality import BOUND, messages
+from workers.training import served_quality
+from workers.training.served_quality import BOUND, lacking_memory, messages
 
 
 def served_job(folder: Path, world: int, **options: Any) -> RunDir:
@@ -109,3 +111,17 @@ def test_a_loss_beyond_the_bound_is_a_warning_with_what_to_do() -> None:
     assert "Serve it on the base stored as nf4" in messages(worse, ["nf4"])[1][1]
     better = found.model_copy(update={"loss": {AS_TRAINED: 1.0, ADAPTER_ON_BF16: 0.5}})
     assert len(messages(better, ["nf4"])) == 1
+
+
+def test_a_second_model_is_only_read_where_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the host's free memory says nothing: the job would be killed for it, behind its last step."""
+    monkeypatch.setattr(served_quality, "available_memory", lambda: 22 * 10**6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    frozen = torch.nn.Linear(1000, 1000, bias=False).requires_grad_(False)
+
+    def lacking(dtype: torch.dtype) -> str | None:
+        runtime: Any = SimpleNamespace(world=1, device=torch.device("cpu"), compute_dtype=dtype)
+        return lacking_memory(frozen, runtime)
+
+    assert lacking(torch.bfloat16) is None, "2 MB, and 8 MB for the largest weight"
+    assert "was not measured" in (lacking(torch.float32) or ""), "one rank holds it as it computes"

@@ -39,6 +39,7 @@ from ft_service.tinker.saved_weights import (
     count_saved,
     delete_sampler,
     delete_saved,
+    forget_options,
     options_of,
     sampler_key,
     saved_bytes,
@@ -289,8 +290,9 @@ def remove_expired(run: RunDir, path: WeightsPath) -> bool:
 
 
 def delete_weights(run: RunDir, path: WeightsPath) -> None:
-    """Remove saved weights, if there are any."""
+    """Remove saved weights, if there are any, with their options."""
     (delete_saved if path.kind == "weights" else delete_sampler)(run, path.name)
+    forget_options(run, path.checkpoint_id)
 
 
 def is_model(job: Job) -> bool:

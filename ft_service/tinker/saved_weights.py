@@ -2,13 +2,16 @@
 
 saved_weights/<name>.json      points to a checkpoint: adapter and optimizer, to go on from
 sampler_weights/<name>/        the adapter in PEFT's layout, to sample from, and PROBES
-weights_options/<kind>/<name>.json   who may read them and until when, which the client may change later
+weights_options/<kind>/<name>.json   who may read them and until when, which the client may change later; none: the defaults
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import time
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -78,6 +81,20 @@ def options_of(run: RunDir, checkpoint_id: str) -> WeightsOptions:
 
 def set_options(run: RunDir, checkpoint_id: str, options: WeightsOptions) -> None:
     run.write(_options_key(checkpoint_id), options)
+
+
+def begin_options(run: RunDir, checkpoint_id: str, command: Mapping[str, Any]) -> None:
+    """Give weights that are saved now the options of the command that saves them. Those of earlier weights of the name go."""
+    ttl, metadata = command.get("ttl_seconds"), command.get("user_metadata")
+    if ttl is None and not metadata:
+        forget_options(run, checkpoint_id)
+    else:
+        expires_at = None if ttl is None else time.time() + ttl
+        set_options(run, checkpoint_id, WeightsOptions(expires_at=expires_at, user_metadata=metadata))
+
+
+def forget_options(run: RunDir, checkpoint_id: str) -> None:
+    run.path(_options_key(checkpoint_id)).unlink(missing_ok=True)
 
 
 def _options_key(checkpoint_id: str) -> str:

@@ -110,7 +110,12 @@ REFUSED: Mapping[str, str] = {
     ),
 }
 """Options that cannot be swept → the reason."""
-REFUSED_SECTIONS: Mapping[str, str] = {"distributed": _NO_RESULT, "checkpoint": _NO_RESULT, "evaluation": _OF_ALL}
+REFUSED_SECTIONS: Mapping[str, str] = {
+    "distributed": _NO_RESULT,
+    "checkpoint": _NO_RESULT,
+    "evaluation": _OF_ALL,
+    "data": _OTHER_LOSS,
+}
 
 
 class HalvingOptions(Strict):

@@ -92,6 +92,7 @@ def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
         ({"lora.r": []}, "sweep.lora.r", "must be a list of values"),
         ({"lora.r": [8, 8]}, "sweep.lora.r", "8 is there twice"),
         ({"lora.r": list(range(257))}, "sweep.lora.r", "257 values; at most 256 are possible. Leave values out."),
+        ({"data.completion": ["short", "long"]}, "sweep.data.completion", "it changes what the loss measures"),
         ({"lora.r": [8]}, "sweep", "makes 1 job, and may make 2 to 64"),
         ({"lora.r": list(range(1, 14)), "seed": [1, 2, 3, 4, 5]}, "sweep", "makes 65 jobs"),
         ({"lora.r": {"min": 1, "max": 8}}, "sweep.lora.r", "ranges are of method: random"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
+from ft_service.control.job_placement import Interval
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.host.loops import every, log_errors
 from ft_service.jobs.reasons import Reason
@@ -35,14 +36,17 @@ from ft_service.tinker.bodies import LoadWeights, LoraConfig
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.names import WeightsPath, check_model_id, job_id_of, session_of
 from ft_service.tinker.saved_weights import (
+    OPTIONS,
     SavedWeights,
     count_saved,
     delete_sampler,
     delete_saved,
+    forget_options,
     options_of,
     sampler_key,
     saved_bytes,
     saved_key,
+    with_options,
 )
 
 log = logging.getLogger(__name__)
@@ -56,6 +60,8 @@ DEFAULT_LENGTH = 8192
 MOST_SAVED = 4096
 """Limit of a model's saved weights, with those without a name of the last hour."""
 IDLE_LOOK_SECONDS = 2.0
+EXPIRE_SECONDS = 900.0
+"""Interval at which saved weights whose time is over are removed, though nobody asks for them."""
 UNUSED_SECONDS = 3600.0
 """Time after which weights that were saved without a name, and are not sampled from, are removed; and answered samples."""
 _OPTIONS = {"precision", "lora", "training", "distributed", "checkpoint"}
@@ -280,7 +286,7 @@ def refuse_weights_beyond(job: Job, limits: TenantLimits, store: Store, places: 
 
 
 def remove_expired(run: RunDir, path: WeightsPath) -> bool:
-    """Remove saved weights if their time is over. Returns whether it is."""
+    """Remove saved weights if their time is over. Returns whether it is. `path`: in the run directory, whatever its model."""
     expires_at = options_of(run, path.checkpoint_id).expires_at
     is_over = expires_at is not None and expires_at <= time.time()
     if is_over:
@@ -288,9 +294,20 @@ def remove_expired(run: RunDir, path: WeightsPath) -> bool:
     return is_over
 
 
+def remove_all_expired(runs_dir: Path, places: Places) -> None:
+    """Remove the saved weights of all models whose time is over: they take disk, and count for their project's limit."""
+    for folder in runs_dir.glob(f"ftjob-*/{OPTIONS}"):
+        job_id = folder.parent.name
+        with log_errors(f"removing expired weights of {job_id}"):
+            run = places.run(job_id)
+            for kind, name in with_options(run):
+                remove_expired(run, WeightsPath(job_id, kind, name))
+
+
 def delete_weights(run: RunDir, path: WeightsPath) -> None:
-    """Remove saved weights, if there are any."""
+    """Remove saved weights, if there are any, with their options."""
     (delete_saved if path.kind == "weights" else delete_sampler)(run, path.name)
+    forget_options(run, path.checkpoint_id)
 
 
 def is_model(job: Job) -> bool:
@@ -300,11 +317,14 @@ def is_model(job: Job) -> bool:
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Pause models that wait for their clients, and remove what no client asks for any more, until `stop` is set."""
-    places = Places.of(settings)
+    places, expiry = Places.of(settings), Interval(EXPIRE_SECONDS)
 
     def look() -> None:
         pause_idle(store, places, settings.tinker_idle_seconds)
         remove_unused(store, places)
+        if expiry.is_due:
+            expiry.restart()
+            remove_all_expired(settings.runs_dir, places)
 
     every(IDLE_LOOK_SECONDS, look, stop, "looking after Tinker's models")
 

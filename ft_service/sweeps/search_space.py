@@ -28,6 +28,8 @@ from ft_service.spec.request import SWEEP, JobRequest, read_request
 from ft_service.spec.validation_errors import OptionFault, joined, option_faults
 from ft_service.sweeps.halving import shares_of
 
+_MOST_FAULTS = 1000
+"""So many faults are enough: options and combinations behind them are not checked."""
 TRIES = 100
 """Draws for each requested combination; if they yield too few different ones, there are no more."""
 
@@ -92,6 +94,8 @@ def _value_at(choices: Choices, share: float) -> Any:
 
 
 MOST_JOBS = 64
+MOST_VALUES = 256
+"""Limit of an option's values."""
 _OF_ALL = "it applies to the whole sweep, not to one job: set it outside the sweep"
 _OTHER_LOSS = "it changes what the loss measures, so losses could not be compared: give it one value"
 _ONE_FILE = "all jobs of a sweep use the same files: set it outside the sweep"
@@ -106,7 +110,12 @@ REFUSED: Mapping[str, str] = {
     ),
 }
 """Options that cannot be swept → the reason."""
-REFUSED_SECTIONS: Mapping[str, str] = {"distributed": _NO_RESULT, "checkpoint": _NO_RESULT, "evaluation": _OF_ALL}
+REFUSED_SECTIONS: Mapping[str, str] = {
+    "distributed": _NO_RESULT,
+    "checkpoint": _NO_RESULT,
+    "evaluation": _OF_ALL,
+    "data": _OTHER_LOSS,
+}
 
 
 class HalvingOptions(Strict):
@@ -219,6 +228,8 @@ def _read(
         name = str(key)
         if name in own:
             continue
+        if len(faults) >= _MOST_FAULTS:
+            break
         fault = _fault_of_name(name) or _fault_of_both(name, alone)
         found, wrong = (None, [fault]) if fault else _choices(name, value, is_random)
         faults += wrong
@@ -292,6 +303,9 @@ def _choices(name: str, value: object, is_random: bool) -> tuple[Choices | None,
     """The values of an option, or its faults."""
     place = f"{SWEEP}.{name}"
     if isinstance(value, list) and value:
+        if len(value) > MOST_VALUES:
+            text = f"{place}: {len(value):,} values; at most {MOST_VALUES} are possible."
+            return None, [OptionFault(place, f"{text} Leave values out{', or give a range' if is_random else ''}.")]
         repeated = next((item for number, item in enumerate(value) if item in value[:number]), None)
         if repeated is not None:
             return None, [OptionFault(place, f"{place}: {shown_value(repeated)} is there twice: keep one.")]
@@ -336,6 +350,8 @@ def _jobs(alone: Mapping[Any, Any], combinations: list[dict[str, Any]]) -> tuple
         if request is not None:
             jobs.append(AskedJob(body, request, {name: _value_of(request, name) for name in values}))
         faults += [_named_in_sweep(fault, values) for fault in found]
+        if len(faults) >= _MOST_FAULTS:  # the rest of the body's come again with each combination
+            break
     return jobs, faults
 
 

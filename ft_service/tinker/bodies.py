@@ -20,7 +20,10 @@ LEAST_TTL, MOST_TTL = 3600, 315_360_000
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 
 Seq = Annotated[int, Field(ge=1, le=999_999_999)]
-Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=14)]
+_Key = Annotated[str, Field(max_length=64)]
+_Text = Annotated[str, Field(max_length=512)]
+"""A value of metadata, as a job may have it."""
+Metadata = Annotated[dict[_Key, Any], Field(max_length=14)]
 """At most two fewer than a job may have."""
 Ttl = Annotated[int, Field(ge=LEAST_TTL, le=MOST_TTL)]
 
@@ -142,7 +145,7 @@ class Save(OfCommand):
     path: str | None = None
     """The name; None: the request's number."""
     ttl_seconds: Ttl | None = None
-    user_metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    user_metadata: Annotated[dict[_Key, _Text], Field(max_length=16)] | None = None
 
 
 class SaveWeights(Save):

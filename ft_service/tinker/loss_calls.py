@@ -21,6 +21,8 @@ MOST_DATUMS = 1024
 """Limit of data in one call; the client cuts longer lists into several calls."""
 MOST_TARGETS_OF_TOKEN = 32
 """Limit of target tokens at one position."""
+MOST_TARGETS = 8 * 1024**2
+"""Limit of target tokens of all data of one call. Sparse arrays may have more than the call has bytes."""
 _MOST_HEAD_BYTES = 256
 """A model's id and a number take less."""
 
@@ -118,6 +120,7 @@ class LossRequest:
             )
         if not 1 <= len(message.data) <= MOST_DATUMS:
             raise SpecError(f"data: {len(message.data)} sequences in one call; 1 to {MOST_DATUMS} are possible.", param="data")
+        _check_targets(message)
         data = [
             _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest) for number, datum in enumerate(message.data)
         ]
@@ -145,6 +148,17 @@ def _config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     return {name: value for name, value in config.items() if value is not None}
 
 
+def _check_targets(message: pb.ForwardBackwardRequest) -> None:
+    """Raise SpecError for more targets than a call may have, before there are arrays of them."""
+    shapes = [
+        list(datum.loss_fn_inputs["target_tokens"].shape) for datum in message.data if "target_tokens" in datum.loss_fn_inputs
+    ]
+    count = sum(math.prod(shape) for shape in shapes if min(shape, default=0) > 0)
+    if count > MOST_TARGETS:
+        text = f"data: {count:,} target tokens in one call; at most {MOST_TARGETS:,} are possible: send fewer data at once."
+        raise SpecError(text, param="data")
+
+
 def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: int) -> Datum:
     chunks = []
     for chunk in datum.model_input:
@@ -160,6 +174,8 @@ def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: 
     targets = arrays.pop("target_tokens", None)
     if targets is None:
         raise SpecError(f"{place}.loss_fn_inputs.target_tokens: it is missing.", param=place)
+    if not (np.isfinite(targets) & (targets == np.floor(targets))).all():
+        raise SpecError(f"{place}.loss_fn_inputs.target_tokens: a value is not a whole number.", param=place)
     if targets.ndim not in (1, 2) or len(targets) != len(ids) or (targets.ndim == 2 and targets.shape[1] < 1):
         shape = list(targets.shape)
         raise SpecError(f"{place}.loss_fn_inputs.target_tokens: its shape is {shape} for {len(ids)} tokens.", param=place)
@@ -204,7 +220,7 @@ def _array(tensor: pb.Tensor, place: str) -> np.ndarray:
     values = _numbers(tensor.dense, dtype, place)
     if not shape:
         return values
-    if math.prod(shape) != len(values) or min(shape) < 0:
+    if math.prod(shape) != len(values) or len(shape) > 2 or not all(0 <= size <= len(values) for size in shape):
         raise SpecError(f"{place}: {len(values)} numbers for the shape {list(shape)[:8]}.", param=place)
     return values.reshape(shape)
 
@@ -214,7 +230,7 @@ def _dense(sparse: pb.SparseCsr, dtype: np.dtype, shape: tuple[int, ...], place:
     values = _numbers(sparse.values, dtype, place)
     starts = _numbers(sparse.crow_indices, np.dtype("<i8"), place)
     columns = _numbers(sparse.col_indices, np.dtype("<i8"), place)
-    rectangular = len(shape) == 2 and len(starts) == shape[0] + 1 and 0 < shape[1] <= MOST_TARGETS_OF_TOKEN
+    rectangular = len(shape) == 2 and 0 < len(starts) == shape[0] + 1 and 0 < shape[1] <= MOST_TARGETS_OF_TOKEN
     in_order = rectangular and starts[0] == 0 and starts[-1] == len(values) and bool((np.diff(starts) >= 0).all())
     if not in_order or len(columns) != len(values) or bool(((columns < 0) | (columns >= shape[1])).any()):
         text = f"it is no sparse array of shape [tokens, k] with k up to {MOST_TARGETS_OF_TOKEN} (shape {list(shape)[:8]})."

@@ -13,15 +13,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ft_service.errors import SpecError
-from ft_service.tinker.saved_weights import NAME
+from ft_service.tinker.saved_weights import NAME, Kind
 
 SESSION = "session-"
 KEY_PREFIX = "tml-"
 """Beginning of a key of ours as Tinker's client takes it."""
-Kind = Literal["weights", "sampler_weights"]
 _OTHER_KIND: Mapping[Kind, tuple[str, str]] = {
     "weights": ("train on", "To sample, take those of save_weights_for_sampler"),
     "sampler_weights": ("sample from", "To train on, take those of save_state"),

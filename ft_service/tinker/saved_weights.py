@@ -2,20 +2,24 @@
 
 saved_weights/<name>.json      points to a checkpoint: adapter and optimizer, to go on from
 sampler_weights/<name>/        the adapter in PEFT's layout, to sample from, and PROBES
-weights_options/<kind>/<name>.json   who may read them and until when, which the client may change later
+weights_options/<kind>/<name>.json   who may read them and until when, which the client may change later; none: the defaults
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
 
-SAVED, FOR_SAMPLER = "saved_weights", "sampler_weights"
+SAVED, FOR_SAMPLER, OPTIONS = "saved_weights", "sampler_weights", "weights_options"
+Kind = Literal["weights", "sampler_weights"]
 PROBES = "probes.json"
 """File beside a sampler's adapter: some sequences with the trainer's log-probabilities of their tokens, to compare the
 sampler's with."""
@@ -80,8 +84,30 @@ def set_options(run: RunDir, checkpoint_id: str, options: WeightsOptions) -> Non
     run.write(_options_key(checkpoint_id), options)
 
 
+def begin_options(run: RunDir, checkpoint_id: str, command: Mapping[str, Any]) -> None:
+    """Give weights that are saved now the options of the command that saves them. Those of earlier weights of the name go."""
+    ttl, metadata = command.get("ttl_seconds"), command.get("user_metadata")
+    if ttl is None and not metadata:
+        forget_options(run, checkpoint_id)
+    else:
+        expires_at = None if ttl is None else time.time() + ttl
+        set_options(run, checkpoint_id, WeightsOptions(expires_at=expires_at, user_metadata=metadata))
+
+
+def with_options(run: RunDir) -> list[tuple[Kind, str]]:
+    """Kinds and names of the saved weights that have options."""
+    found: list[tuple[Kind, str]] = []
+    for kind in get_args(Kind):
+        found += [(kind, key.rpartition("/")[2].removesuffix(".json")) for key in run.list(f"{OPTIONS}/{kind}")]
+    return found
+
+
+def forget_options(run: RunDir, checkpoint_id: str) -> None:
+    run.path(_options_key(checkpoint_id)).unlink(missing_ok=True)
+
+
 def _options_key(checkpoint_id: str) -> str:
-    return f"weights_options/{checkpoint_id}.json"
+    return f"{OPTIONS}/{checkpoint_id}.json"
 
 
 def saved_weights(run: RunDir) -> list[SavedWeights]:

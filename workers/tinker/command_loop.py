@@ -28,7 +28,7 @@ from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
-from ft_service.tinker.saved_weights import PROBES, SamplerProbes, SavedWeights, sampler_key, saved_key
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, SavedWeights, begin_options, sampler_key, saved_key
 from workers.base.rank_objects import from_all, from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState, learning_rate_at
@@ -425,6 +425,7 @@ class CommandLoop:
             folder = run.path(checkpoint_key(checkpoint))
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             self.context.runtime.fence.check()
+            begin_options(run, f"weights/{name}", command.options)
             saved = SavedWeights(
                 name=name,
                 checkpoint=checkpoint,
@@ -452,6 +453,7 @@ class CommandLoop:
         try:
             with export_adapter(target, self.job, config, context.runtime) as folder:
                 if folder is not None:
+                    begin_options(context.runtime.run, key, command.options)
                     (folder / PROBES).write_text(stored.model_dump_json())
         except ExportError as error:
             return CommandResult.failed(str(error), by_user=False)

@@ -19,8 +19,16 @@ from ft_service.rundir.directory import RunDir
 from ft_service.store.records import Principal
 from ft_service.tinker.bodies import WeightsTtl
 from ft_service.tinker.commands import CommandLog
-from ft_service.tinker.names import Kind, WeightsPath
-from ft_service.tinker.saved_weights import options_of, sampler_bytes, sampler_key, samplers_of, saved_weights, set_options
+from ft_service.tinker.names import WeightsPath
+from ft_service.tinker.saved_weights import (
+    Kind,
+    options_of,
+    sampler_bytes,
+    sampler_key,
+    samplers_of,
+    saved_weights,
+    set_options,
+)
 
 router = tinker_router()
 

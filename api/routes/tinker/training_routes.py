@@ -38,7 +38,6 @@ from ft_service.tinker.bodies import (
 from ft_service.tinker.commands import Command, CommandResult
 from ft_service.tinker.loss_calls import LossRequest
 from ft_service.tinker.names import WeightsPath, check_name, model_id, parse_request_id, request_id, sampler_id, session_of
-from ft_service.tinker.saved_weights import WeightsOptions, set_options
 
 router = tinker_router()
 
@@ -158,8 +157,7 @@ def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, ser
             return given.adam_params.model_dump(include=set(type(given.adam_params).model_fields))
         case SaveWeights():
             path = WeightsPath(model, "weights", check_name(given.path or f"command-{seq}"))
-            _save_as(given, path, job, caller, services)
-            return {"name": path.name, "path": str(path), "overwrite": given.overwrite}
+            return {**_saved_as(given, path, job, caller, services), "overwrite": given.overwrite}
         case SaveForSampler():
             return _for_sampler(given, job, model, seq, caller, services)
         case LoadWeights():
@@ -175,8 +173,7 @@ def _for_sampler(
         text = f"kind = {given.kind[:40]!r}: weights that change while they are sampled from are not here. Use 'snapshot'."
         raise SpecError(text, param="kind")
     path = WeightsPath(model, "sampler_weights", check_name(given.path or f"command-{seq}"))
-    _save_as(given, path, job, caller, services)
-    options: dict[str, Any] = {"name": path.name, "path": str(path)}
+    options = _saved_as(given, path, job, caller, services)
     if given.path is None:
         if given.sampling_session_seq_id is None:
             raise SpecError("path or sampling_session_seq_id is needed.", param="path")
@@ -195,14 +192,11 @@ def _for_sampler(
     return options
 
 
-def _save_as(given: Save, path: WeightsPath, job: Job, caller: Principal, services: Services) -> None:
-    """Keep what a client says of weights that are to be saved. Raises SpecError if there are too many."""
+def _saved_as(given: Save, path: WeightsPath, job: Job, caller: Principal, services: Services) -> dict[str, Any]:
+    """Options of a command that saves weights. Raises SpecError if there are too many."""
     tinker_models.refuse_weights_beyond(job, caller.limits, services.store, services.places)
-    if given.ttl_seconds is None and not given.user_metadata:
-        return
-    expires_at = None if given.ttl_seconds is None else time.time() + given.ttl_seconds
-    options = WeightsOptions(expires_at=expires_at, user_metadata=given.user_metadata)
-    set_options(services.places.run(job.id), path.checkpoint_id, options)
+    told = given.model_dump(include={"ttl_seconds", "user_metadata"}, exclude_none=True)
+    return {"name": path.name, "path": str(path), **told}
 
 
 @router.post("/optim_step")

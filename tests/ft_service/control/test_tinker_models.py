@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from ft_service.control.tinker_models import (
     create_model,
     finish_models,
     pause_idle,
+    remove_all_expired,
 )
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
@@ -31,6 +33,16 @@ from ft_service.store.sql import Store
 from ft_service.tinker.bodies import LoraConfig
 from ft_service.tinker.commands import COMMANDS, RESULTS, Command, CommandLog, CommandResult
 from ft_service.tinker.names import job_id_of, session_of
+from ft_service.tinker.saved_weights import (
+    SavedWeights,
+    WeightsOptions,
+    sampler_key,
+    samplers_of,
+    saved_key,
+    saved_weights,
+    set_options,
+    with_options,
+)
 from tests.support.creating import create_job
 from tests.support.reconciling import PROJECT, get, new_store, spec_of
 from tests.support.records import new_job
@@ -157,3 +169,16 @@ def test_a_model_whose_run_directory_was_replaced_keeps_no_other_running(place: 
         place.pause_idle()
     assert place.now() == (Desired.PAUSE, Reason.IDLE)
     assert get(place.store, replaced.id).desired is Desired.RUN
+
+
+def test_weights_whose_time_is_over_go_though_nobody_asks(place: Place) -> None:
+    run = place.places.run(place.job.id)
+    for name, expires_at in (("over", 1.0), ("later", time.time() + 3600), ("public", None)):
+        saved = SavedWeights(name=name, checkpoint="step-1-a1", step=1, command=2, created_at=1.0, bytes=6)
+        run.write(saved_key(name), saved)
+        run.put(f"{sampler_key(name)}/adapter_config.json", b"{}")
+        for kind in ("weights", "sampler_weights"):
+            set_options(run, f"{kind}/{name}", WeightsOptions(public=True, expires_at=expires_at))
+    remove_all_expired(run.root.parent, place.places)
+    assert samplers_of(run) == [saved.name for saved in saved_weights(run)] == ["later", "public"]
+    assert with_options(run) == [(kind, name) for kind in ("weights", "sampler_weights") for name in ("later", "public")]

@@ -8,6 +8,8 @@ import pytest
 
 from ft_service.errors import SpecError
 from ft_service.spec import parse_request
+from ft_service.spec.request import read_request
+from ft_service.sweeps import search_space
 from ft_service.sweeps.search_space import Range, drawn, parse_sweep, values_text
 from tests.support.rollouts import method
 
@@ -89,6 +91,8 @@ def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
         ({"lora.r": 8}, "sweep.lora.r", "must be a list of values"),
         ({"lora.r": []}, "sweep.lora.r", "must be a list of values"),
         ({"lora.r": [8, 8]}, "sweep.lora.r", "8 is there twice"),
+        ({"lora.r": list(range(257))}, "sweep.lora.r", "257 values; at most 256 are possible. Leave values out."),
+        ({"data.completion": ["short", "long"]}, "sweep.data.completion", "it changes what the loss measures"),
         ({"lora.r": [8]}, "sweep", "makes 1 job, and may make 2 to 64"),
         ({"lora.r": list(range(1, 14)), "seed": [1, 2, 3, 4, 5]}, "sweep", "makes 65 jobs"),
         ({"lora.r": {"min": 1, "max": 8}}, "sweep.lora.r", "ranges are of method: random"),
@@ -146,6 +150,16 @@ def test_all_faults_are_told_at_once_each_one_once() -> None:
     assert sum("sweep.lora.r = 0" in line for line in lines) == 1
     for words in ("sweep.training.learning_rate = 2.0", "lora.lora_dropout = 2", "suffix = 'a b'"):
         assert words in error.message
+
+
+def test_a_body_full_of_faults_is_not_read_for_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of them took the server a minute."""
+    read: list[object] = []
+    monkeypatch.setattr(search_space, "read_request", lambda body: read.append(body) or read_request(body))
+    refused({"lora.r": list(range(1, 65))}, **{f"option_{number}": 1 for number in range(1000)})
+    assert len(read) == 1
+    error = refused({f"option_{number}": [1, 2] for number in range(1100)})
+    assert error.message.startswith("1000 options are invalid")
 
 
 def test_a_value_that_only_fails_beside_another_is_refused_too() -> None:

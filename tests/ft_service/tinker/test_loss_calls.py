@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ft_service.errors import SpecError
+from ft_service.tinker import loss_calls
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
 from tests.support.training.loss_messages import loss_message
@@ -37,6 +38,23 @@ def test_a_sparse_array_is_one_with_zeros() -> None:
     tensor.shape[1] = 2**40
     with pytest.raises(SpecError, match=r"weights: it is no sparse array"):
         checked(message)
+    tensor.shape[:], tensor.sparse_csr.crow_indices = [-1, 2], b""
+    with pytest.raises(SpecError, match=r"weights: it is no sparse array"):
+        checked(message)
+
+
+def test_sparse_targets_are_counted_before_they_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their result would be larger than one may be, and the ranks would end with it."""
+    ids, array = np.arange(8), np.zeros((8, 2), np.int64)
+    message = loss_message(1, [(ids, {"target_tokens": array})] * 3)
+    for datum in message.data:
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.sparse_csr.crow_indices = np.zeros(9, "<i8").tobytes()
+    monkeypatch.setattr(loss_calls, "MOST_TARGETS", 48)
+    assert len(checked(message).data) == 3
+    monkeypatch.setattr(loss_calls, "MOST_TARGETS", 47)
+    with pytest.raises(SpecError, match=r"data: 48 target tokens in one call; at most 47 are possible"):
+        checked(message)
 
 
 Change = Callable[[pb.ForwardBackwardRequest], object]
@@ -45,6 +63,12 @@ Change = Callable[[pb.ForwardBackwardRequest], object]
 def _array(message: pb.ForwardBackwardRequest, name: str, values: list[float]) -> None:
     tensor = message.data[0].loss_fn_inputs[name]
     tensor.dense, tensor.dtype = np.array(values, "<f4").tobytes(), pb.DTYPE_FLOAT32
+
+
+def _shape(message: pb.ForwardBackwardRequest, shape: list[int], body: bytes) -> None:
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.dense = body
+    tensor.shape[:] = shape
 
 
 WRONG: dict[str, Change] = {
@@ -62,6 +86,12 @@ WRONG: dict[str, Change] = {
     ),
     r"data\.0\.model_input: 5 bytes are no int32": lambda m: setattr(m.data[0].model_input[0].encoded_text, "tokens", b"12345"),
     r"target_tokens: it is missing": lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"),
+    r"target_tokens: a value is not a whole number": lambda m: _array(m, "target_tokens", [6.0, float("nan"), 8.0]),
+    r"0\.loss_fn_inputs\.target_tokens: a value is not a whole number": lambda m: _array(
+        m, "target_tokens", [6.0, float("inf"), 8.0]
+    ),
+    r"weights: 0 numbers for the shape \[0, 4611686018427387904\]": lambda m: _shape(m, [0, 2**62], b""),
+    r"weights: 1 numbers for the shape \[1, 1, 1, 1, 1, 1, 1, 1\]": lambda m: _shape(m, [1] * 70, b"four"),
     r"weights: its shape is \[2\]": lambda m: (
         _array(m, "weights", [1.0, 2.0]) or m.data[0].loss_fn_inputs["weights"].ClearField("shape")
     ),

@@ -14,7 +14,16 @@ from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import OutcomeKind, Result
 from ft_service.tinker.commands import Command, CommandLog
-from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key, samplers_of, saved_weights
+from ft_service.tinker.saved_weights import (
+    PROBES,
+    SamplerProbes,
+    WeightsOptions,
+    options_of,
+    sampler_key,
+    samplers_of,
+    saved_weights,
+    set_options,
+)
 from tests.support.training.attempts import adapter, losses, run_attempt
 from tests.support.training.commands import ADAM, Script, attempt_until, examples, loop_spec
 from tests.support.training.models import reference, save_chat_base
@@ -225,8 +234,12 @@ def test_saved_weights_are_loaded_with_their_optimizer_or_without(
     script = Script(saving)
     script.losses(examples(8, seed=1))
     script.step()
-    saved = script.add("save_weights", {"name": "one", "path": "tinker://m/weights/one"})
-    sampler = script.add("save_weights_for_sampler", {"name": "sampled", "path": "tinker://m/sampler_weights/sampled"})
+    for earlier in ("weights/one", "weights/later", "sampler_weights/sampled"):  # of weights that were deleted
+        set_options(saving, earlier, WeightsOptions(public=True, expires_at=1.0))
+    own = {"ttl_seconds": 3600, "user_metadata": {"epoch": "1"}}
+    saved = script.add("save_weights", {"name": "one", "path": "tinker://m/weights/one", **own})
+    sampler = script.add("save_weights_for_sampler", {"name": "sampled", "path": "tinker://m/sampler_weights/sampled", **own})
+    script.add("save_weights", {"name": "one", "path": "tinker://m/weights/one", "user_metadata": {"of": "a refused one"}})
     for seed in (5, 6, 7):
         script.losses(examples(2, seed=seed))
         script.step()
@@ -238,6 +251,12 @@ def test_saved_weights_are_loaded_with_their_optimizer_or_without(
     assert [weights.name for weights in saved_weights(saving)] == ["one", "later"]
     assert {weights.checkpoint for weights in saved_weights(saving)} <= set(complete_checkpoints(saving)), "not pruned"
     assert samplers_of(saving) == ["sampled"]
+    for checkpoint_id in ("weights/one", "sampler_weights/sampled"):
+        options = options_of(saving, checkpoint_id)
+        assert (options.public, options.user_metadata) == (False, {"epoch": "1"})
+        assert options.expires_at is not None
+        assert options.expires_at > 3600
+    assert options_of(saving, "weights/later") == WeightsOptions()
     probes = SamplerProbes.model_validate_json(saving.path(f"{sampler_key('sampled')}/{PROBES}").read_text())
     assert len(probes.probes) > 0
 

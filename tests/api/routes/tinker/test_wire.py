@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossRequest, write_output
 from ft_service.tinker.names import KEY_PREFIX, job_id_of
-from ft_service.tinker.saved_weights import SavedWeights
+from ft_service.tinker.saved_weights import SavedWeights, WeightsOptions, options_of
 from tests.support.rest.service import TRAINING, Service, put_state, run_dir, wait_until
 from tests.support.training.loss_messages import loss_message
 
@@ -215,6 +216,30 @@ def test_saved_weights_have_limits(service: Service, ranks: Ranks, monkeypatch: 
     service.store.projects.update_project("default", limits={"max_bytes": None})
     monkeypatch.setattr(tinker_models, "MOST_SAVED", 2)
     assert "has 2 saved weights" in save(ranks.done[-1][1] + 1, "save_weights_for_sampler")["error"]
+
+
+def test_options_are_of_the_weights_that_are_saved(service: Service, ranks: Ranks) -> None:
+    """The ranks write them with the weights; a request that is refused changes nothing, and deleted weights leave none."""
+    model = new_model(service)
+    run = run_dir(service, job_id_of(model))
+    run.write("saved_weights/one.json", SavedWeights(name="one", checkpoint="c", step=1, command=1, created_at=1.0, bytes=6))
+    own = {"ttl_seconds": 3600, "user_metadata": {"epoch": "1"}}
+    result(service, post(service, "save_weights", {"model_id": model, "seq_id": 1, "path": "one", **own}))
+    command = CommandLog(run).command(1)
+    assert command is not None
+    assert command.options.items() >= own.items()
+    assert options_of(run, "weights/one") == WeightsOptions()
+    checkpoint = f"training_runs/{model}/checkpoints/weights/one"
+    assert send(service, "POST", f"{checkpoint}/publish").status_code == 204
+    assert options_of(run, "weights/one").public
+    assert send(service, "DELETE", checkpoint).status_code == 204
+    assert options_of(run, "weights/one") == WeightsOptions()
+
+
+def test_metadata_that_is_no_text_is_refused_by_its_number(service: Service, ranks: Ranks) -> None:
+    """Without a command of its number, the model would wait for it for ever."""
+    body = json.dumps({"model_id": new_model(service), "seq_id": 1, "path": "one", "user_metadata": {"a": "\ud800"}})
+    assert "user_metadata.a" in result(service, send(service, "POST", "save_weights", content=body))["error"]
 
 
 REFUSED = {

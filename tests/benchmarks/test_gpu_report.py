@@ -108,6 +108,7 @@ def variable_on_rank(rank: int, world: int, name: str) -> str | None:
     return os.environ.get(name)
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_for_the_comparison_alone() -> None:
     program = """
 import sys

@@ -63,6 +63,7 @@ def engines_of(run: RunDir) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1])
 def test_jobs_share_an_engine(server: Server, ranks: int, tmp_path: Path) -> None:
     client = server.client()

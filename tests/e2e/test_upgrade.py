@@ -204,6 +204,7 @@ def test_a_job_that_had_not_begun_runs_to_its_end(client: openai.OpenAI, old: Ol
     assert sorted(losses_of(client, job.id)) == old.steps("queued")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_old_version_becomes_an_adapter(client: openai.OpenAI, old: OldHome, tmp_path: Path) -> None:
     checkpoint = client.fine_tuning.jobs.checkpoints.list(old.job_id("paused")).data[0].id
     path = f"/fine_tuning/jobs/{old.job_id('paused')}/checkpoints/{checkpoint}/adapter"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +96,12 @@ EXPERT_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def some(cases: Collection[str], *often: str) -> list[Any]:
+    """The cases, of which all but these are slow."""
+    assert set(often) <= set(cases)
+    return [case if case in often else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def spec_of(folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], family: str = "llama") -> JobSpec:
     world, changes, options = case
     samples = options.get("samples", 4)
@@ -115,7 +121,9 @@ def spec_of(folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], fami
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", some(CASES, "bf16", "bf16, large vocabulary", "nf4, full", "selective, large vocabulary", "two ranks")
+)
 def test_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> None:
     """To 2 % on one rank: smaller things, such as the means of norms, are not counted. Two micro-batches, so that the gradients
     of one are there in the other.
@@ -127,7 +135,7 @@ def test_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> 
         assert planned == pytest.approx(measured, rel=0.02 if spec.world_size == 1 else 0.08, abs=hashed)
 
 
-@pytest.mark.parametrize("case", EXPERT_CASES)
+@pytest.mark.parametrize("case", some(EXPERT_CASES, "none", "selective", "stacks with adapters", "shared, full"))
 def test_the_planned_peak_of_experts_is_that_of_live_tensors(case: str, tmp_path: Path) -> None:
     """To 2 %. Of most cases the results of all of a token's experts, which their shares multiply, are a fifth and more."""
     family, changes, options = EXPERT_CASES[case]
@@ -184,7 +192,7 @@ FUSED_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", FUSED_CASES)
+@pytest.mark.parametrize("case", some(FUSED_CASES, "bf16", "bf16, norms of heads", "nf4, full", "experts"))
 def test_with_fused_kernels_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> None:
     """To 3 %, by kernels that keep for the backward what those of a GPU keep. Each kind of parts that they compute saves more
     than that.

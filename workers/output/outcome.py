@@ -83,8 +83,8 @@ def use_best(run: RunDir, spec: JobSpec, job: JobState, warn: Callable[[str], No
         checkpoint.restore(job, run, chosen, spec)
     if best_step in (0, job.step):
         return PublishedStep(chosen, steps, tokens)
-    instead = f"the adapter of step {job.step} is published instead"
-    warn(f"The best step, {best_step}, has no intact checkpoint ({why or 'it could not be written'}): {instead}.")
+    why = why or "it could not be written"
+    warn(f"The best step, {best_step}, has no intact checkpoint ({why}): the adapter of step {job.step} is published instead.")
     return PublishedStep(chosen, steps, tokens, " of those with an intact checkpoint")
 
 

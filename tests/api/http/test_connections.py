@@ -141,8 +141,9 @@ def test_headers_that_never_end_are_ended_at_a_size(start: bytes) -> None:
     with serving(most=10, header_bytes=2000) as connect:
         connection = connect()
         connection.sendall(start)
-        for _ in range(start.count(b"\r\n\r\n")):
-            assert answer(connection).startswith(b"HTTP/1.1 200 ")
+        said = b""
+        while said.count(b"HTTP/1.1 200 ") < start.count(b"\r\n\r\n"):  # both answers may arrive at once
+            said += answer(connection)
         connection.sendall(b"a" * 1000)
         time.sleep(0.02)
         connection.sendall(b"a" * 1001)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import importlib.util, sys
 from workers.patches.absent_torchao import keep_torchao_out
@@ -19,6 +21,7 @@ print(is_torchao_available(), known_to_peft(), sys.modules["torchao"])
 """
 
 
+@pytest.mark.slow
 def test_transformers_and_peft_do_without_torchao() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "False False None"), done.stderr

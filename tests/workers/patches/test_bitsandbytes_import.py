@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 WITH = "import workers, torch"
 WITHOUT = """
 import torch
@@ -32,6 +34,7 @@ def test_the_compiler_is_not_loaded_and_torch_is_as_it_was() -> None:
     assert found == "False False torch torch.cuda"
 
 
+@pytest.mark.slow
 def test_bitsandbytes_compiles_at_its_import() -> None:
     """As soon as it no longer does, half of the patch can go."""
     assert "compile" in printed(WITHOUT, "*asked").split()

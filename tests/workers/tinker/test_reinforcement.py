@@ -87,7 +87,8 @@ def on_two(base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return trained(tmp_path_factory.mktemp("two"), base, 2)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_any_number_of_ranks(on_two: RunDir, base: Path, tmp_path: Path, ranks: int) -> None:
     run = trained(tmp_path, base, ranks)
     whole = adapter(on_two)

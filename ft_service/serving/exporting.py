@@ -192,9 +192,11 @@ def _order(job: Job, to: ExportFormat, settings: Settings) -> Path:
 def _waiting(settings: Settings) -> Iterator[tuple[Path, str, str, ExportFormat]]:
     """Requests, oldest first: file, project, job and format. One that is removed while others are made does not come any
     more."""
-    orders: list[tuple[float, Path, str, str, ExportFormat]] = []
+    orders: list[tuple[float, tuple[Path, str, str, ExportFormat]]] = []
     for order in _queue(settings).glob("*@*@*"):
         with contextlib.suppress(ValueError, FileNotFoundError):  # a file that is no order, or was removed
             project_id, job_id, to = order.name.split("@")
-            orders.append((order.stat().st_mtime, order, project_id, job_id, ExportFormat(to)))
-    yield from (request for _, *request in sorted(orders) if request[0].exists())
+            orders.append((order.stat().st_mtime, (order, project_id, job_id, ExportFormat(to))))
+    for _, request in sorted(orders):
+        if request[0].exists():
+            yield request

@@ -115,7 +115,9 @@ def base_digest(folder: str | Path) -> str:
 
 def storage_key(face: Tensor, shape: Sequence[int]) -> str:
     """A weight's storage as part of a key. `face`: any part of the weight; `shape`: of the whole weight."""
-    kind = type(face).__name__ if isinstance(face, RowQuantized) else "plain"
+    # "exact": entries that say "plain" of what is kept in fp32 were written when a job of one rank rounded it to bf16.
+    plain = "exact" if face.dtype == torch.float32 else "plain"
+    kind = type(face).__name__ if isinstance(face, RowQuantized) else plain
     return f"{kind} {str(face.dtype).removeprefix('torch.')} {list(shape)}"
 
 

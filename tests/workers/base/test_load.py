@@ -68,12 +68,15 @@ KEPT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.moe_statics.e_score
 """In ERNIE's files, in which its routers are in fp32."""
 
 
-def kept_in_fp32(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
-    """The frozen parameters that a rank holds in fp32, after loading to compute in bf16."""
-    model = built_and_sharded(spec, world).peft_model
-    load(model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=CPU)
-    frozen = {name: p.data for name, p in model.named_parameters() if not p.requires_grad}
-    return {base_tensor_name(name): weight for name, weight in frozen.items() if weight.dtype == torch.float32}
+def kept_in_fp32(rank: int, world: int, spec: JobSpec, cache: Cache) -> dict[bool, dict[str, torch.Tensor]]:
+    """The frozen parameters that a rank holds in fp32, after loading to compute in bf16: from the files, and from the cache."""
+    found: dict[bool, dict[str, torch.Tensor]] = {}
+    for _ in range(2):
+        model = built_and_sharded(spec, world).peft_model
+        loaded = load(model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache)
+        frozen = {base_tensor_name(name): p.data for name, p in model.named_parameters() if not p.requires_grad}
+        found[loaded.cached] = {name: weight for name, weight in frozen.items() if weight.dtype == torch.float32}
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -83,10 +86,13 @@ def test_what_the_model_keeps_in_fp32_is_whole_and_exact_on_every_rank(ranks: in
     tensors = load_file(path)
     tensors |= {name: torch.randn_like(tensors[name].float()) for name in KEPT}
     save_file(tensors, path, {"format": "pt"})
-    for held in run_on_ranks(kept_in_fp32, ranks, spec_for(tmp_path, ranks=ranks, lora={"target_modules": ["q_proj"]})):
-        gate, bias = (held[f"model.layers.1.mlp.gate.{name}"] for name in ("weight", "moe_statics.e_score_correction_bias"))
-        assert torch.equal(gate, tensors[KEPT[0]])
-        assert torch.equal(bias, tensors[KEPT[1]])
+    spec = spec_for(tmp_path, ranks=ranks, precision={"default": "nf4"}, lora={"target_modules": ["q_proj"]})
+    for found in run_on_ranks(kept_in_fp32, ranks, spec, Cache(tmp_path / "cache", limit=2**30)):
+        assert found.keys() == {False, True}
+        for held in found.values():
+            gate, bias = (held[f"model.layers.1.mlp.gate.{name}"] for name in ("weight", "moe_statics.e_score_correction_bias"))
+            assert torch.equal(gate, tensors[KEPT[0]])
+            assert torch.equal(bias, tensors[KEPT[1]])
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------------

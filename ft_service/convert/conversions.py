@@ -191,6 +191,50 @@ def bf16(value: Any, source: Source) -> Verdict:
     return Taken({"precision.compute": "fp32"})
 
 
+# What is learned, and the rows of a batch -----------------------------------------------------------------------------------
+
+_ANSWERS_ONLY = ("assistant_only_loss", "completion_only_loss")
+
+
+def _is_on(source: Source, *names: str) -> bool:
+    return any(as_plain(source.get(name)) not in OFF for name in names)
+
+
+def learned(value: Any, source: Source) -> Verdict:
+    """TRL's two options: if either is on only answers are learned, whatever the other says."""
+    if _is_on(source, *_ANSWERS_ONLY):
+        return NoEffect("the assistant's tokens are what is learnt; messages with weight: 0 are left out")
+    return Taken({"training.train_on": "everything"})
+
+
+def _learns_whole(source: Source) -> bool:
+    """Whether samples are learned as a whole, which are documents here."""
+    if source.method != "supervised":
+        return False
+    if source.tool in ("TRL", "Unsloth"):
+        return not _is_on(source, *_ANSWERS_ONLY)
+    data = source.get("datasets")
+    kinds = [one.get("type") if isinstance(one, Mapping) else None for one in data] if isinstance(data, list) else []
+    return _is_on(source, "train_on_inputs", "train_on_prompt") or (bool(kinds) and all(kind == "completion" for kind in kinds))
+
+
+def packing(value: Any, source: Source) -> Verdict:
+    """A packed row counts as one sample of a batch there, and here only if it holds documents."""
+    if as_plain(value) in OFF:
+        return NoEffect("samples are packed without seeing each other: results are those of padded ones")
+    if source.method == "supervised" and not _learns_whole(source):
+        return ToDo(
+            "a packed row counted as one sample of the batch there, and here every sample in it counts: multiply "
+            "training.batch_size by the samples that fill a row (training.max_length by their mean length in `ft data stats`)"
+        )
+    return Taken({"training.packing": True})
+
+
+def unpacked(value: Any, source: Source) -> Verdict:
+    """The tools' default, which is stated for documents: packed ones count as rows in a batch."""
+    return Taken({"training.packing": False}) if _learns_whole(source) else NOT_SET
+
+
 # Preferences ----------------------------------------------------------------------------------------------------------------
 
 _LOSSES = "for losses on pairs, dpo has sigmoid, ipo and sigmoid_norm, and sft as rpo_alpha in addition"

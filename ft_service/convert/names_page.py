@@ -44,7 +44,9 @@ What all of them have in common:
   mixture of data sets, or a part of one, into one file first.
 - **A step** is `training.batch_size` samples over all ranks: another tool's micro-batch times accumulation times processes. The
   memory decides how many samples go through the model at once.
-- **Packing** is on, and no sample sees another: the results are those of padded samples.
+- **Packing** is on, and no sample sees another: the results are those of padded samples. Where other tools pack, a row counts
+  as one sample of their batch; here every sample in it counts. Only packed [documents](data.md#documents) count as rows, so
+  where all of a sample is learned and the tool did not pack, the SPEC says `packing: false`.
 """
 
 _WORDS: Mapping[type, str] = {

@@ -492,12 +492,46 @@ def test_a_batch_that_the_file_does_not_say_whole_is_to_be_done(tmp_path: Path) 
     assert isinstance(verdicts(both)["deepspeed.gradient_accumulation_steps"], Taken)
 
 
-@pytest.mark.parametrize("body", [{"packing": True, "dataset_name": "d"}, {"sample_packing": True, "base_model": "b"}])
-def test_packing_is_known_by_the_names_of_other_tools(body: dict[str, Any], tmp_path: Path) -> None:
-    found = converted(tmp_path, {"output_dir": "out", "learning_rate": 1e-4, "bf16": True, **body})
-    assert found.body["training"]["packing"] is True
-    off = verdicts(converted(tmp_path, {"learning_rate": 1e-4, "bf16": True, **body, next(iter(body)): False}))
-    assert isinstance(off[next(iter(body))], NoEffect)
+@pytest.mark.parametrize(
+    ("tool", "option", "whole", "answers"),
+    [
+        ("trl", "packing", {}, {"assistant_only_loss": True}),
+        ("unsloth", "packing", {"completion_only_loss": False}, {"completion_only_loss": True}),
+        ("axolotl", "sample_packing", {"train_on_inputs": True}, {"train_on_inputs": False}),
+        ("axolotl", "sample_packing", {"datasets": [{"path": "d", "type": "completion"}]}, {"datasets": [{"path": "d"}]}),
+        ("llama_factory", "packing", {"train_on_prompt": True}, {}),
+        ("llama_factory", "neat_packing", {"train_on_prompt": True}, {}),
+    ],
+)
+def test_a_batch_has_as_many_samples_as_there(
+    tool: str, option: str, whole: dict[str, Any], answers: dict[str, Any], tmp_path: Path
+) -> None:
+    """Packed rows count as samples there, whatever they hold; here only those of what is learned whole do."""
+    file = TRAINED[tool] | {"learning_rate": 1e-4}
+    assert converted(tmp_path, file | whole | {option: True}).body["training"]["packing"] is True
+    for off in ({}, {option: False}):
+        assert converted(tmp_path, file | whole | off).body["training"]["packing"] is False
+        assert "packing" not in converted(tmp_path, file | answers | off).body["training"]
+    packed = verdicts(converted(tmp_path, file | answers | {option: True}))[option]
+    assert isinstance(packed, ToDo)
+    assert "multiply training.batch_size by the samples that fill a row" in packed.reason
+
+
+@pytest.mark.parametrize("tool", ["trl", "unsloth"])
+@pytest.mark.parametrize(
+    ("options", "train_on"),
+    [
+        ({}, "everything"),
+        ({"assistant_only_loss": False}, "everything"),
+        ({"assistant_only_loss": False, "completion_only_loss": False}, "everything"),
+        ({"assistant_only_loss": False, "completion_only_loss": True}, None),
+        ({"assistant_only_loss": True, "completion_only_loss": False}, None),
+    ],
+)
+def test_answers_alone_are_learned_if_either_option_says_so(
+    tool: str, options: dict[str, bool], train_on: str | None, tmp_path: Path
+) -> None:
+    assert converted(tmp_path, TRAINED[tool] | options).body["training"].get("train_on") == train_on
 
 
 @pytest.mark.parametrize(

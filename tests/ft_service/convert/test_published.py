@@ -166,8 +166,8 @@ def converted(folder: Path, body: dict[str, Any], **asked: Any) -> Conversion:
     [
         (FACTORY, "a config of LLaMA-Factory, stage: sft", ["dataset", "max_samples"]),
         (FACTORY_DPO, "a config of LLaMA-Factory, stage: dpo", ["max_samples"]),
-        (AXOLOTL, "a config of Axolotl, supervised, since rl is not given", ["datasets"]),
-        (GPT_OSS, "a config of Axolotl, supervised, since rl is not given", ["datasets", "eot_tokens"]),
+        (AXOLOTL, "a config of Axolotl, supervised, since rl is not given", ["datasets", "sample_packing"]),
+        (GPT_OSS, "a config of Axolotl, supervised, since rl is not given", ["datasets", "sample_packing", "eot_tokens"]),
         (LLAMA_DPO, "a config of Axolotl, rl: dpo", ["special_tokens.eos_token", "load_in_8bit", "datasets"]),
         (TRL, "a config of TRL, taken as supervised, since it says nothing of DPO or GRPO", ["use_peft"]),
         (ZEPHYR, "a config of TRL, taken as DPO's, since it says beta", ["dataset_splits", "max_prompt_length"]),
@@ -209,6 +209,7 @@ def test_the_defaults_of_trl_and_of_axolotl_are_their_own(tmp_path: Path) -> Non
     assert supervised.open() == []
     assert supervised.body["training"] == {
         **{"batch_size": 8, "warmup_ratio": 0.0, "learning_rate": 2e-5, "max_length": 1024, "train_on": "everything"},
+        "packing": False,
     }
     assert supervised.body["lora"] == {"lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
     dpo = converted(tmp_path, trl, method="dpo")
@@ -218,7 +219,7 @@ def test_the_defaults_of_trl_and_of_axolotl_are_their_own(tmp_path: Path) -> Non
     assert mean.body["method"]["dpo"]["hyperparameters"] == {"loss_type": "sigmoid_norm", "beta": 0.1}, "5 is usual here"
     axolotl = converted(tmp_path, {"base_model": "base", "adapter": "lora", "learning_rate": 1e-4, "sample_packing": True})
     assert axolotl.body["training"] == {
-        **{"learning_rate": 1e-4, "packing": True, "n_epochs": 1, "batch_size": 1, "lr_scheduler_type": "cosine"},
+        **{"learning_rate": 1e-4, "n_epochs": 1, "batch_size": 1, "lr_scheduler_type": "cosine"},
         "max_length": 512,
     }
 
@@ -332,7 +333,7 @@ def test_what_changes_the_data_is_to_be_done_with_what_it_was(tmp_path: Path) ->
     ):
         assert name in converted(tmp_path, body).open()
     plain = converted(tmp_path, AXOLOTL | {"datasets": [{"path": "org/data", "type": "chat_template"}]})
-    assert plain.open() == []
+    assert plain.open() == ["sample_packing"]
     assert "it was datasets: org/data" in plain.spec_yaml()
 
 

@@ -238,7 +238,16 @@ def unpacked(value: Any, source: Source) -> Verdict:
 # Preferences ----------------------------------------------------------------------------------------------------------------
 
 _LOSSES = "for losses on pairs, dpo has sigmoid, ipo and sigmoid_norm, and sft as rpo_alpha in addition"
+_TRL_DROPOUT = 0.05
+"""Of ModelConfig."""
 _OTHER_METHODS = ("kto", "simpo", "orpo", "cpo", "kto_pair", "apo_zero_unpaired")
+
+
+def adapter_dropout(value: Any, source: Source) -> Verdict:
+    """TRL's DPO sets every dropout to 0, the adapter's too, unless disable_dropout is false. None: TRL's default."""
+    if source.method == "dpo" and as_plain(source.get("disable_dropout", True)) is not False:
+        return NoEffect("disable_dropout, which is on unless it says false, makes it 0 there too")
+    return Taken({"lora.lora_dropout": _TRL_DROPOUT if value is None else value})
 
 
 def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:

@@ -121,6 +121,7 @@ def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _COMPUTED = {
+    "adapter_dropout": "0.05 (supervised), 0 (dpo, where disable_dropout is on)",
     "batch_size": "{} x 1 x your number of GPUs",
     "prompts_of_step": "{} x 1 x your number of GPUs, divided by `num_generations`",
     "prompt_length": "the longest prompt and the longest answer: 1024",

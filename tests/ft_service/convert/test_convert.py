@@ -517,6 +517,21 @@ def test_a_batch_has_as_many_samples_as_there(
     assert "multiply training.batch_size by the samples that fill a row" in packed.reason
 
 
+@pytest.mark.parametrize(
+    ("options", "dropout"),
+    [
+        ({"assistant_only_loss": True}, 0.05),
+        ({"assistant_only_loss": True, "lora_dropout": 0.1}, 0.1),
+        ({"beta": 0.1}, None),
+        ({"beta": 0.1, "lora_dropout": 0.1, "disable_dropout": True}, None),
+        ({"beta": 0.1, "disable_dropout": False}, 0.05),
+        ({"beta": 0.1, "lora_dropout": 0.1, "disable_dropout": False}, 0.1),
+    ],
+)
+def test_dropout_is_off_in_dpo_as_in_trls(options: dict[str, Any], dropout: float | None, tmp_path: Path) -> None:
+    assert converted(tmp_path, TRAINED["trl"] | options).body["lora"].get("lora_dropout") == dropout
+
+
 @pytest.mark.parametrize("tool", ["trl", "unsloth"])
 @pytest.mark.parametrize(
     ("options", "train_on"),

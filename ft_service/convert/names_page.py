@@ -40,8 +40,9 @@ these names too: for `lora.rank` they answer that it is called `lora.r` here.
 What all of them have in common:
 
 - **Data** is one training file and optionally one for validation, in any of [these formats](data.md), with columns of other
-  names under `data`. The base's own chat template renders chats, and the model learns the assistant's messages. Write a
-  mixture of data sets, or a part of one, into one file first.
+  names under `data`. The base's own chat template renders chats, and the model learns the assistant's messages. Preference
+  pairs of strings, bare text in TRL, are chats of one turn here. Write a mixture of data sets, or a part of one, into one
+  file first.
 - **A step** is `training.batch_size` samples over all ranks: another tool's micro-batch times accumulation times processes. The
   memory decides how many samples go through the model at once.
 - **Packing** is on, and no sample sees another: the results are those of padded samples. Where other tools pack, a row counts

@@ -1,7 +1,8 @@
 """Lines of a preference file: a conversation, and two answers to it of which one is preferred.
 
     {"input": {"messages": […], "tools": […]}, "preferred_output": […], "non_preferred_output": […]}     OpenAI's format
-    {"prompt": …, "chosen": …, "rejected": …}     TRL's format: texts, or lists of messages; without a prompt, chosen and
+    {"prompt": …, "chosen": …, "rejected": …}     TRL's format: lists of messages, or texts, which are a user's message and
+                                                  its answers (bare text in TRL); without a prompt, chosen and
                                                   rejected are whole conversations that begin alike
 
 Each line becomes two samples that begin with the same conversation; only the answers are learned.

@@ -180,8 +180,8 @@ class TrainingOptions(Strict):
     adam_epsilon: Annotated[Number, Field(gt=0, le=1)] = 1e-8
     """What AdamW adds to the root of the mean of squares, by which it divides: gradients below it make small steps."""
     loraplus_lr_ratio: Annotated[Number, Field(gt=0, le=1000)] | None = None
-    """LoRA+: learning rate of the matrices B, which start as zeros, as a multiple of A's; None: 1. Its paper uses 16 and more,
-    with a lower learning_rate."""
+    """LoRA+: learning rate of the matrices B, which start as zeros, and of DoRA's magnitudes, as a multiple of A's; None: 1.
+    Its paper uses 16 and more, with a lower learning_rate."""
     neftune_noise_alpha: Annotated[Number, Field(gt=0, le=1000)] | None = None
     """NEFTune: uniform noise on the embeddings during training, between -a and a, with a = this / sqrt(tokens of the sample
     times width); its paper uses 5 to 15. Seed, step and sample decide it, on any number of ranks. None: off."""

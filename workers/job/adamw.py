@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ft_service.bases.adapter_names import MAGNITUDE
 from ft_service.spec import TrainingOptions
 
 
@@ -38,7 +39,8 @@ class AdamW:
     """The moments of fp32 parameters, and what is done with a gradient. Which parameters are sharded must not change."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: AdamOptions, ratio_of_b: float = 1.0) -> None:
-        """`options`: of steps that have none of their own. `ratio_of_b`: LoRA+'s, by which the matrices B learn faster."""
+        """`options`: of steps that have none of their own. `ratio_of_b`: LoRA+'s, by which the matrices B learn faster,
+        and DoRA's magnitudes, as PEFT has it."""
         self._parameters = dict(parameters)
         self._ratio_of_b = ratio_of_b
         self._options = options
@@ -61,7 +63,7 @@ class AdamW:
         for i, (name, p) in enumerate(self._parameters.items()):
             if p.grad is not None and _local(p.grad).numel() > 0:
                 moments = _local(self.exp_avg[name]), _local(self.exp_avg_sq[name])
-                ratio = self._ratio_of_b if ".lora_B." in name else 1.0
+                ratio = self._ratio_of_b if ".lora_B." in name or f".{MAGNITUDE}." in name else 1.0
                 rows.setdefault(ratio, []).append((_local(p), _local(p.grad), *moments, steps[i]))
         norm = global_norm(self._parameters.values(), self.steps.device)
         for ratio, alike in rows.items():

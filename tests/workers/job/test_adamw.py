@@ -17,14 +17,17 @@ from workers.job.training_state import JobState, Validations
 
 @torch.no_grad()
 def test_the_matrices_b_learn_faster_with_lora_plus() -> None:
-    """Against torch's own AdamW with a group for each kind."""
-    names = ("x.lora_A.default.weight", "x.lora_B.default.weight")
-    ours, theirs = ([nn.Parameter(value) for value in values(0)[:2]] for _ in range(2))
+    """And magnitudes, as in PEFT's create_loraplus_optimizer; against torch's own AdamW with a group for each kind."""
+    names = (
+        *("x.lora_A.default.weight", "x.lora_B.default.weight", "x.lora_magnitude_vector.default.weight"),
+        "embed_tokens.weight",
+    )
+    ours, theirs = ([nn.Parameter(value) for value in values(0)] for _ in range(2))
     job = JobState(dict(zip(names, ours, strict=True)), TrainingOptions(weight_decay=0.1, loraplus_lr_ratio=16))
-    groups = [{"params": [theirs[0]], "lr": 1e-3}, {"params": [theirs[1]], "lr": 16e-3}]
+    groups = [{"params": [theirs[0], theirs[3]], "lr": 1e-3}, {"params": [theirs[1], theirs[2]], "lr": 16e-3}]
     stock = torch.optim.AdamW(groups, weight_decay=0.1, fused=True)
     for step in (1, 2):
-        for mine, stocks, gradient in zip(ours, theirs, values(step), strict=False):
+        for mine, stocks, gradient in zip(ours, theirs, values(step), strict=True):
             mine.grad, stocks.grad = gradient.clone(), gradient.clone()
         torch.nn.utils.clip_grad_norm_(theirs, 1.0)
         stock.step()

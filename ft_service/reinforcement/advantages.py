@@ -31,7 +31,7 @@ def advantages(rewards: Sequence[float | None], scale: Literal["none", "group"])
 
 def weights(lengths: Sequence[int], loss_type: Literal["dapo", "grpo", "dr_grpo"], longest: int) -> list[float]:
     """The weight of each token of an answer in the step's loss, which is a sum. `lengths`: tokens of all answers of the step
-    with a reward, also of those whose advantage is 0; `longest`: most tokens of an answer.
+    with a reward, also of those whose advantage is 0; 0 for those that are left out; `longest`: most tokens of an answer.
 
     dapo: one over all tokens (Yu et al., DAPO, 2025, equation 8). grpo: one over answers times the answer's tokens
     (DeepSeekMath, equation 3). dr_grpo: one over answers times the most tokens (Dr. GRPO, section 3.2).

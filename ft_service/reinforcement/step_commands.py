@@ -109,20 +109,24 @@ def save_command(seq: int, after: int) -> Command:
 
 
 def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> Iterator[pb.Datum]:
-    """The answers whose advantage is not 0. The loss is a mean over all that have a reward, those that it leaves out as they
-    were cut off included, as TRL has it."""
+    """The answers whose advantage is not 0. Of those that the loss leaves out since they were cut off it is a mean over the
+    answers, but not over their tokens, as TRL has it."""
+
+    def is_left_out(answer: SampledAnswer) -> bool:
+        return options.mask_truncated_completions and answer.truncated
+
     counted = [answer for answer in record.answers if answer.reward is not None and answer.tokens]
     weight_of = dict(
         zip(
             map(id, counted),
-            weights([len(answer.tokens) for answer in counted], options.loss_type, longest),
+            weights([0 if is_left_out(a) else len(a.tokens) for a in counted], options.loss_type, longest),
             strict=True,
         )
     )
     for group in record.groups:
         own = advantages(group.rewards, options.scale_rewards)
         for answer, advantage in zip(group.answers, own, strict=True):
-            if id(answer) not in weight_of or (options.mask_truncated_completions and answer.truncated):
+            if id(answer) not in weight_of or is_left_out(answer):
                 continue
             of_tokens = np.full(len(answer.tokens), advantage)
             if options.beta and answer.reference is not None:

@@ -87,8 +87,9 @@ class ReinforcementHyperparameters(Hyperparameters):
     beta: Annotated[Number, Field(ge=0, le=100)] = 0.0
     """Weight of the KL divergence from the model that training starts from, subtracted from each token's advantage. 0: off."""
     mask_truncated_completions: bool = False
-    """Whether answers that were cut off are left out of the loss (DAPO's overlong filtering). They stay in the group's mean,
-    and in the number of tokens or answers that the loss is the mean over, as in TRL."""
+    """Whether answers that were cut off are left out of the loss (DAPO's overlong filtering). They stay in the group's mean
+    and in the number of answers that the loss is the mean over; with loss_type dapo it is the mean over the other answers'
+    tokens. So it is in TRL."""
     steps_ahead: Annotated[int, Field(ge=0, le=1)] = 0
     """1: the answers of a step are sampled while the step before is trained, from weights that are one step older."""
     keep_rollouts: Annotated[int, Field(ge=2, le=1_000_000)] = 100

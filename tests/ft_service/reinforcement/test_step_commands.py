@@ -93,9 +93,10 @@ def test_answers_that_count_for_nothing() -> None:
     answers = [answer([11], 1.0), answer([12, 13], 0.0, truncated=True), answer([14], None)]
     found = record(1, [group(0, answers)], first_seq=2)
     assert advantages_of(found) == [pytest.approx([0.5 / 3]), pytest.approx([-0.5 / 3] * 2)]
-    # The answer that is left out stays in what the loss is the mean over, as in TRL: 3 tokens, or 2 answers.
-    masked = [(loss, advantages_of(found, loss_type=loss, mask_truncated_completions=True)) for loss in ("dapo", "grpo")]
-    assert masked == [("dapo", [[pytest.approx(0.5 / 3)]]), ("grpo", [[pytest.approx(0.5 / 2)]])]
+    # Of the answer that is left out the tokens do not count, but it stays one of two answers, as in TRL.
+    masked = {"mask_truncated_completions": True, "max_completion_length": 10}
+    for loss, weight in (("dapo", 1.0), ("grpo", 0.5), ("dr_grpo", 0.05)):
+        assert advantages_of(found, loss_type=loss, **masked) == [[pytest.approx(0.5 * weight)]], loss
 
 
 def test_divergence_from_the_start_is_part_of_the_advantage() -> None:

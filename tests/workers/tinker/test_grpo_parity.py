@@ -23,15 +23,16 @@ LONGEST = 20
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("scale_rewards", ["none", "group"])
-def test_it_is_trls_gradient(tmp_path: Path, loss_type: str, scale_rewards: str) -> None:
+@pytest.mark.parametrize(("scale_rewards", "left_out"), [("none", ()), ("group", ()), ("group", (0, 4))])
+def test_it_is_trls_gradient(tmp_path: Path, loss_type: str, scale_rewards: str, left_out: tuple[int, ...]) -> None:
+    """`left_out`: answers that were cut off, with mask_truncated_completions."""
     pytest.importorskip("trl")
     base = save_chat_base(tmp_path / "base")
     options = {"batch_size": 1, "num_generations": 6, "loss_type": loss_type, "scale_rewards": scale_rewards}
     spec = rollout_spec(
         base,
         save_prompts(tmp_path / "prompts.jsonl", 2),
-        {**options, "max_completion_length": LONGEST},
+        {**options, "max_completion_length": LONGEST, "mask_truncated_completions": bool(left_out)},
         training={"max_length": 60},
         lora={"r": 4},
         precision={"default": "bf16", "compute": "fp32"},
@@ -41,7 +42,9 @@ def test_it_is_trls_gradient(tmp_path: Path, loss_type: str, scale_rewards: str)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
-    own = record(1, random_groups(1, 6, VOCABULARY, seed=4), first_seq=2)
+    [group] = random_groups(1, 6, VOCABULARY, seed=4)
+    answers = [answer.model_copy(update={"truncated": i in left_out}) for i, answer in enumerate(group.answers)]
+    own = record(1, [group.model_copy(update={"answers": answers})], first_seq=2)
     [command] = [c for c in commands_of(own, spec, RolloutSchedule.of(spec, 2, 0)) if c.op == "forward_backward"]
     call = LossRequest.parse(command.body).call(vocabulary=VOCABULARY, longest=60)
     loss, _, _ = loss_and_logprobs(model, make_loss_batch(call.data, torch.device("cpu"), packed=False), call)
@@ -91,7 +94,8 @@ def trl_loss(model: Any, own: StepRecord, folder: Path, loss_type: str, scale_re
     lengths = [len(answer.tokens) for answer in group.answers]
     most = max(lengths)
     tokens = torch.tensor([[*answer.tokens, *[0] * (most - len(answer.tokens))] for answer in group.answers])
-    mask = torch.tensor([[1] * length + [0] * (most - length) for length in lengths])
+    kept = zip(lengths, (not answer.truncated for answer in group.answers), strict=True)
+    mask = torch.tensor([[int(counts)] * length + [0] * (most - length) for length, counts in kept])
     sampled = torch.tensor([[*answer.logprobs, *[0.0] * (most - len(answer.logprobs))] for answer in group.answers])
     prompts = torch.tensor([list(group.ids)] * 6)
     inputs: dict[str, Any] = {

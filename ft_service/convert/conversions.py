@@ -113,6 +113,24 @@ def warmup_of_total(value: Any, source: Source) -> Verdict:
     return ToDo(f"the number of steps is not in this file: set training.warmup_ratio to {value} / steps")
 
 
+def stable_decay(value: Any, source: Source) -> Verdict:
+    """Transformers' decay is half a cosine unless it is asked for another."""
+    linear = source.get("lr_scheduler_kwargs.decay_type") == "linear"
+    note = "" if linear else "the decay is linear here, and there a cosine unless decay_type says linear"
+    return Taken({"training.lr_scheduler_type": "warmup_stable_decay"}, note)
+
+
+def decay_steps(value: Any, source: Source) -> Verdict:
+    """The steps of warmup_stable_decay's decay, which are a share here."""
+    total, steps = source.number("max_steps") or 0, as_number(value)
+    if "warmup_stable_decay" not in (source.get("lr_scheduler_type"), source.get("lr_scheduler")):
+        return NoEffect("it belongs to warmup_stable_decay")
+    if total > 0 and steps:
+        ratio = {"training.decay_ratio": round(steps / total, 6)}
+        return Taken({"training.lr_scheduler_type": "warmup_stable_decay"} | ratio)
+    return ToDo(f"the number of steps is not in this file: set training.decay_ratio to {value} / steps")
+
+
 def betas(value: Any, source: Source) -> Verdict:
     """AdamW's two betas in one list."""
     numbers = [as_number(beta) for beta in value] if isinstance(value, list | tuple) else []

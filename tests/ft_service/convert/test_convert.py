@@ -517,6 +517,24 @@ def test_a_batch_has_as_many_samples_as_there(
     assert "multiply training.batch_size by the samples that fill a row" in packed.reason
 
 
+def test_the_decay_of_warmup_stable_decay_is_a_share_of_the_steps(tmp_path: Path) -> None:
+    def of(**options: Any) -> Conversion:
+        schedule = {"lr_scheduler_kwargs": {"num_decay_steps": 100, "min_lr_ratio": 0, **options.pop("more", {})}}
+        return converted(tmp_path, {**ARGUMENTS, **schedule, "lr_scheduler_type": "warmup_stable_decay", **options})
+
+    known = of(max_steps=400, more={"decay_type": "linear"})
+    assert known.open() == []
+    assert known.body["training"].items() >= {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.25}.items()
+    assert "there a cosine" not in known.spec_yaml()
+    assert "there a cosine" in of(max_steps=400).spec_yaml()
+    found = verdicts(of())["lr_scheduler_kwargs.num_decay_steps"]
+    assert found == ToDo("the number of steps is not in this file: set training.decay_ratio to 100 / steps")
+    assert of(max_steps=400, more={"decay_type": "cosine", "min_lr_ratio": 0.1}).open() == [
+        "lr_scheduler_kwargs.decay_type",
+        "lr_scheduler_kwargs.min_lr_ratio",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "dropout"),
     [

@@ -96,7 +96,8 @@ class MetricsSender:
         for integration in self._store.integrations.claim_integrations(self._owner, lease_seconds=LEASE_SECONDS):
             key = (integration.job_id, integration.number)
             if key not in self._running:
-                program = self._program(self._folder / f"{integration.job_id}-{integration.number}")
+                # With a folder of its own: the one before, of a job that was paused, may still be removing its.
+                program = self._program(self._folder / f"{integration.job_id}-{integration.number}-{uuid.uuid4().hex[:8]}")
                 sender = RunSender(self._settings, self._store, self._owner, program, integration)
                 self._running[key] = sender, self._pool.submit(sender.run)
             self._running[key][0].claimed_at = now

@@ -54,8 +54,8 @@ def _open(account: dict[str, Any], run: RunDescription) -> Run:
         place = TrackioAccount(**account)
         place.enter()
         return TrackioRun(place, run)
-    # The SDK and its process make temporary folders, and folders by the run's path, that they leave. Relative, since the path of
-    # a socket, which is one of them, has at most 107 bytes.
+    # The SDK and its process leave temporary folders, and folders by the run's path. The name is relative, since the path of a
+    # socket, which is in one of them, has at most 107 bytes.
     os.chdir(account["folder"])
     os.environ["TMPDIR"] = "."
     from ft_service.control.tracking.wandb_run import Account, WandbRun

@@ -36,7 +36,7 @@ SUCCEEDED = {"state": State.SUCCEEDED, "phase": None, "reason": Reason.SUCCEEDED
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of temporary files of processes that a test starts: trackers' packages leave nothing in it (torch its cache)."""
+    """The folder of temporary files of processes that a test starts: trackers' packages leave nothing in it, torch a cache."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

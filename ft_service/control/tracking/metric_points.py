@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -23,6 +24,7 @@ TAG_LENGTH = 64
 Task = Literal["send", "rest", "end"]
 """send: send what the job reports; rest: wait until the job is resumed; end: send the remaining steps and the outcome."""
 
+_USER = re.compile(r"(?<=://)[^/\s]*@")
 _EXIT_CODE = {State.SUCCEEDED: 0, State.FAILED: 1, State.CANCELLED: 255}
 """Exit codes that W&B shows as finished, failed, and stopped by a user."""
 
@@ -64,14 +66,19 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def run_errors(secret: str | None) -> Iterator[None]:
-    """Raise errors of a tracker's package as RunError, without the secret in their message."""
+    """Raise errors of a tracker's package as RunError, without the secret, and without users of addresses, in their message."""
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = without_users(" ".join(str(error).split()) or type(error).__name__)
         raise RunError((message.replace(secret, "…") if secret else message)[:ERROR_LENGTH]) from None
+
+
+def without_users(text: str) -> str:
+    """Return a text without user and password of the addresses in it: https://user:password@host/ → https://host/."""
+    return _USER.sub("", text)
 
 
 def next_task(job: Job) -> Task:

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from ft_service.control.tracking.metric_points import describe, exit_code, flat, next_task, point, retry_after
+from ft_service.control.tracking.metric_points import (
+    RunError,
+    describe,
+    exit_code,
+    flat,
+    next_task,
+    point,
+    retry_after,
+    run_errors,
+)
 from ft_service.control.tracking.metric_sender import account_of
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
@@ -104,6 +113,12 @@ def test_what_is_to_be_done_follows_the_state(state: State, phase: Phase | None,
 def test_ends_are_told_apart() -> None:
     ends = (State.SUCCEEDED, State.FAILED, State.CANCELLED)
     assert [exit_code(job_of(state=state)) for state in ends] == [0, 1, 255]
+
+
+def test_users_of_addresses_are_left_out_before_a_message_is_cut_off() -> None:
+    with pytest.raises(RunError) as caught, run_errors(None):
+        raise OSError(f"{'x' * 280} http://user:pass@word@there:5000/api failed, write to a@b")
+    assert str(caught.value) == f"{'x' * 280} http://there:5000/a"
 
 
 def test_tries_are_further_apart_each_time_and_end_three_days_after_the_job() -> None:

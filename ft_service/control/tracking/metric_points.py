@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,11 +134,21 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return options as text by dotted name."""
+    """Return options as text by dotted name. What a user's patterns name (precision.overrides) is one option, as JSON."""
     options: dict[str, str] = {}
     for name, value in config.items():
-        options |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": str(value)}
+        if isinstance(value, Mapping) and all(key.isidentifier() for key in value):
+            options |= flat(value, f"{prefix}{name}.")
+        else:
+            options[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, Mapping) else str(value)
     return options
+
+
+def tag_name(tag: str) -> str:
+    """Return a tag as a name that MLflow takes, with _ for other characters; names of its own and of ours are changed too."""
+    name = re.sub(r"[^\w\-. :/]", "_", tag)
+    is_plain = posixpath.normpath(name) == name and not name.startswith(("/", ".", "mlflow.", "ft_service."))
+    return name if is_plain else re.sub(r"[./]", "_", name)
 
 
 def point(metrics: Metrics, time: float) -> dict[str, float]:

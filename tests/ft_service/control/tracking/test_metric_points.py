@@ -15,6 +15,7 @@ from ft_service.control.tracking.metric_points import (
     point,
     retry_after,
     run_errors,
+    tag_name,
 )
 from ft_service.control.tracking.metric_sender import account_of
 from ft_service.jobs.states import Job, Phase, State
@@ -146,3 +147,23 @@ def test_the_create_body_names_them() -> None:
 
 def test_options_become_parameters_by_dotted_name() -> None:
     assert flat({"lora": {"r": 4, "pattern": {}}, "seed": None}) == {"lora.r": "4", "seed": "None"}
+    assert flat({"precision": {"overrides": {r"layers\.[01]\.": "nf4"}}}) == {
+        "precision.overrides": r'{"layers\\.[01]\\.": "nf4"}'
+    }, "a pattern is no name of a parameter"
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        ("ft-service/meta-llama/Llama-3.2-1B", "ft-service/meta-llama/Llama-3.2-1B"),
+        ("a: b", "a: b"),
+        ("ablation=3 (é)", "ablation_3 _é_"),
+        ("/a", "_a"),
+        ("a/../b", "a____b"),
+        ("..", "__"),
+        ("ft_service.step", "ft_service_step"),
+        ("mlflow.user", "mlflow_user"),
+    ],
+)
+def test_any_tag_is_one_that_mlflow_takes_and_none_is_ours(tag: str, name: str) -> None:
+    assert tag_name(tag) == name

@@ -130,6 +130,8 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
         **({"dpo": spec.dpo.model_dump(mode="json")} if spec.dpo else {}),
+        # A grader may have the answers that are right, and addresses of its operator's.
+        **({"reinforcement": rl.model_dump(mode="json", exclude={"grader"})} if (rl := spec.reinforcement) else {}),
     }
 
 

@@ -25,6 +25,13 @@ from ft_service.spec import AdapterRef, BaseModelRef, StoredSpec, parse_request
 from ft_service.store.records import JobIntegration
 from tests.support.reconciling import PROJECT, spec_of
 
+GRADER = {
+    "type": "string_check",
+    "name": "g",
+    "operation": "eq",
+    "input": "{{sample.output_text}}",
+    "reference": "the right answer",
+}
 BASE = BaseModelRef(name="meta-llama/Llama-3.2-1B", path="/secret/models/llama")
 
 
@@ -88,6 +95,17 @@ def test_the_configuration_is_the_resolved_one_without_paths() -> None:
     assert (config["lora"]["r"], config["distributed"]["nproc_per_node"]) == (16, 2)
     assert "secret" not in str(config)
     assert "nowhere" not in str(config)
+
+
+def test_the_configuration_has_the_methods_options_without_the_grader() -> None:
+    method = {"grader": GRADER, "hyperparameters": {"beta": 0.25, "num_generations": 4}}
+    request = parse_request({"model": "m", "training_file": "f", "method": {"type": "reinforcement", "reinforcement": method}})
+    assert request.method is not None
+    spec = StoredSpec.of(spec_of("ftjob-1", model=BASE, reinforcement=request.method.reinforcement_options()))
+    config = describe(integration_of(), job_of(stored_spec=spec)).config
+    assert config is not None
+    assert (config["reinforcement"]["beta"], config["reinforcement"]["num_generations"]) == (0.25, 4)
+    assert "the right answer" not in str(config)
 
 
 def test_a_point_has_what_was_measured_and_when() -> None:

@@ -183,6 +183,8 @@ class Settings(BaseSettings):
     keep_cache_days: float | None = Field(default=None, ge=0)
     """Days since their last use for which quantised bases and descriptions in FT_CACHE, and tokens of data files in FT_TOKENS,
     are kept."""
+    keep_audit_days: float | None = Field(default=None, ge=0)
+    """Days for which entries of the audit log are kept, which the server then removes. None: for ever."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 

@@ -12,12 +12,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ft_service.control.capacity import total_slots
-from ft_service.jobs.states import TERMINAL
+from ft_service.jobs.reasons import Reason, Retry
+from ft_service.jobs.states import TERMINAL, State
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
 
 _TERMINAL = {state.value for state in TERMINAL}
+_ENDS = {
+    State.SUCCEEDED: [Reason.SUCCEEDED],
+    State.CANCELLED: [Reason.USER_CANCELLED],
+    State.FAILED: [
+        reason
+        for reason in Reason
+        if reason.retry in (Retry.NEVER, Retry.COUNTED) and reason not in (Reason.SUCCEEDED, Reason.USER_CANCELLED)
+    ],
+}
+_NONE = {(state.value, reason.value): 0 for state, reasons in _ENDS.items() for reason in reasons}
+"""Counts before the first job: Prometheus' `increase` does not see what a new series begins with."""
 
 
 def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
@@ -66,8 +78,8 @@ class _Now(Collector):
 def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:
     states = GaugeMetricFamily("ft_jobs", "Jobs by state.", labels=["state"])
     ended = CounterMetricFamily("ft_jobs_finished", "Jobs that are over, by state and reason.", labels=["state", "reason"])
-    by_state: Counter[str] = Counter()
-    for (state, reason), count in sorted(counts.items()):
+    by_state: Counter[str] = Counter({state.value: 0 for state in State})
+    for (state, reason), count in sorted((_NONE | counts).items()):
         by_state[state] += count
         if state in _TERMINAL:
             ended.add_metric([state, reason], count)

@@ -62,6 +62,8 @@ def retain(settings: Settings, store: Store) -> None:
     """Remove everything older than its age limit, except what cannot be removed now, which is logged. Files without an owner
     are left to `ft prune`: they may be a person's. Raises UnavailableError.
     """
+    if settings.keep_audit_days is not None:
+        store.audit.forget_audit(settings.keep_audit_days * pruning.DAY_SECONDS)
     cache, tokens = cache_folder.folder_of(os.environ, settings.home), token_folder.folder_of(os.environ, settings.home)
     for removal in pruning.plan_pruning(
         settings, store, pruning.RetentionLimits.from_settings(settings), cache=cache, tokens=tokens

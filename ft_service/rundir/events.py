@@ -8,9 +8,9 @@ display only: no decision compares them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ft_service.rundir.attempt import AttemptKeys
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, parse_document
@@ -59,6 +59,12 @@ class Metrics(BaseModel):
     """
     checkpoint_seconds: float | None = None
     """Seconds from when the checkpoint was due until it was complete; with kind checkpoint."""
+
+    @field_validator("more", mode="before")
+    @classmethod
+    def _measured(cls, value: Any) -> Any:
+        """Without what JSON has as null: it cannot hold a number that is not finite, such as a validation may give."""
+        return {name: number for name, number in value.items() if number is not None} if isinstance(value, dict) else value
 
     def flat(self) -> dict[str, int | float]:
         """Return all measured values by name, for events and tables. A validation reads the whole file, so its values are also

@@ -117,4 +117,5 @@ def insert_file(connection: Connection, file: File, seconds: int | None, *, of_u
     now = connection.scalars(select(database_time())).one()
     row = file_row(file) | {"created_at": now, "expires_at": None if seconds is None else now + seconds}
     add_use(connection, file.project_id, acting_key(), now, bytes=file.bytes)
+    record(connection, file.project_id, "file.created", file.id, filename=file.filename, bytes=file.bytes)
     return File(**connection.execute(insert(files).values(row).returning(*FILE)).mappings().one())

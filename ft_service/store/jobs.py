@@ -375,6 +375,8 @@ def create(connection: Connection, new: Sequence[NewJob]) -> list[Job]:
         events_of_job = (NewEvent(level="info", message=f"Created fine-tuning job: {job.id}"), *one.told)
         first += [event_row(event, job, job.created_at) for event in events_of_job]
         integrated += integration_rows(job)
+        if job.sweep_id is None:  # a sweep has one entry for its jobs
+            record(connection, job.project_id, "job.created", job.id)
     for table, rows in ((job_metadata, pairs), (events, first), (integrations, integrated)):
         if rows:
             connection.execute(insert(table), rows)

@@ -35,6 +35,7 @@ class SweepStore(StorePart):
         with self._database.writing() as connection:
             connection.execute(insert(sweeps).values(**asdict(sweep), created_at=database_time()))
             created = create(connection, new)
+            record(connection, sweep.project_id, "sweep.created", sweep.id, jobs=len(created))
         self._database.changed.set()
         return created
 

@@ -49,6 +49,11 @@ def test_every_metric_and_label_is_there_and_none_is_left_out(service: Service, 
     assert grouped | matched <= labels | _OF_PROMETHEUS
 
 
+def test_failed_jobs_of_all_reasons_are_counted_once() -> None:
+    (failed,) = (text for text in expressions() if 'state="failed"' in text)
+    assert failed.startswith("sum(max by (reason) (increase(ft_jobs_finished_total")
+
+
 def test_panels_can_be_read() -> None:
     document = json.loads(DASHBOARD.read_text())
     ids = [panel["id"] for panel in document["panels"]]

@@ -34,6 +34,16 @@ TRAINING = {"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h"}
 SUCCEEDED = {"state": State.SUCCEEDED, "phase": None, "reason": Reason.SUCCEEDED, "finished_at": 2e9}
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary files of processes that a test starts: trackers' packages leave nothing in it, torch a cache."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")] == []
+
+
 @pytest.fixture
 def wandb_server() -> Iterator[WandbServer]:
     with wandb_serving() as server:
@@ -46,7 +56,7 @@ def configure(configure: dict[str, Any], wandb_server: WandbServer) -> dict[str,
 
 
 @pytest.fixture
-def sender(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsSender]:
+def sender(service: Service, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsSender]:
     monkeypatch.setattr(metric_sender, "TURN_SECONDS", 0.05)
     monkeypatch.setattr(metric_sender, "TRANSMIT_SECONDS", 1)
     sender = MetricsSender(service.settings, service.store)
@@ -276,10 +286,10 @@ from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.storage.locations import Places
 from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.settings import Settings
-from ft_service.control.tracking import sending
+from ft_service.control.tracking import metric_sender
 from tests.support.attempts import scripted
 
-sending.TURN_SECONDS, sending.TRANSMIT_SECONDS = 0.05, 1
+metric_sender.TURN_SECONDS, metric_sender.TRANSMIT_SECONDS = 0.05, 1
 SCRIPT = "event,event,event,wait/event,event,event,event,event,succeed"
 
 def reconcile(settings, store, meters, stop):

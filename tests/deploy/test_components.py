@@ -25,15 +25,46 @@ __all__ = ["postgres_url"]
 COMPONENTS = KUBERNETES / "components"
 
 
-def test_every_metric_that_a_rule_names_is_exposed(tmp_path: Path) -> None:
+@pytest.fixture
+def exposed(tmp_path: Path) -> str:
+    """What a process of the API exposes before the first job."""
     store = new_store(tmp_path)
-    exposed = exposition(Meters(), Settings(home=tmp_path), store).decode()
+    text = exposition(Meters(), Settings(home=tmp_path), store).decode()
     store.close()
+    return text
+
+
+def expressions() -> dict[str, str]:
+    """Name of an alert or a record → its expression."""
+    groups = yaml.safe_load((COMPONENTS / "monitoring/rules.yaml").read_text())["spec"]["groups"]
+    return {rule.get("alert") or rule["record"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def test_every_metric_that_a_rule_names_is_exposed(exposed: str) -> None:
     known = set(re.findall(r"^# TYPE (\S+) ", exposed, re.MULTILINE))
-    rules = yaml.safe_load((COMPONENTS / "monitoring/rules.yaml").read_text())["spec"]["groups"]
-    named = {name for group in rules for rule in group["rules"] for name in re.findall(r"\bft_[a-z_]+", rule["expr"])}
+    named = {name for expr in expressions().values() for name in re.findall(r"\bft_[a-z_]+", expr)}
     assert len(named) > 5
     assert named <= known
+
+
+def test_a_missing_reconciler_is_not_hidden_by_what_the_api_reports(exposed: str) -> None:
+    """`absent` counts NaN as present, which processes without a reconciler report."""
+    not_here = re.findall(r"^(ft_\w+) NaN$", exposed, re.MULTILINE)
+    assert "ft_reconciler_turn_age_seconds" in not_here
+    asked = {name: re.findall(r"absent\((.+?)\)", expr) for name, expr in expressions().items()}
+    assert asked["FtReconcilerMissing"] == ["ft_reconciler_turn_age_seconds >= 0"]
+    assert not [found for found in asked.values() for selector in found if selector in not_here]
+
+
+def test_failures_are_counted_once_whatever_their_reason_and_however_many_processes_tell(exposed: str) -> None:
+    """Each process of the API reports all jobs, and `increase` does not see what a new series begins with."""
+    failures = expressions()["FtJobsFail"]
+    assert re.match(r"sum by \(namespace\) \(max by \(namespace, reason\) \(increase\(ft_jobs_finished_total", failures), (
+        failures
+    )
+    assert 'ft_jobs_finished_total{reason="worker_error",state="failed"} 0.0' in exposed
+    assert 'ft_jobs_finished_total{reason="invalid_file",state="failed"} 0.0' in exposed
+    assert 'ft_jobs{state="queued"} 0.0' in exposed
 
 
 @pytest.mark.parametrize(

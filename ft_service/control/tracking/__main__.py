@@ -54,6 +54,10 @@ def _open(account: dict[str, Any], run: RunDescription) -> Run:
         place = TrackioAccount(**account)
         place.enter()
         return TrackioRun(place, run)
+    # The SDK and its process leave temporary folders, and folders by the run's path. The name is relative, since the path of a
+    # socket, which is in one of them, has at most 107 bytes.
+    os.chdir(account["folder"])
+    os.environ["TMPDIR"] = "."
     from ft_service.control.tracking.wandb_run import Account, WandbRun
 
     return WandbRun(Account(**account), run)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -23,6 +26,7 @@ TAG_LENGTH = 64
 Task = Literal["send", "rest", "end"]
 """send: send what the job reports; rest: wait until the job is resumed; end: send the remaining steps and the outcome."""
 
+_USER = re.compile(r"(?<=://)[^/\s]*@")
 _EXIT_CODE = {State.SUCCEEDED: 0, State.FAILED: 1, State.CANCELLED: 255}
 """Exit codes that W&B shows as finished, failed, and stopped by a user."""
 
@@ -64,14 +68,19 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def run_errors(secret: str | None) -> Iterator[None]:
-    """Raise errors of a tracker's package as RunError, without the secret in their message."""
+    """Raise errors of a tracker's package as RunError, without the secret, and without users of addresses, in their message."""
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = without_users(" ".join(str(error).split()) or type(error).__name__)
         raise RunError((message.replace(secret, "…") if secret else message)[:ERROR_LENGTH]) from None
+
+
+def without_users(text: str) -> str:
+    """Return a text without user and password of the addresses in it: https://user:password@host/ → https://host/."""
+    return _USER.sub("", text)
 
 
 def next_task(job: Job) -> Task:
@@ -121,15 +130,27 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
         **({"dpo": spec.dpo.model_dump(mode="json")} if spec.dpo else {}),
+        # A grader may have the answers that are right, and addresses of its operator's.
+        **({"reinforcement": rl.model_dump(mode="json", exclude={"grader"})} if (rl := spec.reinforcement) else {}),
     }
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return options as text by dotted name."""
+    """Return options as text by dotted name. What a user's patterns name (precision.overrides) is one option, as JSON."""
     options: dict[str, str] = {}
     for name, value in config.items():
-        options |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": str(value)}
+        if isinstance(value, Mapping) and all(key.isidentifier() for key in value):
+            options |= flat(value, f"{prefix}{name}.")
+        else:
+            options[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, Mapping) else str(value)
     return options
+
+
+def tag_name(tag: str) -> str:
+    """Return a tag as a name that MLflow takes, with _ for other characters; names of its own and of ours are changed too."""
+    name = re.sub(r"[^\w\-. :/]", "_", tag)
+    is_plain = posixpath.normpath(name) == name and not name.startswith(("/", ".", "mlflow.", "ft_service."))
+    return name if is_plain else re.sub(r"[./]", "_", name)
 
 
 def point(metrics: Metrics, time: float) -> dict[str, float]:

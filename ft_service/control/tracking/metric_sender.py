@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.control.tracking.integration_check import NAMES, SETTING, configured, installed
-from ft_service.control.tracking.metric_points import RunError, describe, exit_code, next_task, point, retry_after
+from ft_service.control.tracking.metric_points import (
+    RunError,
+    describe,
+    exit_code,
+    next_task,
+    point,
+    retry_after,
+    without_users,
+)
 from ft_service.errors import UnavailableError
 from ft_service.host.environment import NETWORK
 from ft_service.host.helper_process import HelperFailed, HelperProcess, Program
@@ -96,7 +104,8 @@ class MetricsSender:
         for integration in self._store.integrations.claim_integrations(self._owner, lease_seconds=LEASE_SECONDS):
             key = (integration.job_id, integration.number)
             if key not in self._running:
-                program = self._program(self._folder / f"{integration.job_id}-{integration.number}")
+                # With a folder of its own: the one before, of a job that was paused, may still be removing its.
+                program = self._program(self._folder / f"{integration.job_id}-{integration.number}-{uuid.uuid4().hex[:8]}")
                 sender = RunSender(self._settings, self._store, self._owner, program, integration)
                 self._running[key] = sender, self._pool.submit(sender.run)
             self._running[key][0].claimed_at = now
@@ -198,7 +207,7 @@ class RunSender:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.process = HelperProcess(self._program)
         opened = self._ask({"do": "open", "account": account, "run": asdict(run)})
-        url = opened["url"]
+        url = without_users(opened["url"])
         events = [] if url == integration.url else [NewEvent(level="info", message=f"{_label(integration)} run: {url}")]
         if not self._store.integrations.begin_integration(integration, self._owner, url, events):
             self.stop()
@@ -246,6 +255,7 @@ class RunSender:
         integration, job = self._integration, self._job
         for secret in _secrets(self._settings):
             why = why.replace(secret, "…")
+        why = without_users(why)
         over_since = job.finished_at if job is not None else None
         retry = retry_after(integration.tries + 1, self._store.now() - over_since if over_since else 0.0)
         log.warning("%s, try %d: %s", _label(integration), integration.tries + 1, why)

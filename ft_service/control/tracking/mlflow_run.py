@@ -14,7 +14,7 @@ from typing import Any
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from ft_service.control.tracking.metric_points import RunDescription, RunError, flat, run_errors
+from ft_service.control.tracking.metric_points import RunDescription, RunError, flat, run_errors, tag_name
 
 AT_ONCE = 900
 """Metrics per request; a server takes at most 1,000."""
@@ -55,6 +55,7 @@ class MlflowRun:
             runs = self._client.search_runs([experiment], f"tags.`{OURS}` = '{run.id}'", max_results=1)
             self._run = runs[0] if runs else self._begun(experiment, run)
             self._id = self._run.info.run_id
+            self._add_params(run)
             if runs:
                 self._client.update_run(self._id, status="RUNNING")
         self.next_step = int(self._run.data.tags.get(STEP, -1)) + 1
@@ -89,12 +90,16 @@ class MlflowRun:
             self._client.set_terminated(self._id, _STATUS.get(exit_code, "FAILED"))
 
     def _begun(self, experiment: str, run: RunDescription) -> Any:
-        tags = {OURS: run.id, **dict.fromkeys(run.tags or (), ""), **({SWEEP: run.group} if run.group else {})}
-        begun = self._client.create_run(experiment, run_name=run.name or run.id, tags=tags)
-        params = [Param(name, text[:LONGEST_PARAM]) for name, text in flat(run.config or {}).items()]
+        given = dict.fromkeys(map(tag_name, run.tags or ()), "")
+        tags = {**given, OURS: run.id, **({SWEEP: run.group} if run.group else {})}
+        return self._client.create_run(experiment, run_name=run.name or run.id, tags=tags)
+
+    def _add_params(self, run: RunDescription) -> None:
+        """Add what the run does not have yet, as if a process had ended right after it began the run."""
+        there = self._run.data.params
+        params = [Param(name, text[:LONGEST_PARAM]) for name, text in flat(run.config or {}).items() if name not in there]
         for first in range(0, len(params), PARAMS_AT_ONCE):
-            self._client.log_batch(begun.info.run_id, params=params[first : first + PARAMS_AT_ONCE])
-        return begun
+            self._client.log_batch(self._id, params=params[first : first + PARAMS_AT_ONCE])
 
     def _send(self) -> None:
         """Send all queued steps; a step is never split between requests."""

@@ -25,7 +25,7 @@ class Account:
     base_url: str
     api_key: str = field(repr=False)
     folder: str
-    """The SDK's folder for data that it has not sent yet."""
+    """The SDK's folder for data that it has not sent yet and for what is temporary. Whoever starts the process removes it."""
     transmit_seconds: int
     """How long metrics are collected before they are sent together."""
 

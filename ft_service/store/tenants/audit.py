@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, delete, insert, select
 
 from ft_service.ids import new_id
 from ft_service.store.database import StorePart, database_time
@@ -17,6 +17,8 @@ from ft_service.store.rows import Listing, columns_of, page
 from ft_service.store.tables import audit, projects
 
 ENTRY = columns_of(AuditEntry, audit)
+_AT_ONCE = 1000
+"""Entries that are removed in one transaction."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def record(connection: Connection, project_id: str, what: str, target: str, **de
 
 
 class AuditStore(StorePart):
-    """Reading the audit log."""
+    """Reading and shortening the audit log."""
 
     def list_audit(
         self, *, project_id: str | None = None, organization: str | None = None, after: str | None = None, limit: int = 20
@@ -73,3 +75,12 @@ class AuditStore(StorePart):
         with self._database.reading() as connection:
             query = Listing(audit.c.position, audit.c.id, mine).apply(connection, select(*ENTRY).where(*mine), after)
             return page(connection, query, limit, lambda row: AuditEntry(**row))
+
+    def forget_audit(self, older_than_seconds: float) -> None:
+        """Remove entries older than this, from the oldest on."""
+        oldest = select(audit.c.position, audit.c.created_at).order_by(audit.c.position).limit(_AT_ONCE).subquery()
+        old = select(oldest.c.position).where(oldest.c.created_at <= database_time() - older_than_seconds)
+        removed = _AT_ONCE
+        while removed == _AT_ONCE:
+            with self._database.writing(makes_room=True) as connection:
+                removed = connection.execute(delete(audit).where(audit.c.position.in_(old))).rowcount

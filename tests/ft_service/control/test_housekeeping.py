@@ -72,6 +72,17 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_the_audit_log_is_kept_unless_its_age_is_limited(store: Store, settings: Settings) -> None:
+    add_files(store, settings, "a")
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE audit SET created_at = 1")
+    kept = Settings(home=settings.home)
+    retain(kept, store)
+    assert [entry.type for entry in store.audit.list_audit().data] == ["file.created"]
+    retain(kept.model_copy(update={"keep_audit_days": 1.0}), store)
+    assert store.audit.list_audit().data == []
+
+
 @pytest.mark.parametrize("error", [None, NotFoundError("There is no job ftjob-1.")])
 def test_an_item_that_cannot_be_removed_does_not_keep_those_behind_it(
     store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: FtError | None

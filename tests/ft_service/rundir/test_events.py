@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from math import nan
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -35,6 +37,19 @@ def test_metrics_survive_the_way_through_a_segment(tmp_path: Path) -> None:
     event = Event(time=1.0, kind="metrics", message="m", metrics=Metrics(step=1, total_steps=2, train_loss=0.1 + 0.2))
     write_segment(run, 1, 0, [event])
     assert read_segments(run, 1) == [Segment(0, [event])]
+
+
+def test_a_metric_that_is_not_finite_takes_no_other_with_it(tmp_path: Path) -> None:
+    """Of a validation that overflows: the checkpoint of its step is an event with the same metrics."""
+    run = RunDir(tmp_path)
+    more = {"rewards/margins": 0.1, "valid_rewards/margins": nan}
+    odd = Metrics(step=1, total_steps=2, train_loss=0.5, valid_loss=nan, more=more)
+    kinds: tuple[Literal["metrics", "checkpoint"], ...] = ("metrics", "checkpoint")
+    write_segment(run, 1, 0, [Event(time=1.0, kind=kind, message="m", metrics=odd) for kind in kinds])
+    (segment,) = read_segments(run, 1)
+    assert segment.fault is None
+    kept = Metrics(step=1, total_steps=2, train_loss=0.5, more={"rewards/margins": 0.1})
+    assert [event.metrics for event in segment.events] == [kept, kept]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ for line in sys.stdin:
         path, secret = folder / f"{request['run']['id']}.json", request["account"]["api_key"]
         fresh: dict[str, Any] = {"steps": [], "ends": [], "described": [], "confirmed": []}
         run = json.loads(path.read_text()) if path.exists() else fresh
-        reply = {"url": f"https://there/{request['run']['id']}", "next_step": run["steps"][-1] + 1 if run["steps"] else 0}
+        reply = {
+            "url": f"https://user:password@there/{request['run']['id']}",
+            "next_step": run["steps"][-1] + 1 if run["steps"] else 0,
+        }
     if (folder / "die").exists():
         sys.exit(f"could not use {secret}")
     run = run if request["do"] == "open" else json.loads(path.read_text())

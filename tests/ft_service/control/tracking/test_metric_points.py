@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from ft_service.control.tracking.metric_points import describe, exit_code, flat, next_task, point, retry_after
+from ft_service.control.tracking.metric_points import (
+    RunError,
+    describe,
+    exit_code,
+    flat,
+    next_task,
+    point,
+    retry_after,
+    run_errors,
+    tag_name,
+)
 from ft_service.control.tracking.metric_sender import account_of
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
@@ -15,6 +25,13 @@ from ft_service.spec import AdapterRef, BaseModelRef, StoredSpec, parse_request
 from ft_service.store.records import JobIntegration
 from tests.support.reconciling import PROJECT, spec_of
 
+GRADER = {
+    "type": "string_check",
+    "name": "g",
+    "operation": "eq",
+    "input": "{{sample.output_text}}",
+    "reference": "the right answer",
+}
 BASE = BaseModelRef(name="meta-llama/Llama-3.2-1B", path="/secret/models/llama")
 
 
@@ -80,6 +97,17 @@ def test_the_configuration_is_the_resolved_one_without_paths() -> None:
     assert "nowhere" not in str(config)
 
 
+def test_the_configuration_has_the_methods_options_without_the_grader() -> None:
+    method = {"grader": GRADER, "hyperparameters": {"beta": 0.25, "num_generations": 4}}
+    request = parse_request({"model": "m", "training_file": "f", "method": {"type": "reinforcement", "reinforcement": method}})
+    assert request.method is not None
+    spec = StoredSpec.of(spec_of("ftjob-1", model=BASE, reinforcement=request.method.reinforcement_options()))
+    config = describe(integration_of(), job_of(stored_spec=spec)).config
+    assert config is not None
+    assert (config["reinforcement"]["beta"], config["reinforcement"]["num_generations"]) == (0.25, 4)
+    assert "the right answer" not in str(config)
+
+
 def test_a_point_has_what_was_measured_and_when() -> None:
     metrics = Metrics(step=3, total_steps=9, train_loss=0.5, learning_rate=1e-4, epoch=0.3)
     assert point(metrics, 7.5) == {"train_loss": 0.5, "learning_rate": 1e-4, "epoch": 0.3, "_timestamp": 7.5}
@@ -104,6 +132,12 @@ def test_what_is_to_be_done_follows_the_state(state: State, phase: Phase | None,
 def test_ends_are_told_apart() -> None:
     ends = (State.SUCCEEDED, State.FAILED, State.CANCELLED)
     assert [exit_code(job_of(state=state)) for state in ends] == [0, 1, 255]
+
+
+def test_users_of_addresses_are_left_out_before_a_message_is_cut_off() -> None:
+    with pytest.raises(RunError) as caught, run_errors(None):
+        raise OSError(f"{'x' * 280} http://user:pass@word@there:5000/api failed, write to a@b")
+    assert str(caught.value) == f"{'x' * 280} http://there:5000/a"
 
 
 def test_tries_are_further_apart_each_time_and_end_three_days_after_the_job() -> None:
@@ -131,3 +165,23 @@ def test_the_create_body_names_them() -> None:
 
 def test_options_become_parameters_by_dotted_name() -> None:
     assert flat({"lora": {"r": 4, "pattern": {}}, "seed": None}) == {"lora.r": "4", "seed": "None"}
+    assert flat({"precision": {"overrides": {r"layers\.[01]\.": "nf4"}}}) == {
+        "precision.overrides": r'{"layers\\.[01]\\.": "nf4"}'
+    }, "a pattern is no name of a parameter"
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        ("ft-service/meta-llama/Llama-3.2-1B", "ft-service/meta-llama/Llama-3.2-1B"),
+        ("a: b", "a: b"),
+        ("ablation=3 (é)", "ablation_3 _é_"),
+        ("/a", "_a"),
+        ("a/../b", "a____b"),
+        ("..", "__"),
+        ("ft_service.step", "ft_service_step"),
+        ("mlflow.user", "mlflow_user"),
+    ],
+)
+def test_any_tag_is_one_that_mlflow_takes_and_none_is_ours(tag: str, name: str) -> None:
+    assert tag_name(tag) == name

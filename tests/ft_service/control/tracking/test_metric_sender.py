@@ -187,7 +187,7 @@ def test_a_cancelled_job_ends_once_its_processes_are_gone(store: Store, senders:
 def test_what_is_away_is_told_once_and_tried_again_later(store: Store, senders: Senders) -> None:
     sender = senders.new()
     away = senders.tracker / "away"
-    away.write_text("no answer")
+    away.write_text("no answer of https://user:password@there/api")
     add(store)
     put(store, 1, **TRAINING)
     until(sender, lambda: tries(store) == [(1, False)])
@@ -196,7 +196,7 @@ def test_what_is_away_is_told_once_and_tried_again_later(store: Store, senders: 
     due(store)
     until(sender, lambda: tries(store) == [(2, False)])
     (warning,) = told(store)
-    assert "no answer" in warning
+    assert "no answer of https://there/api" in warning
     assert get(store).state is State.RUNNING
 
     away.unlink()

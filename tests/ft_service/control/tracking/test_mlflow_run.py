@@ -19,9 +19,9 @@ from mlflow.tracking import MlflowClient
 store = "file://" + sys.argv[1]
 account = MlflowAccount(store, "se-cret", 3600.0)
 account.enter()
-config = {"lora": {"r": 4}, "seed": 7}
+config = {"lora": {"r": 4}, "seed": 7, "precision": {"overrides": {"layers.[01]": "nf4"}}}
 asked = dict(kind="mlflow", id="ftjob-1", project="tuning", entity=None, group="sweep-1")
-run = MlflowRun(account, RunDescription(**asked, name="mine", tags=("a/b",), config=config))
+run = MlflowRun(account, RunDescription(**asked, name="mine", tags=("a/b", "c=d"), config=config))
 assert run.next_step == 0
 for step in range(1, 1002):
     run.log(step, {"train_loss": 1 / step, "evaluation/exact_match": 0.5, "_timestamp": 1e9 + step})
@@ -42,8 +42,14 @@ except RunError as error:
 again.finish(0)
 (found,) = client.search_runs([experiment])
 assert (found.info.status, found.info.run_name) == ("FINISHED", "mine")
-assert found.data.params == {"lora.r": "4", "seed": "7"}
-assert (found.data.tags["a/b"], found.data.tags["ft_service.sweep"]) == ("", "sweep-1")
+params = {"lora.r": "4", "seed": "7", "precision.overrides": '{"layers.[01]": "nf4"}'}
+assert found.data.params == params
+assert [found.data.tags[name] for name in ("a/b", "c_d", "ft_service.sweep")] == ["", "", "sweep-1"]
+begun = dict(asked, id="ftjob-2", name=None, tags=None)
+MlflowRun(account, RunDescription(**begun, config=None))  # as if its process had ended here
+MlflowRun(account, RunDescription(**begun, config=config))
+(gone_on,) = client.search_runs([experiment], "tags.`ft_service.run` = 'ftjob-2'")
+assert gone_on.data.params == params
 history = client.get_metric_history(found.info.run_id, "train_loss")
 assert [point.step for point in history] == list(range(1, 1003)), "each step once, in order"
 assert history[0].timestamp == 1_000_000_001_000
@@ -64,6 +70,6 @@ print("done")
 def test_a_run_has_every_step_once_and_is_gone_on_with(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
     command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "runs")]
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[4])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False)
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr

@@ -1,0 +1,53 @@
+"""The audit log: who created and changed what, and for how long it is known; on both databases."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import text
+
+from ft_service.jobs.user_actions import Verb
+from ft_service.store.records import NewJob, NewSweep
+from ft_service.store.sql import Store
+from ft_service.store.tenants import audit
+from ft_service.store.tenants.audit import Actor, acting
+from tests.support.creating import create_job
+from tests.support.records import OTHER, PROJECT, new_file, new_job
+
+
+def types(store: Store, project_id: str = PROJECT) -> list[str]:
+    """Oldest first."""
+    return [entry.type for entry in reversed(store.audit.list_audit(project_id=project_id, limit=100).data)]
+
+
+def test_jobs_sweeps_and_files_are_there_with_their_key_and_address(store: Store) -> None:
+    with acting(Actor("key_u", "10.0.0.1")):
+        file = store.files.add_file(new_file(bytes=12))
+        job = create_job(store, new_job())
+        sweep = NewSweep(id="ftsweep-1", project_id=PROJECT, request={}, settings={})
+        store.sweeps.create_sweep(sweep, [NewJob(new_job(sweep_id="ftsweep-1")) for _ in range(3)])
+        store.jobs.request(PROJECT, job.id, Verb.CANCEL)
+        store.files.delete_file(PROJECT, file.id)
+    entries = store.audit.list_audit(project_id=PROJECT).data[::-1]
+    assert [(entry.type, entry.target) for entry in entries] == [
+        ("file.created", file.id),
+        ("job.created", job.id),
+        ("sweep.created", "ftsweep-1"),  # one for all its jobs
+        ("job.cancel", job.id),
+        ("file.deleted", file.id),
+    ]
+    assert {(entry.key_id, entry.address) for entry in entries} == {("key_u", "10.0.0.1")}
+    assert [entries[0].detail, entries[2].detail] == [{"filename": file.filename, "bytes": 12}, {"jobs": 3}]
+    assert types(store, OTHER) == []
+
+
+def test_old_entries_are_removed_however_many_they_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_AT_ONCE", 2)
+    for _ in range(5):
+        create_job(store, new_job())
+    with store.writing() as connection:
+        connection.execute(text("UPDATE audit SET created_at = created_at - 1000"))
+    store.files.add_file(new_file())
+    store.audit.forget_audit(2000.0)
+    assert len(types(store)) == 6
+    store.audit.forget_audit(500.0)
+    assert types(store) == ["file.created"]

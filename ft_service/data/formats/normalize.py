@@ -38,6 +38,10 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
 }
 
 
+LABEL = "label"
+"""Of TRL's unpaired preferences: whether the answer is a good one. It is looked at, and left out."""
+
+
 def columns_of(format: Format) -> Sequence[str]:
     """The keys of a format's records; other keys are left out."""
     return _COLUMNS[format]
@@ -49,6 +53,8 @@ def as_record(format: Format, fields: Fields) -> Record:
     other = recognise(fields) if own_keys.isdisjoint(fields) else None
     if other is not None:
         raise LineError("", f"is {other.value}, and this file began as {format.value}: put each format into a file of its own")
+    if format is Format.PROMPT_COMPLETION and fields.get(LABEL) is False:
+        raise LineError(LABEL, "is false, and the answer would be learned like a good one: remove such records, or make pairs")
     return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 
 

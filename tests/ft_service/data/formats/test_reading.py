@@ -89,6 +89,17 @@ def test_columns_of_no_use_are_left_out_and_named(tmp_path: Path) -> None:
     assert check_lines(write(tmp_path, in_parquet([{"messages": [USER, ANSWER], "id": 7}]))).unused == ("id",)
 
 
+def test_bad_answers_of_unpaired_preferences_are_refused(tmp_path: Path) -> None:
+    """TRL's format of KTO. The label is left out, so that only good answers may be there."""
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+    for make in (lines, in_parquet):
+        report = check_lines(write(tmp_path, make(rows)))
+        assert (report.examples, report.unused) == (1, ("label",))
+        assert [(fault.line, fault.field) for fault in report.faults] == [(2, "label")]
+    numbers = [{"prompt": "a", "completion": "b", "label": 0}]
+    assert not check_lines(write(tmp_path, lines(numbers))).faults, "a class of a classification"
+
+
 def test_a_file_has_one_format(tmp_path: Path) -> None:
     report = check_lines(write(tmp_path, lines([{"text": "a"}, {"prompt": "a", "completion": "b"}, {}])))
     assert [str(fault) for fault in report.faults] == [

@@ -124,10 +124,17 @@ def betas(value: Any, source: Source) -> Verdict:
 # The adapter and the base ---------------------------------------------------------------------------------------------------
 
 
+_NO_LINEAR_LAYERS = ("lm_head", "embed_out", "output", "embed_tokens", "embed_in", "wte", "word_embeddings", "embedding")
+"""Ends of names of output heads and embeddings, which "all-linear" does not have."""
+
+
 def target_modules(value: Any, source: Source) -> Verdict:
-    if as_plain(source.get("lora_target_linear")) is True:
-        return NoEffect("lora_target_linear has all of them")
     names = [value] if isinstance(value, str) else value
+    if as_plain(source.get("lora_target_linear")) is True:
+        ends = [str(name).rpartition(".")[2] for name in names] if isinstance(names, list) else []
+        if beside := [name for name in ends if name in _NO_LINEAR_LAYERS]:
+            return Lost(f"embeddings and output heads get no LoRA matrices, only linear layers do: {', '.join(beside)}")
+        return NoEffect("lora_target_linear has all of them")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         return ToDo("expected names of modules: set lora.target_modules")
     names = [part.strip() for name in names for part in name.split(",") if part.strip()]

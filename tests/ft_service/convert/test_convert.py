@@ -587,3 +587,12 @@ def test_long_values_stay_on_one_line() -> None:
     body = {"name": "word " * 100, "names": ["name"] * 100}
     assert len(yaml_text(body, {}).splitlines()) == 2
     assert yaml.safe_load(yaml_text(body, {})) == body
+
+
+def test_modules_beside_all_linear_layers_are_named(tmp_path: Path) -> None:
+    body = {"base_model": "b", "adapter": "lora", "lora_target_linear": True}
+    inside = converted(tmp_path, body | {"lora_target_modules": ["q_proj", "model.layers.0.mlp.down_proj"]})
+    assert inside.open() == []
+    beside = converted(tmp_path, body | {"lora_target_modules": ["q_proj", "model.embed_tokens", "lm_head"]})
+    assert beside.open() == ["lora_target_modules"]
+    assert "only linear layers do: embed_tokens, lm_head" in " ".join(beside.spec_yaml().replace("#", "").split())

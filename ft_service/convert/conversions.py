@@ -142,10 +142,17 @@ def betas(value: Any, source: Source) -> Verdict:
 # The adapter and the base ---------------------------------------------------------------------------------------------------
 
 
+_NO_LINEAR_LAYERS = ("lm_head", "embed_out", "output", "embed_tokens", "embed_in", "wte", "word_embeddings", "embedding")
+"""Ends of names of output heads and embeddings, which "all-linear" does not have."""
+
+
 def target_modules(value: Any, source: Source) -> Verdict:
-    if as_plain(source.get("lora_target_linear")) is True:
-        return NoEffect("lora_target_linear has all of them")
     names = [value] if isinstance(value, str) else value
+    if as_plain(source.get("lora_target_linear")) is True:
+        ends = [str(name).rpartition(".")[2] for name in names] if isinstance(names, list) else []
+        if beside := [name for name in ends if name in _NO_LINEAR_LAYERS]:
+            return Lost(f"embeddings and output heads get no LoRA matrices, only linear layers do: {', '.join(beside)}")
+        return NoEffect("lora_target_linear has all of them")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         return ToDo("expected names of modules: set lora.target_modules")
     names = [part.strip() for name in names for part in name.split(",") if part.strip()]
@@ -368,13 +375,27 @@ def needs_validation(value: Any, source: Source, option: str) -> Verdict:
 
 _STANDARD = {"llama3": "llama-3"}
 """Other tools' names of standard chat templates → ours."""
+_WITH_SYSTEM = ("alpaca", "vicuna", "zephyr")
+"""Templates of LLaMA-Factory's that begin chats without a system prompt with one of their own, as those here do not."""
+_OF_NO_BASE = ("default", "empty", "fewshot")
+"""Templates of LLaMA-Factory's that no base has."""
+_OTHERWISE = ("mistral",)
+"""Templates of LLaMA-Factory's that are not those of the same name here: it writes [INST] as newer bases do."""
 
 
 def chat_template(value: Any, source: Source) -> Verdict:
     name = _STANDARD.get(str(value), str(value))
     if name in ("tokenizer_default", "jinja") or (name == "default" and source.tool != "LLaMA-Factory"):
         return NoEffect("it is the base's, or the template that is given")
-    if name in TEMPLATES or "{{" in name or "{%" in name:
+    if source.tool == "LLaMA-Factory" and name in _WITH_SYSTEM and not source.get("default_system"):
+        return ToDo(
+            "chats without a system prompt begin with LLaMA-Factory's own there: write it into the data, "
+            f"and set chat_template: {name}"
+        )
+    if source.tool == "LLaMA-Factory" and name in _OF_NO_BASE:
+        return ToDo("it is LLaMA-Factory's own, not the base's, which is used here: give its text as chat_template")
+    other = source.tool == "LLaMA-Factory" and name in _OTHERWISE
+    if (name in TEMPLATES and not other) or "{{" in name or "{%" in name:
         return Taken({"chat_template": name})
     return ToCheck(
         f"the base's own chat template is used, of which {source.tool}'s is a copy: compare what `ft data show` prints. "

@@ -577,6 +577,8 @@ def test_answers_alone_are_learned_if_either_option_says_so(
         ("axolotl", "chat_template", "llama3", Taken({"chat_template": "llama-3"})),
         ("trl", "chat_template", "{{ messages[0]['content'] }}", Taken({"chat_template": "{{ messages[0]['content'] }}"})),
         ("axolotl", "chat_template", "tokenizer_default", NoEffect("it is the base's, or the template that is given")),
+        ("llama_factory", "template", "chatml", Taken({"chat_template": "chatml"})),
+        ("axolotl", "chat_template", "alpaca", Taken({"chat_template": "alpaca"})),
         ("axolotl", "train_on_inputs", True, Taken({"training.train_on": "everything"})),
         ("llama_factory", "mask_history", True, Taken({"training.train_on": "last_assistant"})),
         ("trl", "assistant_only_loss", False, Taken({"training.train_on": "everything"})),
@@ -654,3 +656,30 @@ def test_long_values_stay_on_one_line() -> None:
     body = {"name": "word " * 100, "names": ["name"] * 100}
     assert len(yaml_text(body, {}).splitlines()) == 2
     assert yaml.safe_load(yaml_text(body, {})) == body
+
+
+def test_modules_beside_all_linear_layers_are_named(tmp_path: Path) -> None:
+    body = {"base_model": "b", "adapter": "lora", "lora_target_linear": True}
+    inside = converted(tmp_path, body | {"lora_target_modules": ["q_proj", "model.layers.0.mlp.down_proj"]})
+    assert inside.open() == []
+    beside = converted(tmp_path, body | {"lora_target_modules": ["q_proj", "model.embed_tokens", "lm_head"]})
+    assert beside.open() == ["lora_target_modules"]
+    assert "only linear layers do: embed_tokens, lm_head" in " ".join(beside.spec_yaml().replace("#", "").split())
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("vicuna", "set chat_template: vicuna"), ("default", "give its text as chat_template"), ("mistral", "compare what")],
+)
+def test_templates_that_differ_from_those_of_their_name_here_are_not_taken(template: str, said: str, tmp_path: Path) -> None:
+    body = {"stage": "sft", "dataset": "d", "template": template}
+    found = converted(tmp_path, body)
+    assert "chat_template" not in found.body
+    assert found.open() == ([] if template == "mistral" else ["template"])
+    assert said in " ".join(found.spec_yaml().replace("#", "").split())
+
+
+def test_a_system_prompt_of_the_file_replaces_that_of_the_template(tmp_path: Path) -> None:
+    found = converted(tmp_path, {"stage": "sft", "dataset": "d", "template": "vicuna", "default_system": "Be kind."})
+    assert found.body["chat_template"] == "vicuna"
+    assert found.open() == ["default_system"]

@@ -50,7 +50,7 @@ def merge(
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
         base_folder = base or local_base(folder)
         options += ["--base", str(base_folder.absolute())] if base_folder else []
-        then = f", then compare losses over up to {samples} samples" if samples else ""
+        then = f", then compare losses over up to {samples} validation samples, if the job had any" if samples else ""
         print_note(f"Merging base and adapter, a file at a time{then}. That takes a minute or more.")
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
     if as_json:

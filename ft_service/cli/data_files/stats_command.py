@@ -32,7 +32,7 @@ from ft_service.ids import new_id
 from ft_service.plan.auto_options import within_context
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import Machine, find_machine, this_host
-from ft_service.plan.quantities import duration_text
+from ft_service.plan.plan_text import about
 from ft_service.plan.speed import whole_training
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, parse_request, resolve
 
@@ -128,7 +128,7 @@ def _show(statistics: DataStatistics, measure: Measure, machine: Machine) -> Non
         print_text()
     print_table(("TOKENS", "SAMPLES", ""), bars(statistics.training.histogram))
     print_text()
-    takes = f"about {duration_text(statistics.seconds)} on {machine.name}" if statistics.seconds is not None else None
+    takes = f"{about(statistics.seconds)} on {machine.name}" if statistics.seconds is not None else None
     print_fields(
         [
             ("steps", f"{statistics.steps:,} of {measure.training.batch_size} samples"),

@@ -24,6 +24,7 @@ from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks
 from workers.base.quantized_rows import from_int4
 from workers.exports.compressed_tensors import restore, to_fp8
 from workers.tasks import fidelity
+from workers.tasks.end_tokens import end_tokens
 from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
 
@@ -83,6 +84,22 @@ def test_the_chat_template_is_the_one_that_the_job_trained_with_and_its_ends_end
     assert (tmp_path / "own/chat_template.jinja").read_text() == own
     ends = [7, *sorted(tokenizer.get_vocab()[name] for name in ("<|im_start|>", "<|im_end|>"))]
     assert json.loads((tmp_path / "own/generation_config.json").read_text()) == {"eos_token_id": ends, "top_p": 0.9}
+    assert end_tokens(adapter, folder) == ends, "what an inference server is told"
+
+
+def test_of_a_base_that_ends_texts_the_ends_of_turns_end_answers(base: Path, tmp_path: Path) -> None:
+    """Such as Qwen2.5's, whose own chat template ends turns otherwise than its tokenizer ends texts."""
+    adapter, folder = save_adapter(base, tmp_path / "adapter"), tmp_path / "base"
+    shutil.copytree(base, folder)
+    tokenizer = save_tokenizer(folder)
+    assert end_tokens(adapter, folder) == []
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|im_start|>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    merge(folder, adapter, tmp_path / "out", to="bf16")
+    ends = [7, *sorted(tokenizer.get_vocab()[name] for name in ("<|im_start|>", "<|im_end|>"))]
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": ends}
+    assert end_tokens(adapter, folder) == ends
 
 
 def in_fp32(base: Path, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:

@@ -130,6 +130,7 @@ def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: R
     receiver.answer = lambda _: (200, {"content-type": "text/event-stream"}, chunks())
     stream = client.chat.completions.create(model=tuned, messages=MESSAGES, stream=True)
 
+    assert stream.response.headers["x-accel-buffering"] == "no", "nor does a proxy such as nginx keep it back"
     assert next(stream).choices[0].delta.content == "Hel"
     go_on.set()
     assert [part.choices[0].delta.content for part in stream] == ["lo"]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -336,3 +337,13 @@ def test_losses_for_which_there_is_no_memory_cost_nothing_else(tmp_path: Path, m
     report = fidelity.measure(spec, base, tmp_path / "none", base, 2)
     assert report["validation_loss"] is None
     assert re.fullmatch(r"they need [\d.]+ KiB of memory, and [\d.]+ KiB are free", report["reason"])
+
+
+def test_losses_for_which_a_gpus_memory_is_too_small_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as beside a job that started meanwhile: what was merged stays, with the reason."""
+    base = save_tiny_llama(tmp_path / "base")
+    monkeypatch.setattr(fidelity, "_validation", lambda spec, samples: ([], None))
+    monkeypatch.setattr(fidelity, "with_adapter", Mock(side_effect=torch.OutOfMemoryError))
+    report = fidelity.measure(spec_for(base), base, tmp_path / "none", base, 2)
+    assert report["validation_loss"] is None
+    assert report["reason"].startswith("the memory of the GPU did not suffice")

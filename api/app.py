@@ -43,6 +43,7 @@ from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from ft_service.control.describe_bases import service_descriptions
+from ft_service.control.tinker_models import read_options
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
@@ -88,7 +89,7 @@ def create_app(
     """Return the application over a store whose schema is up to date. `meters` None: new ones. `preview`: answers chat
     completions; None: nothing here does. `descriptions` None: those in the cache. `traces` None: nothing is traced.
 
-    Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, or a file for single sign-on, is wrong.
+    Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, FT_TINKER_OPTIONS, or a file for single sign-on, is wrong.
     """
     meters = meters or Meters()
     app = FastAPIOffline(
@@ -103,6 +104,7 @@ def create_app(
     app.state.services = services = Services(settings, store, catalogue, meters, preview)
     services.grader_limits  # read now  # noqa: B018
     services.provider  # too  # noqa: B018
+    read_options(settings.tinker_options)
     for module in (*_REST, *_SERVICE, *_TINKER, *(_PAGE if settings.page == "on" else ())):
         # Not by include_router: FastAPI searches an included router again at every request.
         app.router.routes.extend(module.router.routes)

@@ -27,6 +27,7 @@ from api.http import probe
 from api.http.connections import limited, possible_connections
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
+from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import Descriptions
 from ft_service.control import housekeeping, reinforcement_jobs, tinker_models, tinker_samples, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
@@ -151,6 +152,7 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
 
 def _prepare_process(settings: Settings) -> None:
     logs.configure(settings.log_level, settings.log_format)
+    Cache.from_environment(os.environ)  # refuses a wrong FT_CACHE_BYTES, by which every job would fail
     create_home(settings.home)
     # A cluster's volume is shared by groups on purpose, and a container has no other users.
     if settings.launcher == "local" and (warning := openness(settings.home)):

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")
     """Name of the organisation in the names of tuned models. Another one is given to all its projects when the server starts;
     names of models stay."""
-    bind: str = "127.0.0.1"
+    bind: str = Field(default="127.0.0.1", min_length=1)
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
@@ -185,7 +185,7 @@ class Settings(BaseSettings):
     are kept."""
     keep_audit_days: float | None = Field(default=None, ge=0)
     """Days for which entries of the audit log are kept, which the server then removes. None: for ever."""
-    stop_grace_seconds: float = Field(default=60.0, gt=0)
+    stop_grace_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 
     @field_validator(*_KEYS, "oidc_client_secret", mode="before")

@@ -8,6 +8,9 @@ import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+NOT_BUFFERED = {"x-accel-buffering": "no"}
+"""Header of an answer that a proxy must pass on while it is made."""
+
 
 class ClosingResponse(StreamingResponse):
     """A streamed answer that closes what it reads from when it has ended, also if its client went before the first part."""
@@ -22,7 +25,7 @@ class ClosingResponse(StreamingResponse):
         media_type: str | None = None,
     ) -> None:
         """`close`: awaited once."""
-        super().__init__(body, status_code, headers, media_type)
+        super().__init__(body, status_code, {**(headers or {}), **NOT_BUFFERED}, media_type)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

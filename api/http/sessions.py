@@ -22,8 +22,8 @@ from ft_service.store.tenants.keys import SESSION_SECONDS
 from ft_service.store.tenants.people import SIGN_ON_MARK
 
 TOKEN_HEADER = "x-csrf-token"
-OF_THE_SESSION = frozenset({"/sign-out", "/project"})
-"""Paths whose POST changes nothing but the session, which every scope may."""
+OF_THE_SESSION = frozenset({"/sign-out", "/project", "/v1/sign_in_links"})
+"""Paths whose POST changes nothing but a session of the same key, which every scope may."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 

@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.http.closing_response import NOT_BUFFERED
 from ft_service.errors import FtError, LimitError
 
 log = logging.getLogger("ft_service.api")
@@ -153,7 +154,7 @@ class FollowingResponse(StreamingResponse, Generic[State]):
         body: Callable[[Watch[State]], AsyncIterator[str]],
         media_type: str,
     ) -> None:
-        super().__init__((), media_type=media_type, headers={"x-accel-buffering": "no"})  # a proxy must not buffer it
+        super().__init__((), media_type=media_type, headers=NOT_BUFFERED)
         self._watches, self._key_id, self._source, self._body = watches, key_id, source, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

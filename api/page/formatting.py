@@ -124,6 +124,12 @@ def share_done(job: Mapping[str, Any]) -> float:
     return min(1.0, progress["step"] / max(1, progress["total_steps"])) if progress else 0.0
 
 
+def percent_done(job: Mapping[str, Any]) -> int:
+    """Return `share_done` in whole percent; 100 with the last step, and not before."""
+    share = share_done(job)
+    return 100 if share == 1 else min(99, round(100 * share))
+
+
 def share_of(seat: Mapping[str, Any], engine: Mapping[str, Any]) -> float:
     """Return the share, in [0, 1], of an engine's time that one of its jobs had, of what all its present jobs had."""
     whole = sum(other["slot_seconds"] for other in engine["jobs"])
@@ -180,5 +186,6 @@ FILTERS: Mapping[str, Callable[..., str]] = {
     function.__name__: function for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
 } | {"bytes": byte_text}
 GLOBALS: Mapping[str, Any] = {
-    function.__name__: function for function in (job_title, unused_options, share_done, share_of, row_key, sparkline)
+    function.__name__: function
+    for function in (job_title, unused_options, share_done, percent_done, share_of, row_key, sparkline)
 } | {"NAVIGATION_PREFIXES": NAVIGATION_PREFIXES, "STATES": STATES, "ENDED": ENDED}

@@ -33,6 +33,9 @@ _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 DATA = "data"
 """The field for the columns of the files: a mapping, as YAML."""
 _WITH_FIELDS = {*_TOP_LEVEL, DATA, *SECTIONS, "metadata", "hyperparameters"}
+_MOST_YAML = 300_000
+"""Most characters of a field, whose YAML takes some four seconds to read: the prompts of an evaluation may have nearly as many.
+"""
 OTHER = "other"
 """The field for options without a field of their own, such as `method`: as YAML."""
 
@@ -174,8 +177,13 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
 
 
 def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
-    method = (body.get("method") or {}).get("supervised") or {}
-    return {**(body.get("hyperparameters") or {}), **(method.get("hyperparameters") or {})}
+    """Return OpenAI's hyperparameters that fill in fields: of other methods than the supervised one those at the top level,
+    without an "auto" for which the method itself, in the field for everything else, has a value."""
+    method = body.get("method") or {}
+    kind = method.get("type", "supervised")
+    own = (method.get(kind) or {}).get("hyperparameters") or {}
+    given = {name: value for name, value in (body.get("hyperparameters") or {}).items() if value != AUTO or name not in own}
+    return {**given, **own} if kind == "supervised" else given
 
 
 def _metadata(form: Mapping[str, str]) -> dict[str, str]:
@@ -216,6 +224,8 @@ class _FormLoader(StrictLoader):
 
 def _load(text: str) -> Any:
     """Return what YAML says, as in a SPEC file, if a create body can hold it. Raises yaml.YAMLError."""
+    if len(text) > _MOST_YAML:
+        raise yaml.YAMLError(f"{len(text):,} characters, at most {_MOST_YAML:,}: use a SPEC file with ft submit")
     try:
         value = yaml.load(text, Loader=_FormLoader)
         _refuse_what_json_cannot_hold(value)

@@ -1,4 +1,5 @@
-"""`/livez`, `/readyz` and `/metrics`: whether the process lives and can work, and its metrics. Only the last needs a key."""
+"""`/livez`, `/readyz` and `/metrics`: whether the process lives and can work, and its metrics. Only the last needs a key. The
+first two answer HEAD as well, by which many monitors and load balancers ask."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from api.http.routing import ERRORS
 router = APIRouter(tags=["health"], responses=ERRORS)
 
 
+@router.head("/livez", include_in_schema=False)
 @router.get("/livez")
 def live() -> dict[str, str]:
     """Not in OpenAI's API. The process answers."""
     return {"status": "ok"}
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 def ready(services: Svc) -> dict[str, str]:
     """Not in OpenAI's API. The database answers, has this version's schema, and can be written; otherwise a 503 says why. While

@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx2
@@ -32,6 +33,7 @@ from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.serving import server_samples
 from ft_service.serving.chat_request import parse_chat_completion
 from ft_service.serving.completion_request import parse_completion
+from ft_service.serving.handoff import ends_of_handed_over
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import is_tuned
@@ -102,14 +104,22 @@ async def _model_of(
             raise SpecError(message, param="processor", code="unsupported_parameter")
         if tuned is None:
             _refuse_adapter_path(name)
-        elif path == CHAT and (template := tuned.job.spec.chat_template):  # else the server takes the base's
-            body = {**body, "chat_template": body.get("chat_template") or template}
+        elif path == CHAT:
+            body = await in_thread(_as_trained, body, tuned, services.settings.adapters)
         return await _proxied(request, services.settings, body, path)
     if tuned is not None:  # an inference server may still serve one that was pruned
         await in_thread(tuned_models.refuse_pruned, tuned, services.places)
     if services.preview is None:
         raise _not_served(tuned)
     return tuned
+
+
+def _as_trained(body: dict[str, Any], tuned: tuned_models.Tuned, adapters: Path | None) -> dict[str, Any]:
+    """The body with what an inference server would else take from the base: the chat template, if the job had its own, and the
+    tokens at which answers end, if the base's files do not name all of them."""
+    ends = ends_of_handed_over(adapters, tuned.name) if adapters is not None else []
+    own = {"chat_template": tuned.job.spec.chat_template, "stop_token_ids": ends}
+    return {**body, **{name: body.get(name) or value for name, value in own.items() if value}}
 
 
 def _refuse_adapter_path(name: str) -> None:

@@ -109,13 +109,17 @@ def _headers(status: int, error: FtError) -> dict[str, str]:
 
 
 def _invalid_parameter(request: Request, error: Exception) -> JSONResponse:
-    """Answer errors in query and path parameters, which FastAPI checks; ft_service checks bodies."""
     assert isinstance(error, RequestValidationError)
+    return JSONResponse({"error": invalid_parameter(error)}, status_code=400)
+
+
+def invalid_parameter(error: RequestValidationError) -> dict[str, Any]:
+    """Return OpenAI's error object for a query or path parameter, which FastAPI checks; ft_service checks bodies."""
     fault: dict[str, Any] = error.errors()[0]
     name = ".".join(str(part) for part in fault["loc"][1:]) or "request"
     shown = repr(fault.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return error_response(400, f"{name} = {shown}: {fault['msg']}.", kind=INVALID, param=name, code="invalid_value")
+    return {"message": f"{name} = {shown}: {fault['msg']}.", "type": INVALID, "param": name, "code": "invalid_value"}
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
+_OPTION = {"bind": "host"}
+"""Setting → the option of `ft serve` that overrides it, if it has another name."""
 _LEAST = 4
 """Smallest width of a shortened column."""
 OWN_WIDTH = 1000
@@ -48,7 +50,7 @@ def load_settings(**overrides: Any) -> Settings:
         if not fault["loc"]:
             raise SpecError(f"{message}.") from None
         name = str(fault["loc"][0])
-        shown = f"--{name}" if name in given else f"FT_{name.upper()}"
+        shown = f"--{_OPTION.get(name, name)}" if name in given else f"FT_{name.upper()}"
         raise SpecError(f"{shown} = {fault['input']!r}: {message}.", param=name) from None
 
 

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from ft_service.errors import UnavailableError
 from ft_service.host.loops import every
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Halt, Job, State
@@ -30,11 +31,21 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 
 def move_sweeps(store: Store) -> None:
-    """Stop jobs that cannot become the best of their sweep, and finish sweeps whose jobs have ended."""
+    """Stop jobs that cannot become the best of their sweep, and finish sweeps whose jobs have ended. The error of a sweep is
+    raised once the others had their turn: a later version may have written what this one cannot read."""
     sweeps = store.sweeps.unfinished_sweeps()
     jobs = store.sweeps.jobs_of_sweeps([sweep.id for sweep in sweeps]) if sweeps else {}
+    failed: Exception | None = None
     for sweep in sweeps:
-        _move(store, sweep, jobs[sweep.id])
+        try:
+            _move(store, sweep, jobs[sweep.id])
+        except UnavailableError:
+            raise
+        except Exception as error:
+            error.add_note(f"It is the sweep {sweep.id}.")
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 def runner_of(job: Job) -> SweepJob:

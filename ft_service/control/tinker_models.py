@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
 from ft_service.control.job_placement import Interval
@@ -26,7 +28,7 @@ from ft_service.meters import Meters
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Desired
 from ft_service.settings import Settings
-from ft_service.spec import LoraOptions
+from ft_service.spec import JobOptions, LoraOptions, spec_error
 from ft_service.spec.request import parse_client_loop
 from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.storage.locations import Places
@@ -113,7 +115,7 @@ def _found(store: Store, principal: Principal, job_id: str) -> Job | None:
 def _body(new: NewModel, context: AdmissionContext) -> dict[str, Any]:
     """The create body of a model's job: what the client says, and the operator's options for all models."""
     model = context.catalogue.find(new.base)
-    options = {name: dict(value) for name, value in _options(context.settings.tinker_options).items()}
+    options = {name: dict(value) for name, value in read_options(context.settings.tinker_options).items()}
     base = context.catalogue.descriptions.description(Path(model.path))
     operator = options.pop("lora", {})
     if isinstance(new.lora, LoraOptions):
@@ -141,8 +143,8 @@ def _adapter(wanted: LoraConfig, base: Description) -> dict[str, Any]:
     return {"r": wanted.rank, "target_modules": modules}
 
 
-def _options(path: Path | None) -> dict[str, Any]:
-    """The operator's options for all models. Raises SpecError for a file that holds none."""
+def read_options(path: Path | None) -> dict[str, Any]:
+    """The operator's options for all models. `path`: FT_TINKER_OPTIONS. Raises SpecError for a file that holds none."""
     if path is None:
         return {}
     options = read_yaml_setting("FT_TINKER_OPTIONS", path)
@@ -151,6 +153,11 @@ def _options(path: Path | None) -> dict[str, Any]:
         sections = f"the sections {', '.join(sorted(_OPTIONS))} are expected, each a mapping"
         text = f"FT_TINKER_OPTIONS = {path}: {sections}, and there is: {', '.join(map(str, wrong))}."
         raise SpecError(text, param="FT_TINKER_OPTIONS")
+    try:
+        JobOptions.model_validate(options)
+    except ValidationError as error:
+        why = spec_error(error, JobOptions).message
+        raise SpecError(f"FT_TINKER_OPTIONS = {path}: {why}", param="FT_TINKER_OPTIONS") from None
     return options
 
 
@@ -312,7 +319,7 @@ def delete_weights(run: RunDir, path: WeightsPath) -> None:
 
 def is_model(job: Job) -> bool:
     """Whether a job is a client's model; anybody may give a job the metadata of one."""
-    return job.spec.training_data is None and MODEL_KEY in (job.request.get("metadata") or {})
+    return not job.stored_spec.has_training_data and MODEL_KEY in (job.request.get("metadata") or {})
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:

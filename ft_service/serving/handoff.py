@@ -18,8 +18,10 @@ import os
 import shutil
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from ft_service.bases.base_files import document_or_none
 from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.host.loops import every, log_errors
 from ft_service.jobs.states import Job
@@ -35,6 +37,7 @@ from ft_service.supervisor.worker_tasks import run_worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
+_GENERATION = "generation_config.json"
 SERVING = "serving.json"
 """Document with the verdict that the job's user was told (served_verdict.py)."""
 
@@ -122,7 +125,8 @@ class Handoff:
             if not isinstance(source, Path) or not source.is_dir():
                 return False
             refuse_damaged(source, name)
-            put_adapter(source, target, job.stored_spec.base_folder)
+            base = job.stored_spec.base_folder
+            put_adapter(source, target, base, ends=_ends(source, base))
         except UnavailableError:
             raise
         except (FtError, OSError) as error:
@@ -187,9 +191,26 @@ def inference_servers(settings: Settings) -> list[InferenceServer]:
     return [InferenceServer(url, key.get_secret_value() if key else None) for url in settings.inference_urls]
 
 
-def put_adapter(source: Path, target: Path, base: str = "") -> None:
+def ends_of_handed_over(adapters: Path, name: str) -> list[int]:
+    """Tokens that end a tuned model's answers and that its base's files do not name; empty: there are none, or it was not
+    handed over. `adapters`: FT_ADAPTERS."""
+    return (document_or_none(adapters / name / _GENERATION) or {}).get("eos_token_id", [])
+
+
+def _ends(adapter: Path, base: str) -> list[int]:
+    """Those tokens, told by a worker; empty, too, if it cannot: the model is handed over in any case."""
+    if not Path(base).is_dir():  # empty, or on other hosts alone
+        return []
+    try:
+        return run_worker("workers.tasks.end_tokens", [str(adapter), base])["ends"]
+    except FtError as error:
+        log.warning("it is not known at which tokens answers of %s end: %s", adapter, error.message)
+        return []
+
+
+def put_adapter(source: Path, target: Path, base: str = "", *, ends: Sequence[int] = ()) -> None:
     """Copy an adapter, whole, to where inference servers see it, unless it is there. `base`: the folder of its base, which
-    adapters on stacks of experts need. Raises OSError and FtError.
+    adapters on stacks of experts need. `ends`: of `ends_of_handed_over`, to be kept with it. Raises OSError and FtError.
     """
     if target.is_dir():
         return
@@ -198,6 +219,8 @@ def put_adapter(source: Path, target: Path, base: str = "") -> None:
     temporary.mkdir(parents=True)
     try:
         _fill(source, temporary, base)
+        if ends:
+            (temporary / _GENERATION).write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -221,7 +221,7 @@ class Preview:
     def _why_end(self, process: PreviewProcess, now: float) -> str | None:
         """Why to end the process, for clients whose answers end with it; empty: nobody asks it. None: it stays."""
         if process.has_ended:
-            return "The preview's process has ended before its answer: ask again."
+            return "The preview's process has ended before its answer."
         if process.leaving is not None and (not process.tickets or now >= process.leaving):
             return "The preview has made way for a training job."
         lasts = self._settings.preview_idle_seconds

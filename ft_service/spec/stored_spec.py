@@ -48,6 +48,11 @@ class StoredSpec:
         return self.document["model"].get("path", "")
 
     @property
+    def has_training_data(self) -> bool:
+        """Whether it has a training file; a Tinker client's model has none."""
+        return self.document["training_data"] is not None
+
+    @property
     def adapts_experts(self) -> bool:
         """Whether its adapters are on stacks of experts, too."""
         return bool(self.document.get("lora", {}).get("target_parameters"))

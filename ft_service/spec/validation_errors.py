@@ -76,9 +76,14 @@ def _urgency(fault: OptionFault) -> int:
 def option_faults(error: ValidationError, model: type[BaseModel]) -> list[OptionFault]:
     """Every invalid option once, in pydantic's order. All accepted kinds of values are named."""
     by_place: dict[str, list[Any]] = {}
+    within: set[str] = set()
     for fault in error.errors(include_url=False):
-        by_place.setdefault(_place(fault["loc"], model), []).append(fault)
-    found = enumerate(by_place.items())
+        place = _place(fault["loc"], model)
+        by_place.setdefault(place, []).append(fault)
+        while place := place.rpartition(".")[0]:
+            within.add(place)
+    # Of a value of one of several kinds, such as a list, it is said what is wrong within, not that it is none of the others.
+    found = enumerate((place, faults) for place, faults in by_place.items() if place not in within or not _of_kind(faults))
     return [_fault(place, faults, model, guess=number < _LISTED) for number, (place, faults) in found]
 
 
@@ -103,6 +108,11 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool
     meant = value_for(first["input"], choices)
     hint = f"; did you mean {meant}?" if meant else "."
     return OptionFault(place, f"{place} = {shown_value(first['input'])}: {message}{hint}")
+
+
+def _of_kind(faults: Sequence[Any]) -> bool:
+    """Whether all faults say that a value is of another kind."""
+    return all(fault["type"].endswith("_type") for fault in faults)
 
 
 def words_of(fault: Any) -> str:
@@ -134,24 +144,35 @@ def _one_of(ways: Sequence[str]) -> str:
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """A dotted field name from pydantic's location, without the names of union branches and validators."""
     parts: list[str] = []
-    current: Sequence[type[BaseModel]] = [model]
-    keyed = False
+    kinds: list[Any] = [model]
     for part in loc:
+        models = _models_in(kinds)
         if isinstance(part, int):
             parts.append(str(part))
-        elif keyed:
-            parts.append(part[:80])
-            keyed = False
-        elif branch := next((own for own in current if len(current) > 1 and part in _types_of(own)), None):
-            current = [branch]
-        elif field := next((own.model_fields[part] for own in current if part in own.model_fields), None):
+            kinds = [item for kind in kinds if get_origin(kind) is list for item in _kinds_of(get_args(kind)[0])]
+        elif branch := next((own for own in models if len(models) > 1 and part in _types_of(own)), None):
+            kinds = [branch]
+        elif field := next((own.model_fields[part] for own in models if part in own.model_fields), None):
             parts.append(part)
-            current = _models_of(field.annotation)
-            keyed = _is_mapping(field.annotation)
-        elif len(current) == 1:  # with several models the part is the name of one
+            kinds = _kinds_of(field.annotation)
+        elif len(kinds) > 1:
+            kinds = _branch(part, kinds)
+        elif kinds and (models or get_origin(kinds[0]) is dict):
             parts.append(part[:80])
-            current = []
+            kinds = [] if models else _kinds_of(get_args(kinds[0])[-1])
     return ".".join(parts)
+
+
+def _branch(label: str, kinds: list[Any]) -> list[Any]:
+    """The members of a union that a part of pydantic's location may name."""
+    for name, origin in (("list[", list), ("dict[", dict)):
+        if name in label:
+            return [kind for kind in kinds if get_origin(kind) is origin]
+    return [own for own in _models_in(kinds) if own.__name__ in label] or kinds
+
+
+def _models_in(kinds: Sequence[Any]) -> list[type[BaseModel]]:
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def _types_of(model: type[BaseModel]) -> Sequence[Any]:
@@ -160,27 +181,11 @@ def _types_of(model: type[BaseModel]) -> Sequence[Any]:
     return () if field is None else get_args(field.annotation)
 
 
-def _models_of(annotation: Any) -> Sequence[type[BaseModel]]:
-    """The models that a field may hold, itself, as items of a list or as values of an object; empty if it holds other values,
-    and of one model beside other values."""
-    inner = _kinds_of(annotation)
-    if len(inner) == 1 and get_origin(inner[0]) in (list, dict):
-        inner = _kinds_of(get_args(inner[0])[-1])
-    models = [held for held in inner if isinstance(held, type) and issubclass(held, BaseModel)]
-    return models if len(models) == len(inner) or len(models) > 1 else []
-
-
 def _kinds_of(annotation: Any) -> list[Any]:
     """The members of a union but None, or the annotation alone; without the metadata of `Annotated`."""
     annotation = _bare(annotation)
     union = get_origin(annotation) in (Union, UnionType)
     return [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [annotation]
-
-
-def _is_mapping(annotation: Any) -> bool:
-    """Whether a field holds an object with any keys, or None."""
-    inner = _kinds_of(annotation)
-    return len(inner) == 1 and get_origin(inner[0]) is dict
 
 
 def _bare(annotation: Any) -> Any:

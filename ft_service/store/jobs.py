@@ -162,7 +162,7 @@ class JobStore(StorePart):
         if state is not None:
             query = query.where(jobs.c.state == state.value)
         if base is not None:
-            query = query.where(jobs.c.spec["model"]["name"].as_string() == base)
+            query = query.where(jobs.c.base == base)
         with self._database.reading() as connection:
             query = Listing(jobs.c.position, jobs.c.id, [mine]).apply(connection, query, after)
             return page(connection, query, limit, to_job)

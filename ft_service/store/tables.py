@@ -11,8 +11,8 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Double,
-    Exists,
     ForeignKey,
     Index,
     Integer,
@@ -21,9 +21,10 @@ from sqlalchemy import (
     Table,
     UniqueConstraint,
     and_,
-    exists,
     literal_column,
     or_,
+    select,
+    union_all,
 )
 
 from ft_service.jobs.states import State
@@ -219,11 +220,11 @@ Index("ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, post
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
 
 
-def referred_to() -> Exists:
-    """Condition of a file: an unfinished job of its project refers to it."""
-    names = (jobs.c.request[name].as_string() for name in ("training_file", "validation_file"))
-    refers = or_(*(name == files.c.id for name in names))
-    return exists().where(jobs.c.project_id == files.c.project_id, UNFINISHED, refers).correlate(files)
+def referred_to() -> ColumnElement[bool]:
+    """Condition of a file: an unfinished job refers to it. The jobs' files are read once, not for every file."""
+    names = [jobs.c.request[name].as_string().label("file_id") for name in ("training_file", "validation_file")]
+    needed = union_all(*(select(name).where(UNFINISHED, name.is_not(None)) for name in names)).subquery()
+    return files.c.id.in_(select(needed.c.file_id))
 
 
 SEATED = jobs.c.engine_id.is_not(None)

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from api.server import _bound
+from api.app import create_app
+from api.server import _bound, serve
 from ft_service.client.connection import find_connection
-from ft_service.errors import FtError
+from ft_service.errors import FtError, SpecError
 from ft_service.jobs.states import State
 from ft_service.settings import Settings
 from ft_service.store.sql import migrate, open_store
 from tests.support.bases import save_base
+from tests.support.reconciling import new_store
 from tests.support.rest.process import ended, read, server, started
 from tests.support.rest.service import TRAINING, put_state, wait_until
 
@@ -189,6 +191,25 @@ def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:
             wait_until((tmp_path / "checking").exists)
             assert client.fine_tuning.jobs.retrieve(job_id).status == "validating_files"
         ended(serving, signal.SIGTERM)
+
+
+def test_a_wrong_setting_of_the_workers_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_CACHE_BYTES", "5GB")
+    with pytest.raises(FtError, match="FT_CACHE_BYTES = '5GB': a number of bytes is needed"):
+        serve(Settings(home=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("[]", "it is no mapping"), ("model: x", "model"), ("lora: {rank: 8}", "rank"), ("training: {max_length: 0}", "at least")],
+)
+def test_wrong_options_of_tinkers_models_are_refused_at_the_start(tmp_path: Path, content: str, said: str) -> None:
+    """Else clients are told, who cannot change them."""
+    (tmp_path / "options.yaml").write_text(content)
+    settings = Settings(home=tmp_path, tinker_options=tmp_path / "options.yaml")
+    with pytest.raises(SpecError, match=r"^FT_TINKER_OPTIONS = .*options\.yaml: ") as error:
+        create_app(settings, new_store(tmp_path))
+    assert said in error.value.message
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:

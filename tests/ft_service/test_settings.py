@@ -64,3 +64,16 @@ def test_a_database_at_no_port_is_no_traceback() -> None:
     with pytest.raises(SpecError, match="FT_DATABASE_URL is not a database URL") as error:
         open_store("postgresql://ft:secret@db:port/ft")
     assert "secret" not in error.value.message
+
+
+def test_no_address_is_not_every_address() -> None:
+    """Such as of `ft serve --host "$HOST"` without the variable."""
+    with pytest.raises(SpecError, match=r"^--host = '': must have at least 1 characters\.$"):
+        load_settings(bind="")
+
+
+def test_a_time_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters count it in whole seconds."""
+    monkeypatch.setenv("FT_STOP_GRACE_SECONDS", "inf")
+    with pytest.raises(SpecError, match=r"^FT_STOP_GRACE_SECONDS = 'inf': must be a number that is not infinite\.$"):
+        load_settings()

@@ -11,6 +11,7 @@ from typing import Any
 
 from ft_service.bases.base_files import document_or_none
 from ft_service.data.template_process import TemplateProcess
+from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_ends import answer_ends
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
@@ -22,27 +23,37 @@ _SPECIAL = ("bos_token_id", "pad_token_id")
 
 
 def take_template(adapter: Path, folder: Path) -> None:
-    """Put an adapter's chat template into a folder that holds the base's files, unless it is the same. Whatever generates then
-    ends an answer where training did: at one of the base's ends, or at what the template writes behind an answer.
+    """Put an adapter's chat template into a folder that holds the base's files, and have whatever generates end an answer where
+    training did: at one of the base's ends, or at what the template writes behind an answer.
 
     Raises SpecError for a tokenizer that cannot be loaded.
     """
     own, there = adapter / FILE, folder / FILE
-    if not own.is_file() or (there.is_file() and own.read_bytes() == there.read_bytes()):
-        return
-    shutil.copyfile(own, there)
-    tokenizer: Any = load_tokenizer(str(folder))
+    if own.is_file():
+        shutil.copyfile(own, there)
+    if (generation := own_generation(folder)) is not None:
+        (folder / _GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+
+
+def own_generation(base: Path, chat_template: str = "") -> dict[str, Any] | None:
+    """The base's generation_config.json with all tokens that end answers by its chat template, or by another one. None: it
+    names them, or the tokenizer does, or there is no template. Raises SpecError as `take_template` does."""
+    if not any(base.glob("tokenizer*")):
+        return None
+    tokenizer: Any = load_tokenizer(str(base), chat_template)
     template = ChatTemplate.of(tokenizer)
-    assert template is not None, "it was written"
+    if template is None:
+        return None
     with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
 
         def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
             return process.write(messages, tools, date.today(), prompt=prompt)
 
-        ends = answer_ends(write, tokenizer, folder)
-    config = document_or_none(folder / "config.json") or {}
-    generation = document_or_none(folder / _GENERATION) or {name: config[name] for name in _SPECIAL if name in config}
+        ends = answer_ends(write, tokenizer, base)
+    if ends <= {tokenizer.eos_token_id, *stops_of(base)}:
+        return None
+    config = document_or_none(base / "config.json") or {}
+    generation = document_or_none(base / _GENERATION) or {name: config[name] for name in _SPECIAL if name in config}
     given = generation.get("eos_token_id", config.get("eos_token_id"))
     first = [end for end in (given if isinstance(given, list) else [given]) if isinstance(end, int)]
-    generation["eos_token_id"] = [*first, *sorted(ends - set(first))]
-    (folder / _GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    return {**generation, "eos_token_id": [*first, *sorted(ends - set(first))]}

@@ -187,9 +187,19 @@ class Engine:
             try:
                 self._forward(group)
             except torch.OutOfMemoryError:
-                for one in group:
-                    text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
-                    self._fail(one.request_id, SpecError(text, code="out_of_memory"))
+                self._make_room(group)
+
+    def _make_room(self, group: Sequence[_Sequence]) -> None:
+        """Fail the request with most tokens of a forward that memory did not suffice for. Tokens of the others are read anew,
+        since some layers know the newest and others do not."""
+        held = Counter[str]()
+        for one in group:
+            if one.request_id in self._tokens:  # else it has ended in this step
+                held[one.request_id] += len(one.ids)
+                one.memory, one.read = KeyValueCache(), 0
+        for largest, _ in held.most_common(1):
+            text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
+            self._fail(largest, SpecError(text, code="out_of_memory"))
 
     def _admit(self) -> None:
         """Let waiting answers run while there are places."""

@@ -55,11 +55,14 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
     batches = [collate([sample], device) for sample in tokens]
     compute = COMPUTE_DTYPE[spec.precision.compute]
     plain = spec.model_copy(update={"precision": PrecisionOptions(compute=spec.precision.compute)})
-    losses = {
-        "adapter_on_base_as_trained": _loss(with_adapter(spec, adapter, device), batches, compute),
-        "adapter_on_bf16_base": _loss(with_adapter(plain, adapter, device), batches, compute),
-        "merged": _loss(merged_model(plain, merged, device), batches, compute),
-    }
+    try:
+        losses = {
+            "adapter_on_base_as_trained": _loss(with_adapter(spec, adapter, device), batches, compute),
+            "adapter_on_bf16_base": _loss(with_adapter(plain, adapter, device), batches, compute),
+            "merged": _loss(merged_model(plain, merged, device), batches, compute),
+        }
+    except torch.OutOfMemoryError:
+        return {"validation_loss": None, "reason": "the memory of the GPU did not suffice, of which something else took more"}
     return {"validation_loss": losses, "samples": len(tokens), "compute": spec.precision.compute}
 
 

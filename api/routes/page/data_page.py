@@ -17,17 +17,19 @@ from api.routes.page.sign_in_page import page_router
 
 router = page_router()
 
+_FILES = 500
+"""Files of a page of the list."""
 _NEWEST_JOBS = 100
 _SHOWN = 10
 _HISTOGRAM = 100
 
 
 @router.get("/data")
-async def files(request: Request, api: Api) -> Response:
-    listed = await api.get("/v1/files", limit=500)
+async def files(request: Request, api: Api, after: str | None = None) -> Response:
+    listed = await api.get("/v1/files", limit=_FILES, after=after)
     jobs = (await api.get(JOBS, limit=_NEWEST_JOBS))["data"]
     uses = Counter(file_id for job in jobs for file_id in {job["training_file"], job["validation_file"]})
-    return page(request, "data.html", files=listed["data"], uses=uses)
+    return page(request, "data.html", files=listed, uses=uses, first_page=after is None)
 
 
 @router.get("/data/{file_id}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import BeforeValidator
 from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import manages
@@ -37,6 +38,8 @@ _MOST_RECENT = 100
 _LATEST_EVENTS = 12
 _ROLLOUTS, _PROMPTS_OF_ROLLOUT = 20, 12
 """Steps of reinforcement learning whose answers are shown, and prompts of each."""
+Chosen = Annotated[int | None, BeforeValidator(lambda given: None if given == "" else given)]
+"""A number that a form offers. Without scripts the browser sends it empty where the first choice stays."""
 TABS = (
     ("", "Curves"),
     ("logs", "Logs"),
@@ -98,7 +101,7 @@ async def curves(request: Request, job_id: str, api: Api) -> Response:
 
 
 @router.get("/jobs/{job_id}/logs")
-async def logs(request: Request, job_id: str, api: Api, rank: int | None = None, attempt: int | None = None) -> Response:
+async def logs(request: Request, job_id: str, api: Api, rank: Chosen = None, attempt: Chosen = None) -> Response:
     try:
         text = await api.text(f"{JOBS}/{job_id}/logs", lines=_LOG_LINES, rank=rank, attempt=attempt)
     except ApiError as error:
@@ -237,6 +240,8 @@ async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bo
     given = request.query_params
     filters = {name: given.get(name) or None for name in ("status", "base", "metadata", "project")}
     key, equals, value = (filters["metadata"] or "").partition("=")
+    if filters["metadata"] and not equals:  # else every job would be listed
+        raise ApiError(400, {"message": f"metadata = {key[:80]!r}: filter by a pair, as key=value."})
     pair = {f"metadata[{key.strip()}]": value.strip()} if equals else {}
     query = {name: filters[name] for name in ("status", "base", "project")} | {"after": given.get("after"), **pair}
     listed = await api.get(JOBS, limit=_FIRST_PAINT if first else _PAGE, **query)

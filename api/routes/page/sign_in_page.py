@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 
 from api.http import sessions, sign_on
 from api.http.auth import authenticated
 from api.http.dependencies import MAX_JSON_BYTES, Services, Svc
+from api.page.inner_api import ApiError
 from api.page.rendering import HEADERS, SignInNeeded, address_parts, leave_for, page, static_answer, static_files
+from api.wire.error_views import invalid_parameter
 from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.store.records import Principal
 
@@ -34,8 +39,22 @@ Visitor = Annotated[Principal, Depends(visitor)]
 
 
 def page_router() -> APIRouter:
-    """Return a router whose routes need a session; every change needs the session's token."""
-    return APIRouter(include_in_schema=False, dependencies=[Depends(visitor)])
+    """Return a router whose routes need a session; every change needs the session's token. A wrong query is refused as the
+    API's refusals are."""
+    return APIRouter(include_in_schema=False, dependencies=[Depends(visitor)], route_class=_PageRoute)
+
+
+class _PageRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                raise ApiError(400, invalid_parameter(error)) from None
+
+        return answer
 
 
 @router.get("/")

@@ -23,6 +23,12 @@ def test_numbers_and_times_in_few_characters() -> None:
     assert formatting.byte_text(3 * 1024**3) == "3.0 GiB"
 
 
+def test_a_hundred_percent_is_the_last_step() -> None:
+    for step, percent in ((0, 0), (30, 15), (199, 99), (200, 100)):
+        assert formatting.percent_done({"status": "running", "progress": {"step": step, "total_steps": 200}}) == percent
+    assert formatting.percent_done({"status": "running", "progress": {"step": 9_999, "total_steps": 10_000}}) == 99
+
+
 def test_lengths_as_bars() -> None:
     bars = formatting.length_bars(
         [{"total": total, "learned": 5} for total in (10, 10, 40)] + [{"total": 0, "learned": 0}], most=4

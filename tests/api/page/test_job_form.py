@@ -114,6 +114,24 @@ def test_a_few_hundred_bytes_of_yaml_do_not_become_a_thousand_million_values() -
         job_form.body_of({"other": "\n".join(["x0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", *levels])})
 
 
+def test_megabytes_are_not_read_as_yaml() -> None:
+    """Reading one takes a dozen seconds of a thread."""
+    text = "a: [" + "1, " * 400_000 + "]"
+    with pytest.raises(ValueError, match="1,200,005 characters, at most 300,000"):
+        job_form.body_of({"other": text})
+    assert job_form.body_of({"evaluation.prompts": text})["evaluation"]["prompts"] == text, "which the API refuses as no list"
+
+
+def test_an_auto_beside_a_value_of_the_method_fills_in_no_field() -> None:
+    """Filled in, it would be given twice."""
+    own = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 3}}}
+    fields = job_form.fields_of({**BODY, "hyperparameters": {"n_epochs": "auto", "batch_size": "auto"}, "method": own})
+    assert "training.n_epochs" not in fields
+    assert fields["training.batch_size"] == "auto"
+    request = parse_request(job_form.body_of(fields))
+    assert request.resolved_training().n_epochs == 3
+
+
 def test_the_fields_show_numbers_and_words_without_quotes() -> None:
     """`1e-4` is text to YAML 1.1, and an unquoted `off` is false: bodies of SPEC files have them so."""
     body = {

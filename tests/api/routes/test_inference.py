@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -84,6 +85,25 @@ def test_the_chat_template_of_a_job_goes_on_with_its_conversations(
     assert "<|assistant|>" in spec.chat_template
 
 
+@pytest.fixture
+def adapters(tmp_path: Path, configure: dict[str, Any]) -> Path:
+    """FT_ADAPTERS. Before `service`, which reads `configure`."""
+    configure["adapters"] = tmp_path / "served"
+    return tmp_path / "served"
+
+
+def test_the_tokens_at_which_answers_end_go_on_if_the_base_does_not_name_them(
+    adapters: Path, service: Service, client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
+    """An answer would go on behind its end, up to the server's limit."""
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    (adapters / tuned).mkdir(parents=True)
+    (adapters / tuned / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    for given, expected in (({}, [7, 9]), ({"stop_token_ids": [3]}, [3])):
+        client.chat.completions.create(model=tuned, messages=MESSAGES, extra_body=given)
+        assert json.loads(receiver.arrived.get(timeout=60).body)["stop_token_ids"] == expected
+
+
 def test_a_text_to_be_continued_goes_on_too(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
     choice = {"index": 0, "text": "Hi there", "finish_reason": "stop", "logprobs": None}
     body = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
@@ -110,6 +130,7 @@ def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: R
     receiver.answer = lambda _: (200, {"content-type": "text/event-stream"}, chunks())
     stream = client.chat.completions.create(model=tuned, messages=MESSAGES, stream=True)
 
+    assert stream.response.headers["x-accel-buffering"] == "no", "nor does a proxy such as nginx keep it back"
     assert next(stream).choices[0].delta.content == "Hel"
     go_on.set()
     assert [part.choices[0].delta.content for part in stream] == ["lo"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from ft_service.control.reconciler import Reconciler
 from ft_service.control.sweep_loop import move_sweeps
@@ -66,9 +67,9 @@ class Places:
             move_sweeps(self.store)
 
 
-def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None) -> list[str]:
+def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None, sweep: str = SWEEP, first: int = 1) -> list[str]:
     new = []
-    for number in range(1, jobs + 1):
+    for number in range(first, first + jobs):
         job_id = f"ftjob-{number}"
         job = Job(
             id=job_id,
@@ -77,12 +78,12 @@ def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None) -> list
             request={"model": "tiny", "training_file": "file-a"},
             stored_spec=StoredSpec.of(spec_of(job_id, rungs=(0.25, 0.5))),
             state=State.VALIDATING,
-            sweep_id=SWEEP,
+            sweep_id=sweep,
             sweep_values={"lora.r": number},
         )
         new.append(NewJob(job, (), max_queued))
     settings = {"method": "grid", "options": ["lora.r"], "eta": 2, "rungs": [0.25, 0.5]}
-    made = NewSweep(id=SWEEP, project_id=PROJECT, request={"sweep": {"lora.r": [1, 2]}}, settings=settings)
+    made = NewSweep(id=sweep, project_id=PROJECT, request={"sweep": {"lora.r": [1, 2]}}, settings=settings)
     return [job.id for job in store.sweeps.create_sweep(made, new)]
 
 
@@ -96,6 +97,20 @@ def sweep_of(store: Store) -> Sweep:
 
 def states(store: Store) -> list[str]:
     return [f"{job.state.value}/{job.reason.value}" if job.reason else job.state.value for job in jobs_of(store)]
+
+
+def test_a_sweep_that_cannot_be_read_stops_no_other(tmp_path: Path, store: Store) -> None:
+    """As if a later version had written its course."""
+    add_sweep(store, 1, sweep="ftsweep-0", first=5)
+    ids = add_sweep(store, 2)
+    for job_id in ids:
+        store.jobs.request(PROJECT, job_id, Verb.CANCEL)
+    with store.writing() as connection:
+        connection.execute(text("""UPDATE jobs SET sweep_course = '{"gone": 1}' WHERE sweep_id = 'ftsweep-0'"""))
+    with pytest.raises(KeyError) as raised:
+        move_sweeps(store)
+    assert raised.value.__notes__ == ["It is the sweep ftsweep-0."]
+    assert sweep_of(store).finished_at is not None
 
 
 def test_the_hopeless_are_stopped_at_a_checkpoint_and_the_best_is_named(tmp_path: Path, store: Store) -> None:

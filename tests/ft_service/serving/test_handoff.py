@@ -8,19 +8,20 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import text
 
-from ft_service.errors import FtError, NotFoundError, UnavailableError
+from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job, State
 from ft_service.meters import Meters
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import handoff as handoff_module
-from ft_service.serving.handoff import Handoff
+from ft_service.serving.handoff import Handoff, ends_of_handed_over
 from ft_service.serving.inference_server import InferenceServer
 from ft_service.settings import Settings
-from ft_service.spec import LoraOptions
+from ft_service.spec import BaseModelRef, LoraOptions
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.reconciling import PROJECT, add_job, new_store
@@ -61,10 +62,11 @@ def succeeded(
     r: int = 8,
     probes: bool = True,
     lora: LoraOptions | None = None,
+    base: Path = Path("/models/tiny"),
     **config: object,
 ) -> Job:
     """`config`: more of the adapter's."""
-    job = add_job(store, job_id, lora=lora or LoraOptions())
+    job = add_job(store, job_id, lora=lora or LoraOptions(), model=BaseModelRef(name="tiny", path=str(base)))
     store_state(store, job)
     run = Places(home).run(job.id)
     run.put("adapter/adapter_config.json", json.dumps({"r": r, **config}).encode())
@@ -160,6 +162,19 @@ def test_an_adapter_on_experts_is_put_in_vllms_form_and_where_that_is_refused_me
     [message] = told(store, job)
     assert "max_lora_rank 16" in message
     assert "on GPUs only: merge the tuned model (ft export --format merged)" in message
+
+
+@pytest.mark.parametrize("worker", [lambda *_: {"ends": [7, 9]}, lambda *_: {"ends": []}, Mock(side_effect=SpecError("no"))])
+def test_where_answers_end_is_kept_with_an_adapter_if_it_is_known(
+    tmp_path: Path, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, worker: Any
+) -> None:
+    """And the model is handed over if not."""
+    monkeypatch.setattr(handoff_module, "run_worker", worker)
+    name = str(succeeded(store, tmp_path, base=tmp_path).tuned_name)
+    Handoff(settings, store, tmp_path / "served").look()
+    assert (tmp_path / "served" / name / "adapter_model.safetensors").is_file()
+    expected = [] if isinstance(worker, Mock) else worker()["ends"]
+    assert ends_of_handed_over(tmp_path / "served", name) == expected
 
 
 def test_a_replica_that_is_away_gets_it_later(

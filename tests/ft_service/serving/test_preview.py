@@ -264,7 +264,7 @@ def test_a_killed_one_costs_its_answers_and_the_next_call_answers(make: Make) ->
     os.kill(preview.pid, signal.SIGKILL)
     error = hanging.error()
     assert isinstance(error, UnavailableError)
-    assert "has ended before its answer" in error.message
+    assert error.message == "The preview's process has ended before its answer. Try again."
     assert Answer(preview).text() == "a bf16 None"
 
 

@@ -127,6 +127,21 @@ def test_a_refusal_names_the_option_of_a_grader(grader: dict[str, Any], said: st
         assert caught.value.param == f"{place}.{said.split(maxsplit=1)[0].strip(':')}"
 
 
+def test_of_a_list_where_a_number_may_stand_the_fault_within_is_told() -> None:
+    prompts = [{"messages": [{"role": "user", "content": 5}]}, {"prompt": "a", "colour": 1}, 7]
+    asked = [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]
+    grader = {"type": "score_model", "name": "g", "model": "m", "input": asked}
+    method = {"type": "reinforcement", "reinforcement": {"grader": grader}}
+    with pytest.raises(SpecError) as caught:
+        parse_request(BODY | {"evaluation": {"prompts": prompts}, "method": method})
+    assert sorted(caught.value.message.splitlines()[1:]) == [
+        "evaluation.prompts.0.messages.0.content = 5: must be text.",
+        "evaluation.prompts.1.colour: there is no such option. Check its spelling, or leave it out.",
+        "evaluation.prompts.2 = 7: must be an object with options of its own.",
+        "method.reinforcement.grader.input.0.content.0.text = 5: must be text.",
+    ]
+
+
 def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"lora": {f"odd{number}": 1 for number in range(14)}, "seed": -1, "modle": "tiny", "training_flie": "a.jsonl"}
     with pytest.raises(SpecError) as caught:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import create_engine, select
 
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.jobs.decisions import fail
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.store.records import JobChange
+from ft_service.store.tables import files, referred_to
 from tests.support.creating import create_job
 from tests.support.records import OTHER, PROJECT, claim, new_file, new_job
 
@@ -79,6 +81,20 @@ def test_the_bytes_stay_while_a_job_needs_them(store, field):
     assert store.leases.apply(mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
     assert store.jobs.get_job(PROJECT, ended.id).state is State.FAILED
     assert store.files.delete_file(PROJECT, second.id) is True
+
+
+def test_which_files_jobs_need_is_read_once_for_all_files(store, store_url):
+    """Else thousands of waiting jobs are read for each of thousands of files."""
+    engine = create_engine(store_url)
+    compiled = select(files.c.id).where(~referred_to()).compile(engine, compile_kwargs={"literal_binds": True})
+    with engine.connect() as connection:
+        if engine.dialect.name == "sqlite":
+            plan = str(connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {compiled}").all())
+            assert "LIST SUBQUERY" in plan
+            assert "CORRELATED" not in plan
+        else:
+            assert "hashed SubPlan" in str(connection.exec_driver_sql(f"EXPLAIN {compiled}").all())
+    engine.dispose()
 
 
 def test_a_file_without_a_job_that_needs_it_is_freed_once(store):

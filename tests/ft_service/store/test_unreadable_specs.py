@@ -10,12 +10,15 @@ from pydantic import ValidationError
 from sqlalchemy import text
 
 from ft_service.control import tuned_models
-from ft_service.jobs.states import Job, State
+from ft_service.control.tinker_models import MODEL_KEY, pause_idle
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import Job, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.spec import AdapterRef, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, Principal
 from ft_service.store.sql import Store
+from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from tests.support.creating import create_job
 from tests.support.reconciling import spec_of
 from tests.support.records import PROJECT, claim, new_job
@@ -58,3 +61,19 @@ def test_its_model_is_still_found(store: Store, unreadable: Job, tmp_path: Path)
     assert (found.name, found.base, found.organization) == ("ft:tiny:local::7", "tiny", "local")
     caller = Principal(key_id="key_1", project_id=PROJECT, organization="local", scope="user")
     assert list(tuned_models.list_usable(caller, store, Places(tmp_path))) == [found]
+
+
+def test_a_model_of_a_client_is_paused_beside_another(store: Store, tmp_path: Path) -> None:
+    """Of two idle models neither keeps the other running, whose spec cannot be read."""
+    places = Places(tmp_path)
+    for number in (7, 8):
+        spec = StoredSpec.of(spec_of(f"ftjob-{number}", training_data=None))
+        spec = StoredSpec({**spec.document, "lora": {**spec.document["lora"], "gone": True}})
+        running = {"state": State.RUNNING, "phase": Phase.TRAINING, "stored_spec": spec}
+        request = {"model": "tiny", "metadata": {MODEL_KEY: f"session-{number}:train:0"}}
+        create_job(store, new_job(id=f"ftjob-{number}", request=request, **running))
+        log = CommandLog(places.run(f"ftjob-{number}"))
+        log.put(Command(0, "create_model"))
+        log.put_result(0, CommandResult({}))
+    pause_idle(store, places, -1.0)
+    assert [job.reason for job in store.jobs.list_jobs(PROJECT).data] == [Reason.IDLE, Reason.IDLE]

@@ -17,6 +17,7 @@ from ft_service.spec import PrecisionOptions
 from tests.support.bases import SAMPLE
 from workers.serving import chat_tokens as chat_module
 from workers.serving import engine as engine_module
+from workers.serving.cached_attention import KeyValueCache
 from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
@@ -102,6 +103,33 @@ def test_answers_that_come_and_go_are_those_of_generate(
         assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
         assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(prompt_of(chat, CHATS[number]))
+
+
+def test_a_request_for_which_memory_is_short_leaves_the_others_their_answers(
+    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the forward that failed had given its tokens to the first layers alone."""
+    extend, room = KeyValueCache.extend, 6
+
+    def extend_within(memory: KeyValueCache, layer: int, key: Any, value: Any) -> Any:
+        if len(memory._layers) == 1 and layer not in memory._layers and key.shape[2] > room:
+            raise torch.OutOfMemoryError
+        return extend(memory, layer, key, value)
+
+    for number in (0, 1):
+        heard.ask(str(number), CHATS[number])
+    for _ in range(3):
+        heard.engine.step()
+    heard.ask("large", [{"role": "user", "content": "word " * 120}])
+    monkeypatch.setattr(KeyValueCache, "extend", extend_within)
+    heard.engine.step()
+    monkeypatch.setattr(KeyValueCache, "extend", extend)
+    heard.run()
+    assert heard.of("large", "error")[0]["code"] == "out_of_memory"
+    for number in (0, 1):
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+        assert not heard.of(str(number), "error")
+        assert heard.of(str(number), "done")[0]["completion_tokens"] == len(expected[number])
 
 
 def test_prompts_are_read_as_they_came_whatever_their_adapters(

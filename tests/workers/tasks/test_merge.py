@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks
 from workers.base.quantized_rows import from_int4
 from workers.exports.compressed_tensors import restore, to_fp8
 from workers.tasks import fidelity
+from workers.tasks.end_tokens import end_tokens
 from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
 
@@ -83,6 +85,22 @@ def test_the_chat_template_is_the_one_that_the_job_trained_with_and_its_ends_end
     assert (tmp_path / "own/chat_template.jinja").read_text() == own
     ends = [7, *sorted(tokenizer.get_vocab()[name] for name in ("<|im_start|>", "<|im_end|>"))]
     assert json.loads((tmp_path / "own/generation_config.json").read_text()) == {"eos_token_id": ends, "top_p": 0.9}
+    assert end_tokens(adapter, folder) == ends, "what an inference server is told"
+
+
+def test_of_a_base_that_ends_texts_the_ends_of_turns_end_answers(base: Path, tmp_path: Path) -> None:
+    """Such as Qwen2.5's, whose own chat template ends turns otherwise than its tokenizer ends texts."""
+    adapter, folder = save_adapter(base, tmp_path / "adapter"), tmp_path / "base"
+    shutil.copytree(base, folder)
+    tokenizer = save_tokenizer(folder)
+    assert end_tokens(adapter, folder) == []
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|im_start|>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    merge(folder, adapter, tmp_path / "out", to="bf16")
+    ends = [7, *sorted(tokenizer.get_vocab()[name] for name in ("<|im_start|>", "<|im_end|>"))]
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": ends}
+    assert end_tokens(adapter, folder) == ends
 
 
 def in_fp32(base: Path, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -319,3 +337,13 @@ def test_losses_for_which_there_is_no_memory_cost_nothing_else(tmp_path: Path, m
     report = fidelity.measure(spec, base, tmp_path / "none", base, 2)
     assert report["validation_loss"] is None
     assert re.fullmatch(r"they need [\d.]+ KiB of memory, and [\d.]+ KiB are free", report["reason"])
+
+
+def test_losses_for_which_a_gpus_memory_is_too_small_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as beside a job that started meanwhile: what was merged stays, with the reason."""
+    base = save_tiny_llama(tmp_path / "base")
+    monkeypatch.setattr(fidelity, "_validation", lambda spec, samples: ([], None))
+    monkeypatch.setattr(fidelity, "with_adapter", Mock(side_effect=torch.OutOfMemoryError))
+    report = fidelity.measure(spec_for(base), base, tmp_path / "none", base, 2)
+    assert report["validation_loss"] is None
+    assert report["reason"].startswith("the memory of the GPU did not suffice")

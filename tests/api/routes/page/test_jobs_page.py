@@ -9,6 +9,7 @@ import httpx2
 import openai
 import pytest
 
+from api.routes.page import data_page
 from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent, Scope
 from tests.support.rest.service import METRICS, TRAINING, Service, put
@@ -129,3 +130,37 @@ def test_list_and_job_say_the_same_time_left_whatever_the_last_step_took(
     times = [re.findall(r'data-until="([^"]+)"', browser.get(path).text) for path in ("/page/live/jobs?", f"/jobs/{job_id}")]
     assert len({minute[:15] for found in times for minute in found}) <= 2
     assert all(times)
+
+
+def test_a_form_works_without_scripts_and_what_no_form_sends_is_refused_on_a_page(
+    client: openai.OpenAI, training_file: str, browser: httpx2.Client
+) -> None:
+    """Browsers send fields that were left empty, too."""
+    logs = f"/jobs/{client.fine_tuning.jobs.create(model='tiny', training_file=training_file).id}/logs"
+    shown = browser.get(logs, params={"attempt": "", "rank": ""})
+    assert shown.status_code == 200
+    assert "Nothing was printed yet." in shown.text
+    wrong = browser.get(logs, params={"rank": "first"})
+    assert (wrong.status_code, wrong.headers["content-type"]) == (400, "text/html; charset=utf-8")
+    assert "rank = &#39;first&#39;: Input should be a valid integer" in wrong.text
+
+
+def test_a_list_is_filtered_by_a_pair_or_not_at_all(browser: httpx2.Client) -> None:
+    assert browser.get("/jobs", params={"metadata": "team=red"}).status_code == 200
+    refused = browser.get("/jobs", params={"metadata": "team"})
+    assert refused.status_code == 400
+    assert "metadata = &#39;team&#39;: filter by a pair, as key=value." in refused.text
+
+
+def test_the_list_of_files_goes_on(
+    client: openai.OpenAI, training_file: str, browser: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_page, "_FILES", 1)
+    newer = client.files.create(file=("newer.jsonl", TRAINING), purpose="fine-tune").id
+    first = browser.get("/data").text
+    assert (newer in first, training_file in first) == (True, False)
+    [older] = re.findall(r'<a href="(/data\?after=[^"]+)" rel="next">Older</a>', first)
+    second = browser.get(older).text
+    assert (newer in second, training_file in second) == (False, True)
+    assert 'rel="next"' not in second
+    assert '<a href="/data">Newest</a>' in second

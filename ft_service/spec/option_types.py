@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import re2
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_Patterns = TypeVar("_Patterns", bound=Collection[str])
 
 TrainOn = Literal["all_assistant", "last_assistant", "everything"]
 
@@ -43,8 +45,16 @@ class NullableSections(Strict):
         return isinstance(held, type) and issubclass(held, BaseModel)
 
 
+MOST_PATTERNS, PATTERN_CHARACTERS = 256, 10_000
+"""Most patterns of an option, and most characters of them together: to match them against a base's thousand names takes seconds
+at most, whatever they are. With a thousand characters for each of a thousand patterns it would take minutes."""
+MOST_NAMES = 10_000
+"""Most names in a list of modules: more than any base has layers."""
+
+
 def _check_pattern(value: object) -> object:
     if isinstance(value, str):
+        _limit_characters([value])
         try:
             compile_pattern(value)
         except re2.error as error:
@@ -53,8 +63,25 @@ def _check_pattern(value: object) -> object:
     return value
 
 
+def _limit_characters(patterns: Collection[str]) -> None:
+    characters = sum(map(len, patterns))
+    if characters > PATTERN_CHARACTERS:
+        raise ValueError(f"must have at most {PATTERN_CHARACTERS} characters in patterns, not {characters}")
+
+
+def _limit_patterns(patterns: _Patterns) -> _Patterns:
+    if len(patterns) > MOST_PATTERNS:
+        raise ValueError(f"must have at most {MOST_PATTERNS} patterns, not {len(patterns)}; one can match many modules: a|b")
+    _limit_characters(patterns)
+    return patterns
+
+
 Pattern = Annotated[str, BeforeValidator(_check_pattern)]
 """A regular expression in RE2's syntax (linear time), matched against the whole module name."""
+FewPatterns = AfterValidator(_limit_patterns)
+"""On a list of patterns, or an object whose keys they are: as many as can be matched in seconds."""
+Names = Annotated[list[str], Field(max_length=MOST_NAMES)]
+"""Names of modules."""
 
 
 def _number(value: object) -> object:

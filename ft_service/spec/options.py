@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
-from ft_service.spec.option_types import AutoOrOff, NullableSections, Number, Pattern, Strict, TrainOn
+from ft_service.spec.option_types import AutoOrOff, FewPatterns, Names, NullableSections, Number, Pattern, Strict, TrainOn
 from ft_service.spec.templates import check_template
 from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
 
@@ -48,21 +48,21 @@ class LoraOptions(Strict):
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that training sets to 0 (the others are scaled up). Seed, step and sample decide which, so
     that they are the same on any number of ranks."""
-    target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Pattern | Names = "all-linear"
     """Modules that get an adapter: every linear layer except the output head, or names (suffixes), or one RE2 pattern.
 
     In a mixture of experts "all-linear" includes shared experts and dense feed-forwards, but not with lora_dropout, which PEFT
     does not have for them, and never routers. Such layers are named with their parent (shared_expert.down_proj, mlp.down_proj),
     and stacks of experts in target_parameters. Vision and audio towers are never adapted."""
-    target_parameters: list[str] = []
+    target_parameters: Names = []
     """Stacks of experts that get an adapter in addition to target_modules, by their names or the ends of these, as in PEFT:
     `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with
     lora_dropout. Routers are not trained, and their balance loss (router_aux_loss_coef) is not part of the loss. `ft export
     --format vllm` writes them as vLLM reads them; for other servers merge the tuned model."""
-    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
+    rank_pattern: Annotated[dict[Pattern, Annotated[int, Field(ge=1, le=512)]], FewPatterns] = {}
     """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first matching pattern wins.
     vLLM does not read patterns: `ft export --format vllm` pads such an adapter to its largest rank."""
-    alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
+    alpha_pattern: Annotated[dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]], FewPatterns] = {}
     """The same, in place of lora_alpha."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r."""
@@ -70,7 +70,7 @@ class LoraOptions(Strict):
     """Weight-decomposed adapters (DoRA): each output row of an adapted weight also learns its magnitude, as in PEFT. Steps take
     longer, since the norms of the rows change with the adapter. Not with lora_dropout or target_parameters, and not in an
     engine. Inference servers and GGUF do not take such an adapter, but `ft merge` does."""
-    modules_to_save: list[str] = []
+    modules_to_save: Names = []
     """Modules that are trained whole beside the adapters, for tokens that the base has not learned: the base's embedding and
     its output head, by their names or the ends of these, as in PEFT: `[embed_tokens, lm_head]`. Tokens need rows that the
     embedding has already. Masters are fp32, start as the base's values, and are saved in the adapter as PEFT saves them. If the
@@ -101,7 +101,7 @@ class PrecisionOptions(Strict):
     Whatever is given, a base published in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its format, and one in FP8 by
     blocks keeps its blocks with fp8. All else is made from the exact values of the published weights; the plan says what that
     costs."""
-    overrides: dict[Pattern, FormatChoice] = {}
+    overrides: Annotated[dict[Pattern, FormatChoice], FewPatterns] = {}
     """RE2 pattern on the module's full name → format, or as_published; the last matching pattern wins. A pattern without a
     match is an error, and so is a format other than bf16 outside the decoder layers (embeddings, output head)."""
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
@@ -263,7 +263,7 @@ class DistributedOptions(Strict):
     wrap: Literal["layers", "none"] | WrapBySize = "layers"
     """Groups that are gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at
     once, held for the whole step; or groups by size."""
-    ignored: list[Pattern] = []
+    ignored: Annotated[list[Pattern], FewPatterns] = []
     """RE2 patterns on names of base weights, as in the checkpoint, that are not sharded: every rank holds them whole. A pattern
     without a match is an error."""
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=4096)] = True

@@ -39,3 +39,22 @@ def test_patterns_match_whole_names_in_linear_time() -> None:
     with pytest.raises(SpecError, match="RE2") as refused:
         parse_request(BODY | {"precision": {"overrides": {"(": "nf4"}}})
     assert (refused.value.param or "").startswith("precision.overrides")
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "limit"),
+    [
+        ("lora.rank_pattern", {f"q_proj|{number}": 8 for number in range(257)}, "256 patterns, not 257"),
+        ("lora.alpha_pattern", {".*l?" * 2000 + str(number): 8 for number in range(2)}, "10000 characters"),
+        ("lora.target_modules", ".*l?" * 3000, "10000 characters"),
+        ("lora.target_modules", ["q_proj"] * 10_001, "10000 entries"),
+        ("precision.overrides", {f"q_proj|{number}": "nf4" for number in range(257)}, "256 patterns, not 257"),
+        ("distributed.ignored", ["q_proj"] * 257, "256 patterns, not 257"),
+    ],
+)
+def test_patterns_and_names_are_limited(option: str, given: Any, limit: str) -> None:
+    """A request of a megabyte of them kept the server busy for minutes."""
+    section, name = option.split(".")
+    with pytest.raises(SpecError, match=limit) as refused:
+        parse_request(BODY | {section: {name: given}})
+    assert refused.value.param == option

@@ -13,6 +13,8 @@ FtError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FtError(Exception):
     """Base class. `code` is stable and machine readable; `param` is the dotted name of the wrong field, or None."""
@@ -25,6 +27,17 @@ class FtError(Exception):
         self.param = param
         if code is not None:
             self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have pickle restore what an error holds, as it goes from rank to rank: by default it calls the class with the message
+        alone, and some classes take something else."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[FtError], args: tuple[Any, ...], held: dict[str, Any]) -> FtError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(held)
+    return error
 
 
 class SpecError(FtError):

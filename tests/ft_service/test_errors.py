@@ -21,4 +21,4 @@ from ft_service.rundir.directory import UnreadableDocumentError
 def test_errors_go_from_rank_to_rank_as_they_are(error: FtError) -> None:
     """Some could not be read by the other ranks, which reported that instead of the error."""
     received = pickle.loads(pickle.dumps(error))
-    assert type(received) is type(error) and str(received) == str(error) and vars(received) == vars(error)
+    assert (type(received), str(received), vars(received)) == (type(error), str(error), vars(error))

@@ -186,8 +186,9 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     if isinstance(error, SealedError) or lost_peer(error):
         return
     code, message = _code_and_message(run, error)
-    # The next attempt has documents of its own, and other processes beside its ranks.
-    passing = isinstance(error, UnreadableDocumentError | UnavailableError)
+    # The next attempt has documents of its own, and other processes beside its ranks; the job's documents are the same.
+    of_job = isinstance(error, UnreadableDocumentError) and "/" not in error.key
+    passing = isinstance(error, UnreadableDocumentError | UnavailableError) and not of_job
     permanent = code != disk.DISK_FULL and ((isinstance(error, FtError) and not passing) or code == missing_package.CODE)
     info = ErrorInfo(
         code=code,

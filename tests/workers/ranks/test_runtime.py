@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ft_service.data.examiner import ExaminerLost
 from ft_service.errors import DataError
 from ft_service.launcher.kubernetes.status import NEVER_CAME, STORE_GONE
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Outcome, OutcomeKind, Start
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
@@ -74,10 +74,16 @@ def test_an_import_that_fails_later_is_permanent_too(tmp_path: Path) -> None:
     assert outcome.error.message.startswith("The package ft_no_such_package is not installed")
 
 
-@pytest.mark.parametrize(("error", "permanent"), [(ExaminerLost("killed by signal 9"), False), (DataError("a line"), True)])
-def test_a_process_that_was_killed_beside_a_rank_does_not_end_the_job(
-    error: Exception, permanent: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (ExaminerLost("killed by signal 9"), False),
+        (DataError("a line"), True),
+        (UnreadableDocumentError("attempts/1/start.json", "it is not JSON"), False),
+        (UnreadableDocumentError("origins.json", "it is not JSON"), True),
+    ],
+)
+def test_a_job_ends_with_what_its_next_attempt_would_find_again(error: Exception, permanent: bool, tmp_path: Path) -> None:
     report_failure(RunDir(tmp_path), 1, error)
     outcome = RunDir(tmp_path).read(OUTCOME, Outcome)
     assert outcome is not None

@@ -207,14 +207,16 @@ def project_models(project_id: str, store: Store, session_id: str | None = None)
 
 
 def finish_models(project_id: str, session_id: str, store: Store, places: Places) -> None:
-    """Have the models of a session write their adapters and end, behind the commands that they have."""
+    """Have the models of a session write their adapters and end, behind the commands that they can carry out: those behind a
+    gap in the client's numbers wait for a request that does not come any more."""
     for job in project_models(project_id, store, session_id):
         if job.state in TERMINAL:
             continue
         commands = CommandLog(places.run(job.id))
-        newest = commands.command(commands.newest())
-        if newest is None or newest.op != "finish":
-            accept(job, Command(commands.newest() + 1, "finish"), store, places)
+        seq = commands.first_missing()
+        last = commands.command(seq - 1) if seq else None
+        if last is None or last.op != "finish":
+            accept(job, Command(seq, "finish"), store, places)
 
 
 def ended_text(job: Job) -> str:

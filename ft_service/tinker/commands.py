@@ -81,9 +81,13 @@ class CommandLog:
         found = self._read(RESULTS, seq)
         return None if found is None else CommandResult(*found)
 
-    def newest(self) -> int:
-        """Number of the newest command that was stored; -1: there was none. If it is gone, its result is there (`prune`)."""
-        return max([*self._numbers(COMMANDS), *self._numbers(RESULTS)], default=-1)
+    def first_missing(self) -> int:
+        """Number behind the commands that the ranks carry out, one after the other: with a gap in the client's numbers, that of
+        the gap, for which they wait."""
+        seq = max(self._numbers(RESULTS), default=-1) + 1
+        while self.has(seq):
+            seq += 1
+        return seq
 
     def has_unanswered(self) -> bool:
         """Whether the ranks have something to do: the command behind the newest result. One that waits for another before it,

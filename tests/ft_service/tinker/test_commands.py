@@ -26,13 +26,13 @@ def test_the_first_of_a_number_stays(log: CommandLog) -> None:
 
 
 def test_what_waits(log: CommandLog) -> None:
-    assert (log.newest(), log.has_unanswered()) == (-1, False)
+    assert (log.first_missing(), log.has_unanswered()) == (0, False)
     log.put(Command(0, "create_model"))
     assert log.has_unanswered()
     log.put_result(0, CommandResult({}))
     assert not log.has_unanswered()
     log.put(Command(5, "optim_step"))
-    assert (log.newest(), log.has_unanswered()) == (5, False), "its client may never send the one before it"
+    assert (log.first_missing(), log.has_unanswered()) == (1, False), "its client may never send the one before it"
     for seq in range(1, 5):
         log.put(Command(seq, "optim_step"))
     assert log.has_unanswered()
@@ -56,12 +56,12 @@ def test_the_position_outlives_all_that_is_old(log: CommandLog) -> None:
         log.put(Command(seq, "optim_step"))
         log.put_result(seq, CommandResult({}))
     log.prune(2, results_before=log.last_used() - 3600)
-    assert (log.newest(), log.has_unanswered()) == (2, False), "commands go before their results"
+    assert (log.first_missing(), log.has_unanswered()) == (3, False), "commands go before their results"
     log.prune(2, results_before=log.last_used() + 3600)
     assert [log.has_result(seq) for seq in range(3)] == [False, False, True]
-    assert (log.newest(), log.has_unanswered()) == (2, False)
+    assert (log.first_missing(), log.has_unanswered()) == (3, False)
     log.put(Command(3, "finish"))
-    assert (log.newest(), log.has_unanswered()) == (3, True)
+    assert (log.first_missing(), log.has_unanswered()) == (4, True)
 
 
 def test_a_file_that_is_none_is_said_to_be_one(log: CommandLog) -> None:

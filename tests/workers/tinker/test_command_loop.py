@@ -158,8 +158,8 @@ def test_a_model_that_rested_for_long_ends_by_the_next_number(base: Path, tmp_pa
     outcome = attempt_until(run, 1, 1, last, rested_seconds=2 * KEEP_RESULT_SECONDS)
     assert (outcome.kind, outcome.checkpoint) == (OutcomeKind.STOPPED, "step-1-a1")
     assert [seq for seq in range(last + 1) if script.log.has(seq)] == []
-    assert script.log.newest() == last
-    script.log.put(Command(script.log.newest() + 1, "finish"))
+    assert script.log.first_missing() == last + 1
+    script.log.put(Command(script.log.first_missing(), "finish"))
     assert run_attempt(run, 2, 1, outcome.checkpoint).kind is OutcomeKind.SUCCEEDED
     assert adapter(run)
 

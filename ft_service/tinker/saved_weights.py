@@ -7,6 +7,7 @@ weights_options/<kind>/<name>.json   who may read them and until when, which the
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
+from ft_service.rundir.checkpoints import CHECKPOINT_NAME, checkpoint_key, complete_checkpoints, remove_marker
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
 
@@ -23,6 +25,8 @@ Kind = Literal["weights", "sampler_weights"]
 PROBES = "probes.json"
 """File beside a sampler's adapter: some sequences with the trainer's log-probabilities of their tokens, to compare the
 sampler's with."""
+_RESUMED_FROM = 2
+"""Newest checkpoints that stay whatever is saved: if the last one is damaged, an attempt goes on from the one before."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of saved weights."""
 
@@ -133,18 +137,29 @@ def count_saved(run: RunDir) -> int:
 
 
 def sampler_bytes(run: RunDir, name: str) -> int:
-    """Bytes of weights that were saved to sample from."""
+    """Bytes of weights that were saved to sample from. Raises FileNotFoundError if they are removed meanwhile."""
     return sum(file.stat().st_size for file in run.path(sampler_key(name)).iterdir())
 
 
 def saved_bytes(run: RunDir) -> int:
     """Bytes of all saved weights of a model."""
-    return sum(saved.bytes for saved in saved_weights(run)) + sum(sampler_bytes(run, name) for name in samplers_of(run))
+    total = sum(saved.bytes for saved in saved_weights(run))
+    for name in samplers_of(run):
+        with contextlib.suppress(FileNotFoundError):
+            total += sampler_bytes(run, name)
+    return total
 
 
 def delete_saved(run: RunDir, name: str) -> None:
-    """Remove the pointer of saved weights; their checkpoint goes after the next one."""
+    """Remove saved weights: their pointer, and their checkpoint unless something else points to it, or an attempt may go back
+    to it; that one goes after later ones."""
+    saved = run.readable(saved_key(name), SavedWeights)
     run.path(saved_key(name)).unlink(missing_ok=True)
+    kept = saved_checkpoints(run) | set(complete_checkpoints(run)[-_RESUMED_FROM:])
+    if saved is not None and CHECKPOINT_NAME.fullmatch(saved.checkpoint) and saved.checkpoint not in kept:
+        folder = run.path(checkpoint_key(saved.checkpoint))
+        remove_marker(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def delete_sampler(run: RunDir, name: str) -> None:

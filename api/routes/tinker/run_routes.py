@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -67,8 +68,9 @@ def _weights_of(model: str, run: RunDir) -> list[_Weights]:
     """All saved weights of a model, the newest first; what has expired is removed."""
     found = [_Weights(WeightsPath(model, "weights", own.name), own.created_at, own.bytes) for own in saved_weights(run)]
     for name in samplers_of(run):
-        saved_at = run.path(sampler_key(name)).stat().st_mtime
-        found.append(_Weights(WeightsPath(model, "sampler_weights", name), saved_at, sampler_bytes(run, name)))
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            saved_at = run.path(sampler_key(name)).stat().st_mtime
+            found.append(_Weights(WeightsPath(model, "sampler_weights", name), saved_at, sampler_bytes(run, name)))
     kept = [weights for weights in found if not remove_expired(run, weights.path)]
     return sorted(kept, key=lambda weights: weights.time, reverse=True)
 

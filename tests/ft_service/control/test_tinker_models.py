@@ -30,14 +30,17 @@ from ft_service.rundir.documents import Desired
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
+from ft_service.tinker import saved_weights as saved_weights_module
 from ft_service.tinker.bodies import LoraConfig
 from ft_service.tinker.commands import COMMANDS, RESULTS, Command, CommandLog, CommandResult
 from ft_service.tinker.names import job_id_of, session_of
 from ft_service.tinker.saved_weights import (
     SavedWeights,
     WeightsOptions,
+    delete_saved,
     sampler_key,
     samplers_of,
+    saved_bytes,
     saved_key,
     saved_weights,
     set_options,
@@ -93,6 +96,14 @@ def test_a_session_ends_behind_commands_that_are_gone(place: Place) -> None:
         finish_models(PROJECT, session_of(MODEL), place.store, place.places)
         assert [seq for seq in range(9) if place.log.has(seq)] == [3], "the next that the ranks wait for"
         assert place.log.command(3) == Command(3, "finish")
+
+
+def test_a_session_ends_where_its_clients_numbers_have_a_gap(place: Place) -> None:
+    """Behind it, the model would wait for ever for the request that is missing."""
+    place.log.put(Command(3, "forward_backward"))
+    place.log.put(Command(5, "optim_step"))
+    finish_models(PROJECT, session_of(MODEL), place.store, place.places)
+    assert place.log.command(4) == Command(4, "finish")
 
 
 def test_a_command_resumes_a_model_that_is_paused_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,3 +193,27 @@ def test_weights_whose_time_is_over_go_though_nobody_asks(place: Place) -> None:
     remove_all_expired(run.root.parent, place.places)
     assert samplers_of(run) == [saved.name for saved in saved_weights(run)] == ["later", "public"]
     assert with_options(run) == [(kind, name) for kind in ("weights", "sampler_weights") for name in ("later", "public")]
+
+
+def test_deleted_weights_free_their_bytes_though_the_model_writes_no_more(place: Place) -> None:
+    run = place.places.run(place.job.id)
+    for step in range(1, 5):
+        run.put(f"checkpoints/step-{step}-a1/shard", b"bytes")
+        run.put(f"checkpoints/step-{step}-a1/COMPLETE", b"{}")
+        for name in ("a", "b") if step == 1 else (f"at-{step}",):
+            saved = SavedWeights(name=name, checkpoint=f"step-{step}-a1", step=step, command=2, created_at=1.0, bytes=6)
+            run.write(saved_key(name), saved)
+    for name in ("a", "at-2", "at-4"):
+        delete_saved(run, name)
+    assert sorted(path.name for path in run.path("checkpoints").iterdir()) == ["step-1-a1", "step-3-a1", "step-4-a1"], (
+        "one that other weights point to stays, and so does the newest, from which the model would go on"
+    )
+    delete_saved(run, "b")
+    assert not run.path("checkpoints/step-1-a1").exists()
+
+
+def test_weights_of_a_sampler_may_be_removed_while_they_are_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.places.run(place.job.id)
+    run.put(f"{sampler_key('there')}/adapter_config.json", b"{}")
+    monkeypatch.setattr(saved_weights_module, "samplers_of", lambda _run: ["gone", "there"])
+    assert saved_bytes(run) == 2

@@ -63,13 +63,16 @@ class Range(Strict):
         return self
 
     def at(self, share: float) -> int | float:
-        """The number at a share in [0, 1) of the range; fractions have three significant digits."""
+        """The number at a share in [0, 1) of the range; fractions have three significant digits, and more in a range that is
+        narrow beside its numbers, as 0.9995 to 0.9999 is."""
         if isinstance(self.min, int) and isinstance(self.max, int):
             high = self.max + 1
             value = self.min * (high / self.min) ** share if self.log else self.min + share * (high - self.min)
             return min(self.max, max(self.min, math.floor(value)))
         value = self.min * (self.max / self.min) ** share if self.log else self.min + share * (self.max - self.min)
-        return min(self.max, max(self.min, float(f"{value:.2e}")))
+        narrow = max(abs(self.min), abs(self.max)) / (self.max - self.min)
+        digits = 2 + max(0, math.floor(math.log10(narrow)))
+        return min(self.max, max(self.min, float(f"{value:.{digits}e}")))
 
 
 Choices = Range | Sequence[Any]

@@ -68,6 +68,13 @@ def test_what_is_drawn_follows_from_the_seed() -> None:
     assert sweep(given).settings["seed"] == 4
 
 
+def test_a_narrow_range_has_many_values() -> None:
+    """Three digits of numbers from 0.9995 to 0.9999 are two values."""
+    narrow = Range(min=0.9995, max=0.9999)
+    assert len({narrow.at(number / 64) for number in range(64)}) == 64
+    assert Range(min=1e-5, max=1e-3, log=True).at(0.123) == 1.76e-05
+
+
 def test_the_draw_is_the_same_on_every_python() -> None:
     assert drawn({"a": Range(min=1, max=100), "b": [1, 2, 3]}, 3, seed=7) == [
         {"a": 33, "b": 1},

@@ -54,7 +54,8 @@ LOSSES: Mapping[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
 
 
 def _ratio(lp: Tensor, inputs: Inputs) -> Tensor:
-    return (lp - inputs["logprobs"]).exp()
+    """r, but 1 where A is 0: nothing is learned there, and a ratio too large for a number, times 0, would be none."""
+    return (lp - inputs["logprobs"]).where(inputs["advantages"] != 0, 0.0).exp()
 
 
 def _clipped(ratio: Tensor, config: Config) -> Tensor:

@@ -54,3 +54,15 @@ def test_values_and_gradients(name: str) -> None:
     assert losses.tolist() == pytest.approx([VALUE[name](*place) for place in places])
     assert logs.grad is not None
     assert logs.grad.tolist() == pytest.approx([SLOPE[name](*place) for place in places])
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_tokens_without_an_advantage_count_nothing(name: str) -> None:
+    """Such as those of a prompt, for which a client puts any log-probability: this ratio is infinite."""
+    logs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    inputs = {"logprobs": torch.tensor([-1000.0, -1.0]), "advantages": torch.tensor([0.0, 1.0])}
+    losses = LOSSES[name](logs, inputs, CONFIG[name])
+    losses.sum().backward()
+    assert losses[0] == 0
+    assert logs.grad is not None
+    assert logs.grad.tolist() == [0.0, -1.0]

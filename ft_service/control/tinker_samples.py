@@ -44,6 +44,9 @@ AT_ONCE = 128
 AT_ONCE_OF_PROJECT = 48
 MEASURED_AT_ONCE = 8
 """Weights that are compared with the trainer's at once."""
+MEASURED_OF_PROJECT = 2
+"""Of one project, whose other requests wait meanwhile: a comparison waits while the sampler has no place for the project, and
+those of others go on."""
 
 
 def run(
@@ -71,8 +74,8 @@ class SampleLoop:
         until which nothing of theirs is sent."""
         self._known: set[str] = set()
         """Samplers that were measured, or are, or have nothing to measure."""
-        self._measuring: set[str] = set()
-        """Those that are measured now; their requests wait."""
+        self._measuring: dict[str, str] = {}
+        """Those that are measured now, with their projects; their requests wait."""
         self._pool = ThreadPoolExecutor(MEASURED_AT_ONCE, thread_name_prefix="probes")
         self._ends = False
 
@@ -100,15 +103,21 @@ class SampleLoop:
         of_project = Counter(project_id for _, project_id in self._orders.under_way)
         now = time.monotonic()
         self._full = {project_id: until for project_id, until in self._full.items() if until > now}
-        full = {*self._full, *(project_id for project_id, count in of_project.items() if count >= AT_ONCE_OF_PROJECT)}
-        measuring = tuple(self._measuring)  # which other threads change
-        for sample in self.store.tinker.unanswered(room, asked, projects=full, samplers=measuring):
+        measuring = self._measuring.copy()  # which other threads change
+        measured = Counter(measuring.values())
+
+        def is_full(project_id: str) -> bool:
+            is_busy = of_project[project_id] >= AT_ONCE_OF_PROJECT or measured[project_id] >= MEASURED_OF_PROJECT
+            return is_busy or project_id in self._full
+
+        full = {project_id for project_id in {*self._full, *of_project, *measured} if is_full(project_id)}
+        for sample in self.store.tinker.unanswered(room, asked, projects=full, samplers=tuple(measuring)):
             project_id = sample.project_id
-            if of_project[project_id] >= AT_ONCE_OF_PROJECT or project_id in self._full or sample.sampler_id in self._measuring:
+            if is_full(project_id) or sample.sampler_id in self._measuring:
                 continue
             of_project[project_id] += 1
             try:
-                self._ask(sample)
+                measured[project_id] += self._ask(sample)
             except ProjectFullError as error:
                 log.info("requests for samples of the project %s wait: %s", project_id, error.message)
                 self._full[project_id] = now + BUSY_SECONDS
@@ -117,16 +126,18 @@ class SampleLoop:
             except FtError as error:
                 self.store.tinker.answer_samples({sample.id: _refusal(error)})
 
-    def _ask(self, sample: TinkerSample) -> None:
+    def _ask(self, sample: TinkerSample) -> bool:
+        """Ask for a sample, or first for the probes of its weights. Returns whether it is the probes."""
         sampler = self.store.tinker.get_sampler(sample.project_id, sample.sampler_id)
         request = parse_sample_request(sample.request)
         model, adapter, job = self._model(sampler)
         if job is not None and sampler.logprob_gap is None and sampler.id not in self._known:
             self._known.add(sampler.id)
-            self._measuring.add(sampler.id)
+            self._measuring[sampler.id] = sampler.project_id
             self._pool.submit(self._measure, sampler, model, str(adapter), job)
-        else:
-            self._orders.submit((sample.id, sample.project_id), model, adapter, request, sampler.project_id)
+            return True
+        self._orders.submit((sample.id, sample.project_id), model, adapter, request, sampler.project_id)
+        return False
 
     def _model(self, sampler: TinkerSampler) -> tuple[PreviewModel, str | None, Job | None]:
         """The base with its formats, the folder of the adapter, and the job that trained it. Raises NotFoundError."""
@@ -162,7 +173,7 @@ class SampleLoop:
         except Exception:
             log.exception("weights are not compared with the trainer's", extra={"job_id": job.id})
         finally:
-            self._measuring.discard(sampler.id)
+            self._measuring.pop(sampler.id, None)
 
     def _take(self, seconds: float) -> None:
         """Take the parts of answers that have come, waiting for the first, and store the answers that are whole."""

@@ -217,6 +217,26 @@ def test_probes_are_asked_one_by_one_and_before_samples(place: Place) -> None:
     assert ended == [TOKENS, TOKENS, *[[2, 3]] * 3]
 
 
+def test_comparisons_of_a_project_hold_up_no_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are compared at once wait for their project's places, which its chats have."""
+    monkeypatch.setattr(tinker_samples, "MEASURED_OF_PROJECT", 1)
+    go, measured, measure = threading.Event(), list[str](), SampleLoop._measure
+
+    def slow(self: SampleLoop, sampler: TinkerSampler, *given: Any) -> None:
+        measured.append(sampler.id)
+        go.wait(20)
+        measure(self, sampler, *given)
+
+    monkeypatch.setattr(SampleLoop, "_measure", slow)
+    many = [place.put(place.save(name), {"max_tokens": 1}) for name in ("one", "two", "three")]
+    other = place.store.projects.create_project(name="other", organization="local").id
+    one = place.put(place.sampler_of(None, other), {"max_tokens": 1}, other)
+    wait_for(lambda: one in place.store.tinker.answered([one]), 20)
+    assert len(measured) == 1
+    go.set()
+    wait_for(lambda: place.store.tinker.answered(many) == set(many), 20)
+
+
 def test_a_project_with_many_requests_leaves_places_to_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinker_samples, "AT_ONCE", 3)
     monkeypatch.setattr(tinker_samples, "AT_ONCE_OF_PROJECT", 2)

@@ -138,7 +138,7 @@ def _accept(body: Any, op: str, caller: Principal, services: Services) -> dict[s
     """Store a command. One whose options are wrong is stored as refused: its number must not be missing."""
     given = body if isinstance(body, dict) else {}
     model, seq = given.get("model_id"), given.get("seq_id")
-    if not isinstance(model, str) or not isinstance(seq, int):
+    if not isinstance(model, str) or not isinstance(seq, int) or isinstance(seq, bool):
         _COMMANDS[op].parse(body)
         raise SpecError("model_id and seq_id are needed.", param="seq_id")
     _check_seq(seq)

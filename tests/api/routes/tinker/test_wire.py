@@ -189,6 +189,7 @@ def test_wrong_options_are_the_requests_result(service: Service, ranks: Ranks) -
     external = post(service, "save_weights_external", {"model_id": model, "seq_id": 4, "path": "x"})
     assert "External weights are not here" in result(service, external)["error"]
     assert result(service, step(service, model, 5, 0.25))["metrics"] == {"lr": 0.25}
+    assert post(service, "optim_step", {"model_id": model, "seq_id": True}).status_code == 400, "no number"
 
 
 def test_a_call_that_is_too_large_is_its_own_result(service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

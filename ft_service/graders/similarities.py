@@ -6,6 +6,7 @@ require a language toolkit or are not maintained.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,18 +14,23 @@ MOST_COMPARED = 65_536
 """Characters of a text to compare, at most: the time is quadratic, and the server is blocked meanwhile."""
 
 
+_WORD = re.compile(r"[^\s\x00-/:-@\[-`{-\x7f\xa1-\xbf\u2010-\u205e\u3000-\u303f\uff01-\uff0f\uff1a-\uff20]+")
+"""A word of ROUGE: as the package rouge_score has it in ASCII, letters and digits without punctuation. That drops all other
+letters; here they count, so that texts in other scripts can be compared."""
+
+
 def rouge_l(answer: str, expected: str) -> float:
-    """ROUGE-L's F1: the longest common subsequence of words, in lower case, split at white space."""
+    """ROUGE-L's F1: the longest common subsequence of words, in lower case, without punctuation."""
     from rapidfuzz.distance import LCSseq  # in C++: in Python it may take minutes and block a server
 
-    ours, theirs = answer.lower().split(), expected.lower().split()
+    ours, theirs = _words(answer), _words(expected)
     common = LCSseq.similarity(ours, theirs)
     return 2 * common / (len(ours) + len(theirs)) if common else 0.0
 
 
 def rouge_n(answer: str, expected: str, n: int) -> float:
-    """ROUGE-N's F1: common sequences of n words, in lower case, split at white space."""
-    ours, theirs = _grams(answer.lower().split(), n), _grams(expected.lower().split(), n)
+    """ROUGE-N's F1: common sequences of n words, in lower case, without punctuation."""
+    ours, theirs = _grams(_words(answer), n), _grams(_words(expected), n)
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
@@ -64,6 +70,10 @@ SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {
     "rouge_l": rouge_l,
     **{f"rouge_{n}": lambda answer, expected, n=n: rouge_n(answer, expected, n) for n in range(1, 6)},
 }
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
 
 
 def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:

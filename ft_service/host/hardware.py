@@ -20,6 +20,12 @@ WSL_SMI = Path("/usr/lib/wsl/lib/nvidia-smi")
 _SMI_SECONDS = 30
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 """In a container the files of its own group, with its limits."""
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Files with the limit of memory, by version 2 of control groups and by version 1, which has a huge number for none."""
+_TAKEN = ("memory.current", "memory/memory.usage_in_bytes")
+_COUNTS = ("memory.stat", "memory/memory.stat")
+_FILES = (("active_file", "inactive_file"), ("total_active_file", "total_inactive_file"))
+"""Counts of files' bytes, which the kernel gives back."""
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -117,19 +123,19 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = CONTR
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = min(available, int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((groups / "memory.max").read_text())  # not a number where there is no limit
-        counts = dict(line.split() for line in (groups / "memory.stat").read_text().splitlines())
-        files = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))  # which the kernel gives back
-        available = min(available, max(0, limit - int((groups / "memory.current").read_text()) + files))
+    for limits, taken, counts, names in zip(_LIMITS, _TAKEN, _COUNTS, _FILES, strict=True):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((groups / limits).read_text())  # not a number where there is no limit
+            counted = dict(line.split() for line in (groups / counts).read_text().splitlines())
+            files = sum(int(counted.get(name, 0)) for name in names)
+            available = min(available, max(0, limit - int((groups / taken).read_text()) + files))
     return available
 
 
 def memory_bytes(groups: Path = CONTROL_GROUPS) -> int:
     """Return the bytes of memory of this host, or the limit of this container."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = (groups / "memory.max").read_text().strip()
-    except OSError:
-        return whole
-    return min(whole, int(limit)) if limit.isdigit() else whole
+    for name in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            whole = min(whole, int((groups / name).read_text()))
+    return whole

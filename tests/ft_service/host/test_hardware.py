@@ -132,6 +132,11 @@ def test_memory_is_the_containers_where_it_has_a_limit(tmp_path: Path) -> None:
     assert memory_bytes(tmp_path) == whole
     (tmp_path / "memory.max").write_text("1048576\n")
     assert memory_bytes(tmp_path) == 2**20
+    older = tmp_path / "older"
+    (older / "memory").mkdir(parents=True)
+    for limit, found in {2**63 - 4096: whole, 2**21: 2**21}.items():
+        (older / "memory" / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        assert memory_bytes(older) == found
 
 
 def test_available_memory_is_read_from_the_kernel_or_is_all_of_it(tmp_path: Path) -> None:
@@ -148,4 +153,15 @@ def test_available_memory_is_what_the_containers_limit_leaves(tmp_path: Path) ->
     (tmp_path / "memory.stat").write_text("anon 30000\nactive_file 6000\ninactive_file 4000\n")
     for limit, available in {"max": 65_536, "50000": 20_000, "30000": 0, "1000000": 65_536}.items():
         (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert available_memory(meminfo, tmp_path) == available
+
+
+def test_available_memory_within_a_limit_of_the_older_control_groups(tmp_path: Path) -> None:
+    meminfo, group = tmp_path / "meminfo", tmp_path / "memory"
+    meminfo.write_text("MemAvailable: 64 kB\n")
+    group.mkdir()
+    (group / "memory.usage_in_bytes").write_text("40000\n")
+    (group / "memory.stat").write_text("active_file 1\ntotal_active_file 6000\ntotal_inactive_file 4000\n")
+    for limit, available in {50_000: 20_000, 2**63 - 4096: 65_536}.items():
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
         assert available_memory(meminfo, tmp_path) == available

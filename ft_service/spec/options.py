@@ -170,7 +170,8 @@ class TrainingOptions(Strict):
     """Number of steps in which the rate rises from 0, in place of warmup_ratio; None: warmup_ratio decides. With more than the
     job's steps the rate only rises."""
     decay_ratio: Annotated[Number, Field(gt=0, le=1)] | None = None
-    """Share of all steps, at the end, in which warmup_stable_decay falls to 0 linearly; None: 0.1. Refused with other types."""
+    """Share of all steps, at the end, in which warmup_stable_decay falls to 0 linearly, behind the warm-up at the
+    earliest; None: 0.1. Refused with other types."""
     weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """AdamW's decoupled weight decay on the adapters."""
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9

@@ -124,7 +124,7 @@ def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> f
         return options.rate * (step + 1) / warmup
     if options.lr_scheduler_type == "warmup_stable_decay":
         decay = math.ceil((DECAY_RATIO if options.decay_ratio is None else options.decay_ratio) * total_steps)
-        return options.rate * min(1.0, (total_steps - step) / decay)
+        return options.rate * min(1.0, (total_steps - step) / min(decay, total_steps - warmup))
     progress = (step - warmup) / max(1, total_steps - warmup)
     factor = {
         "constant": 1.0,

@@ -39,3 +39,7 @@ def test_stable_until_the_decay() -> None:
     stable = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=2, decay_ratio=0.4)
     assert stable == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
     assert rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=0) == [1.0] * 10, "a tenth of ten steps is the last"
+    overlapping = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=5, decay_ratio=0.8)
+    assert overlapping == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2]), (
+        "it falls from where the rate has risen to"
+    )

@@ -29,8 +29,10 @@ class Validations(BaseModel):
     without_progress: int = 0
     """Number of consecutive validations without progress."""
 
-    def after(self, step: int, loss: float, threshold: float) -> Validations:
-        """Return the summary with one more validation. `threshold`: training.early_stopping_threshold."""
+    def after(self, step: int, loss: float, threshold: float, *, counts: bool = True) -> Validations:
+        """Return the summary with one more validation. `threshold`: training.early_stopping_threshold. `counts`: whether it is
+        one of those that training.early_stopping_patience counts.
+        """
         finite = math.isfinite(loss)
         best = finite and (self.best_loss is None or loss < self.best_loss)
         progress = finite and (self.undercut is None or loss < self.undercut - threshold)
@@ -39,8 +41,8 @@ class Validations(BaseModel):
             last_loss=loss if finite else None,
             best_step=step if best else self.best_step,
             best_loss=loss if best else self.best_loss,
-            undercut=loss if progress else self.undercut,
-            without_progress=0 if progress else self.without_progress + 1,
+            undercut=loss if progress and counts else self.undercut,
+            without_progress=(0 if progress else self.without_progress + 1) if counts else self.without_progress,
         )
 
     def loss_at(self, step: int) -> float | None:

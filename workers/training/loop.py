@@ -84,8 +84,11 @@ class Schedule:
         return step >= self.total_steps or (self.patience is not None and validations.without_progress >= self.patience)
 
     def validates_at(self, step: int) -> bool:
-        due = step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
-        return due or step in self.rungs
+        return self.counts_at(step) or step in self.rungs
+
+    def counts_at(self, step: int) -> bool:
+        """Whether a validation is one of those that the job asks for, whose progress its patience counts."""
+        return step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
 
     def saves_at(self, step: int, validations: Validations) -> bool:
         """Whether a checkpoint is due. The last step always has one besides."""
@@ -215,7 +218,8 @@ class Trainer:
         valid = self._validate() if self._validates else None
         if valid is not None:
             threshold = self.runtime.spec.training.early_stopping_threshold
-            self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold)
+            counts = self.schedule.counts_at(self.job.step)
+            self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold, counts=counts)
         return self._report(begun, numbers, valid, self._answered(validated=valid is not None))
 
     def _answered(self, *, validated: bool) -> dict[str, float]:

@@ -107,6 +107,14 @@ def test_validations_count_what_is_no_progress() -> None:
     assert (found.best_loss, found.undercut) == (1.5, 1.5)
 
 
+def test_a_validation_at_a_rung_is_no_patience() -> None:
+    before = Validations().after(10, 2.0, 0.0)
+    for loss in (1.0, 3.0):
+        at_rung = before.after(12, loss, 0.0, counts=False)
+        assert (at_rung.without_progress, at_rung.undercut, at_rung.last_loss) == (0, 2.0, loss)
+        assert (at_rung.best_step, at_rung.best_loss) == ((12, 1.0) if loss < 2 else (10, 2.0))
+
+
 def test_when_training_ends_and_saves() -> None:
     options = spec({"save_steps": 10, "keep_every": 4, "keep_best": True}, max_steps=30, early_stopping_patience=2)
     schedule = Schedule.of(options, samples=8)
@@ -122,6 +130,8 @@ def test_a_job_of_a_sweep_is_validated_at_its_rungs_too() -> None:
     usual, swept = (Schedule.of(one, samples=8) for one in (options, options.model_copy(update={"rungs": (0.25, 0.5)})))
     validated = [[step for step in range(1, 31) if schedule.validates_at(step)] for schedule in (usual, swept)]
     assert validated == [[20, 30], [8, 15, 20, 30]]
+    counted = [[step for step in range(1, 31) if schedule.counts_at(step)] for schedule in (usual, swept)]
+    assert counted == [[20, 30], [20, 30]], "its patience is the same in a sweep"
 
 
 def test_a_damaged_checkpoint_is_neither_published_as_the_best_nor_loaded(

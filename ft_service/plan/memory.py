@@ -162,7 +162,8 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     numel = sum(a.numel_on_rank(layout) for a in job.adapters)
     fused = _fused_parts(job, machine)
     kept = _kept_by_mode(job, batches.tokens, fused)
-    extra = _dequantised(job, machine) + _product_workspace(job, machine) * batches.tokens
+    by_token = _product_workspace(job, machine) + _copied_by_lots(job, machine)
+    extra = _dequantised(job, machine) + by_token * batches.tokens
     backward = _backward_by_mode(job, batches.tokens, extra, fused)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
@@ -277,17 +278,39 @@ def _cast(job: ShardedJob, numel: int) -> int:
 
 def _dequantised(job: ShardedJob, machine: Machine) -> int:
     """Bytes of the largest weight dequantised; of experts, one matrix, or on a GPU as many as it multiplies at a time."""
-    experts = max(1, job.base.dimensions.experts)
-    grouped = not machine.shared_memory and job.spec.precision.compute == "bf16"
 
     def at_a_time(stored: WeightStorage) -> int:
-        whole = job.compute_bytes * stored.weight.numel
         if stored.weight.kind != "experts":
-            return whole
-        matrix = whole // experts
-        return matrix * (min(experts, max(1, GROUPED_BYTES // max(1, matrix))) if grouped else 1)
+            return job.compute_bytes * stored.weight.numel
+        return _matrix_bytes(job, stored) * (_lot(job, stored) if _grouped(job, machine) else 1)
 
     return max(map(at_a_time, job.quantised), default=0)
+
+
+def _copied_by_lots(job: ShardedJob, machine: Machine) -> int:
+    """Bytes per token of the rows that a grouped product copies where it dequantises experts' matrices in lots: its input's and
+    its result's, or its result's twice (`grouped_product` in workers/quant/grouped_linear.py)."""
+    experts = job.base.dimensions.experts
+    if not _grouped(job, machine):
+        return 0
+    in_lots = [s.weight for s in job.quantised if s.weight.kind == "experts" and _lot(job, s) < experts]
+    widest = max((max(weight.rows // experts, weight.numel_of_row) for weight in in_lots), default=0)
+    return 2 * job.compute_bytes * job.base.dimensions.experts_per_token * widest
+
+
+def _grouped(job: ShardedJob, machine: Machine) -> bool:
+    """Whether a GPU multiplies many experts' matrices by one kernel."""
+    return not machine.shared_memory and job.spec.precision.compute == "bf16"
+
+
+def _matrix_bytes(job: ShardedJob, stored: WeightStorage) -> int:
+    """Bytes of one matrix of a stack of experts, dequantised."""
+    return job.compute_bytes * stored.weight.numel // max(1, job.base.dimensions.experts)
+
+
+def _lot(job: ShardedJob, stored: WeightStorage) -> int:
+    """Number of a stack's matrices that a GPU dequantises at a time."""
+    return min(job.base.dimensions.experts, max(1, GROUPED_BYTES // max(1, _matrix_bytes(job, stored))))
 
 
 def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:

@@ -76,24 +76,29 @@ def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
 def grouped_product(x: Tensor, counts: Tensor, weight: GroupedWeight, *, transposed: bool) -> Tensor:
     """Multiply each row of x by its group's matrix → [n, cols], or `transposed` → [n, rows]. The host never waits.
 
-    With more groups than are dequantised at a time, each lot takes its rows of x to the front, which costs a copy of x and of
-    the result: only the device knows where they begin.
+    With more groups than are dequantised at a time, each lot takes its rows of x to the front, which costs a copy of x and two
+    of the result, one after the other: only the device knows where they begin. The plan counts them (`_copied_by_lots`).
     """
     groups, n = counts.shape[0], x.shape[0]
     lot = max(1, GROUPED_BYTES // (weight.rows * weight.cols * x.element_size())) if weight.name != PLAIN else groups
     ends = counts.cumsum(0)
+
+    def product(rows: Tensor, first: int, last: int, offs: Tensor) -> Tensor:
+        """Rows that begin with those of group `first`, times the matrices of their groups, which are freed again."""
+        matrices = weight.matrices(first, last, x.dtype)
+        return F.grouped_mm(rows, matrices.transpose(1, 2) if transposed else matrices, offs=offs.int())
+
+    if lot >= groups:
+        return product(x.contiguous(), 0, groups, ends)
     row = torch.arange(n, device=x.device)
     y = x.new_empty(n, weight.rows if transposed else weight.cols)
     for first in range(0, groups, lot):
         last = min(first + lot, groups)
-        matrices = weight.matrices(first, last, x.dtype)
-        matrices = matrices.transpose(1, 2) if transposed else matrices
-        if last - first == groups:
-            return F.grouped_mm(x.contiguous(), matrices, offs=ends.int())
         start = ends[first] - counts[first]
-        at_front = F.grouped_mm(x[(row + start).clamp_(max=n - 1)], matrices, offs=(ends[first:last] - start).int())
         own = (row >= start) & (row < ends[last - 1])
-        y = torch.where(own.unsqueeze(1), at_front[(row - start).clamp_(min=0)], y)
+        at_front = product(x[(row + start).clamp_(max=n - 1)], first, last, ends[first:last] - start)
+        torch.where(own.unsqueeze(1), at_front[(row - start).clamp_(min=0)], y, out=y)
+        del at_front  # before the next lot's
     return y
 
 

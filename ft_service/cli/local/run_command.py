@@ -33,6 +33,7 @@ from ft_service.plan.auto_options import keep_choices
 from ft_service.plan.machines import this_host
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.attempt import ATTEMPTS
+from ft_service.rundir.checkpoints import CHECKPOINTS
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason
 from ft_service.rundir.events import Event
@@ -85,6 +86,7 @@ def run(
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
+    _refuse_folders_of_others(folder)
     create_home(settings.home)
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
@@ -116,6 +118,18 @@ def run(
                 options=SupervisorOptions(grace_seconds=settings.stop_grace_seconds),
             )
     return _report(ended, folder, spec, as_json)
+
+
+def _refuse_folders_of_others(folder: Path) -> None:
+    """Raise SpecError for a folder without a run whose entries a run would replace: old checkpoints are removed, whatever they
+    are."""
+    there = [name for name in (CHECKPOINTS, "adapter", "adapters") if (folder / name).exists()]
+    if there and not (folder / "spec.json").exists():
+        raise SpecError(
+            f"--run-dir = {str(folder)!r}: it holds {' and '.join(there)}, and no run that wrote them (spec.json): a run would "
+            "replace them. Name another folder.",
+            param="run-dir",
+        )
 
 
 @contextlib.contextmanager

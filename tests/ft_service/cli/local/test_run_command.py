@@ -119,6 +119,16 @@ def test_without_a_run_dir_it_is_a_new_one_in_ft_home(ft: Ft, home: Path, spec: 
     assert {Path(folder).parent for folder in folders} == {home / "runs"}
 
 
+def test_a_folder_with_checkpoints_of_others_is_refused(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
+    """The worker removes what it finds in `checkpoints` and does not keep."""
+    train(succeed)
+    (tmp_path / "mine" / "checkpoints" / "best").mkdir(parents=True)
+    ended = ft("run", spec, "--run-dir", tmp_path / "mine")
+    assert ended.code == 64
+    assert "holds checkpoints, and no run that wrote them" in ended.err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["checkpoints"]
+
+
 def test_running_again_keeps_the_id_and_the_drawn_seed(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
     seen: list[JobSpec] = []
 

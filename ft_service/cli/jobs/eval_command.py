@@ -58,7 +58,7 @@ def evaluation(
         return
     with connect_to_job(job_id) as (client, job_id):
         evaluations = client.evaluations(job_id)
-    if as_json:
+    if as_json and step is None:
         print_json([own.model_dump() for own in evaluations])
         return
     if not evaluations:
@@ -67,6 +67,9 @@ def evaluation(
     if chosen is None:
         steps = ", ".join(str(own.step) for own in reversed(evaluations))
         raise NotFoundError(f"Job {job_id} was not evaluated at step {step}; it was at: {steps}.", param="step")
+    if as_json:
+        print_json([chosen.model_dump()])
+        return
     if any(own.metrics for own in evaluations):
         _print_scores(evaluations)
     console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)

@@ -30,6 +30,8 @@ def test_answers_are_shown_side_by_side_in_eighty_columns(ft: Ft, server: StubSe
     assert "After" not in ft("eval", "last", "--step", "0").out
     assert "it was at: 0, 30" in ft("eval", "last", "--step", "7").err
     assert [own["step"] for own in json.loads(ft("eval", "last", "--json").out)] == [30, 0]
+    assert [own["step"] for own in json.loads(ft("eval", "last", "--step", "0", "--json").out)] == [0]
+    assert "it was at: 0, 30" in ft("eval", "last", "--step", "7", "--json").err
     assert "exact_match 0.00 → 0.50, at step 30; the answers: ft eval" in ft("get", "last").out
     said = [
         {"role": "system", "content": "Sort."},

@@ -53,13 +53,18 @@ def data_options(given: Sequence[str]) -> DataOptions:
         raise SpecError(f"--column {' '.join(given)}: {what or words_of(fault)}.", param="column") from None
 
 
-def local_data(path: Path, split: str) -> LocalData:
-    """Return the data at a path. Raises SpecError for a missing path, DataError for a folder without the split."""
+def local_data(path: Path, split: str, usual: str = "train") -> LocalData:
+    """Return the data at a path. `usual`: the split of a folder if none is asked for. Raises SpecError for a missing path, and
+    for a split of a single file, DataError for a folder without the split."""
     whole = path.expanduser().absolute()
     if whole.is_dir():
         return LocalData(whole, dataset_files(whole, split))
     if not whole.is_file():
         raise SpecError(f"There is no file {whole}.", param="file")
+    if split != usual:
+        raise SpecError(
+            f"--split = {split!r}: {whole.name} is a single file, and folders have splits. Leave it out.", param="split"
+        )
     return LocalData(whole)
 
 

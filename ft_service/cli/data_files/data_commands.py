@@ -73,6 +73,10 @@ def check(
 ) -> None:
     """Say what a file is, and name every line that cannot be trained on; with --model also by the base's tokenizer."""
     data, columns = local_data(file, split), Columns(data_options(column).pairs)
+    if chat_template and not model:
+        raise SpecError(
+            "--chat-template: a template is applied with a base's tokenizer. Give --model too.", param="chat_template"
+        )
     if model:
         options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
         report = examined(data, model, options, max_length)
@@ -237,6 +241,9 @@ _MARKS: Mapping[Role, tuple[str, str]] = {"learned": ("⟦", "⟧"), "cut": ("�
 
 def show_page(console: Console, page: SamplePage, *, ids: bool) -> None:
     """Print samples, each under a line with its counts. `ids`: with the id of every token."""
+    if not page.samples:
+        console.print("There are no samples here: the file has none, or none after --after.")
+        return
     legend = Text.assemble(*((f" {role} ", style) for role, style in STYLES.items()))
     console.print(legend if console.color_system else "⟦learned⟧ read and template ⟪cut⟫")
     for sample in page.samples:

@@ -85,7 +85,7 @@ def stats(
 def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: str) -> JobSpec:
     """Return the spec of a job that trains on the file. Raises SpecError, DataError."""
     data = local_data(file, split)
-    held_out = local_data(validation, "validation") if validation is not None else None
+    held_out = local_data(validation, "validation", "validation") if validation is not None else None
     reader = open_data(data.path, data.files, Columns(parse_request(body).data.pairs))
     reader.look()
     if reader.shape.format is not None and reader.shape.format.is_pairs:

@@ -1,4 +1,4 @@
-"""`ft data convert`: a file's records as OpenAI's lines."""
+"""`ft data`: a file's records as OpenAI's lines, and options that a file or command has no use for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from ft_service.cli.data_files.data_commands import show_page
 from ft_service.cli.root_command import app
+from ft_service.data.sample_request import SamplePage
+from ft_service.errors import SpecError
 
 
 def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(tmp_path: Path) -> None:
@@ -30,3 +35,19 @@ def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(t
     assert [[message["content"] for message in line] for line in lines] == [["a", "b"], ["a", "b", "c", "d", "e", "f"]]
     learned = [[m["content"] for m in line if m["role"] == "assistant" and m.get("weight", 1)] for line in lines]
     assert learned == [["b"], ["f"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--split", "test"], "--split = 'test': in.jsonl is a single file"), (["--chat-template", "llama3"], "Give --model too")],
+)
+def test_an_option_without_effect_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    done = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl"), *options], standalone_mode=False)
+    assert isinstance(done.exception, SpecError)
+    assert said in str(done.exception)
+
+
+def test_a_file_without_samples_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
+    show_page(Console(), SamplePage(samples=(), has_more=False, word="line", shape="JSON lines"), ids=False)
+    assert "There are no samples here" in capsys.readouterr().out

@@ -173,6 +173,8 @@ def _as_dict(key: ApiKey, now: float) -> dict[str, object]:
 
 
 _MOST = 10_000
+_MOST_NAME = 255
+"""Characters of a project's name."""
 _SHOWN = 10
 """Number of names that an error lists."""
 
@@ -197,6 +199,7 @@ def create_project(
 ) -> None:
     """Create a project. Make it a key: ft keys create --project NAME"""
     limits = replace(TenantLimits(), **parse_limits(limit or []))
+    _check_name(name)
     with local_store(settings_of_server()) as store:
         organization = store.projects.get_project(PROJECT).organization  # the server's, whatever FT_ORGANIZATION is here
         project = store.projects.create_project(name=name, organization=organization, limits=limits)
@@ -240,6 +243,8 @@ def update_project(
     as_json: Json = False,
 ) -> None:
     """Change a project's name and limits. What is not named stays."""
+    if name is not None:
+        _check_name(name)
     with local_store(settings_of_server()) as store:
         project = store.projects.update_project(find_project(store, project_id), name=name, limits=parse_limits(limit or []))
     if as_json:
@@ -277,6 +282,12 @@ def audit(
         )
     else:
         print_table(("WHEN", "WHAT", "TARGET", "PROJECT", "KEY", "FROM", "DETAIL"), rows)
+
+
+def _check_name(name: str) -> None:
+    """Raise SpecError for a name of a project that the REST interface would refuse."""
+    if not 1 <= len(name) <= _MOST_NAME or not name.strip():
+        raise SpecError(f"NAME = {name[:40]!r}: must have 1 to {_MOST_NAME} characters, not only spaces.", param="name")
 
 
 def find_project(store: Store, word: str) -> str:

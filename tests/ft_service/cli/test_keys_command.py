@@ -92,6 +92,8 @@ def test_a_project_is_named_as_people_call_it(ft: Ft) -> None:
     assert [found["id"] for found in json.loads(ft("keys", "list", "--project", project, "--json").out)] == [key]
     assert ft("projects", "update", "vision", "--limit", "max_slots=2").out == f"{project} (vision): max_slots=2\n"
     assert ft("keys", "list", "--project", "visio").err == "ft: There is no project 'visio'. There are: default, vision.\n"
+    assert "NAME = ' ': must have 1 to 255 characters" in ft("projects", "create", " ").err
+    assert ft("projects", "update", "vision", "--name", "").code == 64
     ft("projects", "create", "vision")
     assert "2 projects are called 'vision': give the id of one: " in ft("keys", "list", "--project", "vision").err
 

@@ -310,7 +310,10 @@ def _hub_errors(repository: str, revision: str) -> Iterator[None]:
     """Turn errors of the hub, the network and the disk into SpecError, UnavailableError and FtError."""
     from huggingface_hub import errors
 
-    where, token = endpoint(), bool(_library().get_token())
+    where, token = endpoint(), _library().get_token()
+    if token and not token.isascii():
+        text = "HF_TOKEN, or the token of `hf auth login`, has characters that no token has. Copy it again from the hub's page."
+        raise SpecError(text, param="HF_TOKEN")
     try:
         yield
     except errors.GatedRepoError:

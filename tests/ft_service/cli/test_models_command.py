@@ -102,6 +102,9 @@ def test_a_gated_base_needs_a_token(ft: Ft, hub: Hub, monkeypatch: pytest.Monkey
     ended = ft("pull", "org/tiny")
     assert ended.code == 64
     assert f"org/tiny is gated: accept its terms at {hub.url}/org/tiny; then set HF_TOKEN" in ended.err
+    monkeypatch.setenv("HF_TOKEN", "hf_é")
+    ended = ft("pull", "org/tiny")
+    assert (ended.code, "HF_TOKEN, or the token of `hf auth login`, has characters" in ended.err) == (64, True), ended.err
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     assert ft("pull", "org/tiny").code == 0
 

@@ -29,6 +29,7 @@ _WORDS: Mapping[str, str] = {
     "string_too_long": "must have at most {max_length} characters",
     "too_long": "must have at most {max_length} entries",
     "finite_number": "must be a number that is not infinite",
+    "string_unicode": "must be text in UTF-8 (a file's name too: rename it)",
     "string_pattern_mismatch": "must match {pattern}",
 }
 """Type of a pydantic error → our text. Other types have pydantic's text."""

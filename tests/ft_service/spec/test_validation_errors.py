@@ -180,3 +180,8 @@ def test_a_wrong_kind_of_value_is_refused_as_one(parse: Any, document: Any) -> N
             except Exception as error:
                 pytest.fail(f"{'.'.join(map(str, place))} = {value!r}: {error!r}")
     assert refused > 100
+
+
+def test_a_file_name_that_is_no_text_is_told_in_words() -> None:
+    with pytest.raises(SpecError, match="must be text in UTF-8"):
+        parse_request({"model": "tiny", "training_file": "\udcff.jsonl"})

@@ -16,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec import Strict, spec_error
@@ -26,7 +26,16 @@ ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 QUEUE_SLOTS = 4096
 """Ranks of jobs in a cluster's own queue at once."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-Quantity = Annotated[str, Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$")]
+
+
+def _as_text(value: object) -> object:
+    """A number of YAML as Kubernetes takes it too: `cpu: 0.5`."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Quantity = Annotated[
+    str, BeforeValidator(_as_text), Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$")
+]
 """A number as Kubernetes writes it: `8Gi`, `1048576Ki`, `500m`, `2e9`."""
 Objects = list[dict[str, Any]]
 
@@ -68,9 +77,9 @@ class PodProfile(Strict):
     """Resource of which a pod requests one per rank; None: the nodes have no GPUs."""
     hardware: str | None = None
     """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit. None: memory is not checked."""
-    requests: dict[str, Quantity | int] = Field(default_factory=dict)
+    requests: dict[str, Quantity] = Field(default_factory=dict)
     """Requests of a pod, without GPUs."""
-    limits: dict[str, Quantity | int] = Field(default_factory=dict)
+    limits: dict[str, Quantity] = Field(default_factory=dict)
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Annotated[Objects, Kind("Toleration")] = Field(default_factory=list)
     affinity: Annotated[dict[str, Any], Kind("Affinity")] = Field(default_factory=dict)
@@ -222,7 +231,7 @@ _UNITS: Mapping[str, Decimal] = {
 """Suffix of a quantity → its factor."""
 
 
-def _bytes(quantity: str | int) -> int:
+def _bytes(quantity: str) -> int:
     """Parse a size, in bytes, rounded down."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)", str(quantity))
     assert match is not None, "the profile was validated"

@@ -6,6 +6,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes.manifests import (
@@ -210,10 +211,19 @@ def test_what_kubernetes_does_not_know_in_an_objects_field_is_refused_by_its_pat
         ("128974848000m", 128_974_848),
         (".5Gi", 2**29),
         (4096, 4096),
+        (2.5e9, 2_500_000_000),
     ],
 )
-def test_a_pods_memory_is_read_as_kubernetes_reads_it(given: str | int, size: int) -> None:
+def test_a_pods_memory_is_read_as_kubernetes_reads_it(given: str | float, size: int) -> None:
     assert PodProfile.model_validate({**LOCAL, "limits": {"memory": given}}).memory_limit == size
+
+
+def test_numbers_of_yaml_are_quantities_as_in_a_pods_manifest() -> None:
+    profile = PodProfile.model_validate({**LOCAL, "requests": {"cpu": 0.5, "rdma/ib": 1}})
+    assert profile.requests == {"cpu": "0.5", "rdma/ib": "1"}
+    for wrong in (True, float("nan"), float("inf"), -0.5):
+        with pytest.raises(ValidationError):
+            PodProfile.model_validate({**LOCAL, "requests": {"cpu": wrong}})
 
 
 @pytest.mark.parametrize("given", ["4ki", "4K", "4gi", "4mi", "4 Gi", "Gi", "4GiB", "-1", "."])

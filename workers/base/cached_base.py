@@ -86,7 +86,7 @@ class BaseCache:
             self.notes.append(("info", f"The quantised base is kept for other jobs ({sum(sizes) / 1e6:,.0f} MB in the cache)."))
 
     def _find_key(self, folder: Path) -> str:
-        storage = {name: storage_key(weight.face, weight.parameter.shape) for name, weight in self._weights.items()}
+        storage = {name: storage_key(w.face, w.parameter.shape, tied=len(w.places) > 1) for name, w in self._weights.items()}
         device = next(iter(self._weights.values())).storage.device
         return entry_key(base_digest(folder), storage, device)
 

@@ -113,10 +113,12 @@ def base_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def storage_key(face: Tensor, shape: Sequence[int]) -> str:
-    """A weight's storage as part of a key. `face`: any part of the weight; `shape`: of the whole weight."""
+def storage_key(face: Tensor, shape: Sequence[int], *, tied: bool = False) -> str:
+    """A weight's storage as part of a key. `face`: any part of the weight; `shape`: of the whole weight; `tied`: whether it has
+    several places in the model."""
     # "exact": entries that say "plain" of what is kept in fp32 were written when a job of one rank rounded it to bf16.
-    plain = "exact" if face.dtype == torch.float32 else "plain"
+    # "tied": those that say "plain" of a tied weight were written when files with two different ones were taken.
+    plain = "exact" if face.dtype == torch.float32 else "tied" if tied else "plain"
     kind = type(face).__name__ if isinstance(face, RowQuantized) else plain
     return f"{kind} {str(face.dtype).removeprefix('torch.')} {list(shape)}"
 

@@ -21,6 +21,8 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.loading import CPU, Outcome, load_on_rank, outcome_of, whole
 from tests.support.training.models import save_tiny_llama, spec_for
 from workers.base import base_tensors
+from workers.base.cached_base import BaseCache
+from workers.base.frozen_weights import FrozenWeight
 from workers.base.load import load
 from workers.model.build import build
 from workers.ranks.sharding import shard
@@ -192,3 +194,13 @@ def test_jobs_that_write_one_base_at_the_same_time_leave_one_entry(base: Path, c
         "nothing half done is left"
     )
     assert load_here(base, cache).loaded.cached
+
+
+def test_entries_of_tied_weights_from_before_their_copies_were_compared_are_not_used(tmp_path: Path) -> None:
+    """They hold one of two different ones, and the job was told nothing."""
+    save_tiny_llama(tmp_path)
+    parameter, places = nn.Parameter(torch.empty(2, 4)), [(nn.Embedding(2, 4), "weight"), (nn.Linear(4, 2), "weight")]
+    weights = [FrozenWeight(parameter, [*places[:count]], (0, 2)) for count in (1, 2)]
+    cache = Cache(tmp_path / "cache", limit=1)
+    alone, tied = (BaseCache(cache, tmp_path, {"model.embed_tokens.weight": weight})._key for weight in weights)
+    assert alone != tied

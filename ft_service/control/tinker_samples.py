@@ -106,11 +106,10 @@ class SampleLoop:
         measuring = self._measuring.copy()  # which other threads change
         measured = Counter(measuring.values())
 
-        def is_full(project_id: str) -> bool:
-            is_busy = of_project[project_id] >= AT_ONCE_OF_PROJECT or measured[project_id] >= MEASURED_OF_PROJECT
-            return is_busy or project_id in self._full
+        def is_full(own: str) -> bool:
+            return own in self._full or of_project[own] >= AT_ONCE_OF_PROJECT or measured[own] >= MEASURED_OF_PROJECT
 
-        full = {project_id for project_id in {*self._full, *of_project, *measured} if is_full(project_id)}
+        full = set(filter(is_full, {*self._full, *of_project, *measured}))
         for sample in self.store.tinker.unanswered(room, asked, projects=full, samplers=tuple(measuring)):
             project_id = sample.project_id
             if is_full(project_id) or sample.sampler_id in self._measuring:

@@ -137,17 +137,15 @@ def count_saved(run: RunDir) -> int:
 
 
 def sampler_bytes(run: RunDir, name: str) -> int:
-    """Bytes of weights that were saved to sample from. Raises FileNotFoundError if they are removed meanwhile."""
-    return sum(file.stat().st_size for file in run.path(sampler_key(name)).iterdir())
+    """Bytes of weights that were saved to sample from; 0 if they are removed meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in run.path(sampler_key(name)).iterdir())
+    return 0
 
 
 def saved_bytes(run: RunDir) -> int:
     """Bytes of all saved weights of a model."""
-    total = sum(saved.bytes for saved in saved_weights(run))
-    for name in samplers_of(run):
-        with contextlib.suppress(FileNotFoundError):
-            total += sampler_bytes(run, name)
-    return total
+    return sum(saved.bytes for saved in saved_weights(run)) + sum(sampler_bytes(run, name) for name in samplers_of(run))
 
 
 def delete_saved(run: RunDir, name: str) -> None:

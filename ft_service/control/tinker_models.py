@@ -312,7 +312,7 @@ def delete_weights(run: RunDir, path: WeightsPath) -> None:
 
 def is_model(job: Job) -> bool:
     """Whether a job is a client's model; anybody may give a job the metadata of one."""
-    return job.spec.training_data is None and MODEL_KEY in (job.request.get("metadata") or {})
+    return job.known_spec.training_data is None and MODEL_KEY in (job.request.get("metadata") or {})
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ft_service.errors import SpecError
+from ft_service.errors import ConflictError, SpecError
 from ft_service.host.running_servers import write_private
 from ft_service.settings import Settings
 from ft_service.store.records import Principal
@@ -35,8 +35,10 @@ def prepare(settings: Settings, store: Store) -> str | None:
         if key:
             _write_credentials(path, key)
         return None
-    key = _first_key(store, _given_key(settings))
-    _write_credentials(path, key)
+    given = _given_key(settings)
+    key = _first_key(store, given)
+    if known := key or given:
+        _write_credentials(path, known)
     return key
 
 
@@ -46,8 +48,12 @@ def local_holder(settings: Settings, store: Store) -> Principal | None:
     return None if key is None else store.keys.authenticate(key)
 
 
-def _first_key(store: Store, secret: str | None) -> str:
-    _, key = store.keys.create_key(project_id=PROJECT, name="first admin key", scope="admin", secret=secret)
+def _first_key(store: Store, secret: str | None) -> str | None:
+    """Create the first key and return it; None if another server has done so with the same secret meanwhile."""
+    try:
+        _, key = store.keys.create_key(project_id=PROJECT, name="first admin key", scope="admin", secret=secret)
+    except ConflictError:
+        return None
     return key
 
 

@@ -29,7 +29,7 @@ from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import Descriptions
-from ft_service.control import housekeeping, reinforcement_jobs, tinker_models, tinker_samples, webhook_delivery
+from ft_service.control import former_hosts, housekeeping, reinforcement_jobs, tinker_models, tinker_samples, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
 from ft_service.control.admission import LateAdmission
 from ft_service.control.describe_bases import service_descriptions, watch_models
@@ -186,6 +186,7 @@ def _background_work(
 ) -> dict[str, Work]:
     work: dict[str, Work] = {
         "housekeeping": housekeeping.run,
+        "hosts": former_hosts.run,
         "webhooks": webhook_delivery.run,
         "tracking": metric_sender.run,
         "sweeps": sweep_keeper.run,

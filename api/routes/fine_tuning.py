@@ -323,7 +323,7 @@ def _view(job: Job, caller: Principal, services: Services) -> JobView:
     store = services.store
     steps = store.jobs.latest_steps(job.id) if job.state is State.RUNNING else []
     metrics = validated = steps[0][0] if steps else store.jobs.latest_metrics(job.id) if job.attempt else None
-    if metrics is not None and metrics.valid_loss is None and job.spec.validates:
+    if metrics is not None and metrics.valid_loss is None and job.known_spec.validates:
         validated = store.jobs.latest_validation(job.id)
     progress = LiveProgress(
         metrics=metrics,

@@ -91,7 +91,7 @@ def _base(name: str, model: Base, services: Services) -> ModelView:
 
 
 def _tuned(model: tuned_models.Tuned, caller: Principal) -> ModelView:
-    parent = model.job.spec.parent
+    parent = model.job.known_spec.parent
     return ModelView(
         id=model.name,
         created=int(model.created_at),

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from api.routes.files import ExpiresAfter, require_data_file
 from api.transfer.multipart import TEMPORARY_PREFIX, ReceivedFile, clean_filename, keep, received, sync_folder
 from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.control.housekeeping import remove_unrecorded
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
 from ft_service.store.records import UPLOAD_PREFIX, File, Upload, UploadPart
@@ -125,7 +126,7 @@ def add_part(
     except FileNotFoundError:
         raise _folder_gone(upload) from None
     except BaseException:
-        path.unlink(missing_ok=True)
+        _remove_unrecorded(path, new, services)
         raise
 
 
@@ -224,6 +225,15 @@ def _copy(upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: 
     target.flush()
     os.fsync(target.fileno())
     return whole.hexdigest()
+
+
+def _remove_unrecorded(path: Path, part: UploadPart, services: Services) -> None:
+    """Remove the bytes of a part whose record could not be stored. They stay if it was stored all the same, since the
+    connection was lost behind the commit: a repeat of the request finds it. If the database cannot say, they go with their
+    upload."""
+    with suppress(UnavailableError):
+        if part.id not in {known.id for known in services.store.uploads.list_parts(part.project_id, part.upload_id)}:
+            path.unlink(missing_ok=True)
 
 
 def _folder_gone(upload: Upload) -> SpecError:

@@ -368,7 +368,7 @@ class LiveProgress:
 
 
 def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) -> JobView:
-    spec = job.spec
+    spec = job.known_spec
     hyperparameters = _hyperparameters(spec)
     return JobView(
         **{name: getattr(job, name) for name in _JOB_FIELDS},

@@ -85,6 +85,8 @@ def _with_choices(job: Job, events: Sequence[Event]) -> Job:
     settled = next((event.settled for event in reversed(events) if event.settled), None)
     if settled is None:
         return job
+    if job.stored_spec.unknown:  # what is stored of a later version's options must not get lost
+        return job
     spec = job.spec
     open_options = [option for option in (*FITTED, COMPILE) if option in spec.chosen or is_open(spec, option)]
     taken = {option: settled[option] for option in open_options if option in settled and option != FORMAT}
@@ -108,7 +110,7 @@ def _with_sweep_course(job: Job, events: Sequence[Event]) -> Job:
     steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
     if job.sweep_id is None or not steps:
         return job
-    course, spec = SweepJobProgress.read(job.sweep_course), job.spec
+    course, spec = SweepJobProgress.read(job.sweep_course), job.known_spec
     for metrics in steps:
         course = course.after(metrics, spec.rung_steps(metrics.total_steps))
     return replace(job, sweep_course=course.document())

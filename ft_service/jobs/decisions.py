@@ -13,6 +13,7 @@ change of it raises `generation`, and `signalled` is the last generation that wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -75,6 +76,8 @@ Action = Wait | Validate | Place | Launch | Signal | Kill | Become
 SILENCE_LIMIT_SECONDS = 1800.0
 REST_SECONDS = 120.0
 """Pause before the next attempt of a job that found no room on a disk."""
+OTHER_VERSION_SECONDS = 60.0
+"""Interval at which it is tried to start a job that another version has made."""
 RECHECK_SECONDS = 5.0
 """Interval at which a queued job is checked whose last attempt cannot be observed."""
 UNSEEN_SECONDS = 10.0
@@ -365,6 +368,18 @@ def too_large(job: Job) -> Job:
         job,
         pending=f"It needs {job.slots} slots at once, more than this host has now (FT_SLOTS). Smaller jobs go first. It starts "
         "when the host has enough; or cancel it, and ask for fewer ranks (distributed.nproc_per_node).",
+    )
+
+
+def of_another_version(job: Job, options: Sequence[str], now: float) -> Job:
+    """The job, still queued, with the reason that this version cannot train it. It is looked at again after a while: another
+    version may then serve."""
+    named = ", ".join(options[:5]) + (" and others" if len(options) > 5 else "")
+    return replace(
+        job,
+        not_before=now + OTHER_VERSION_SECONDS,
+        pending=f"It was made by another version of the service, and this one does not know its {named}. It starts under a "
+        "version that does; or cancel it, and create it again.",
     )
 
 

@@ -162,6 +162,11 @@ class Job:
         return self.stored_spec.parsed
 
     @property
+    def known_spec(self) -> JobSpec:
+        """The SPEC as far as this version knows it, to be shown (StoredSpec.known)."""
+        return self.stored_spec.known
+
+    @property
     def tuned_name(self) -> TunedName:
         """Name of the tuned model."""
         return self.stored_spec.tuned_name

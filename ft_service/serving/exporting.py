@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.host.helper_process import Failure, HelperFailed, Program, run_once
+from ft_service.host.lifetime import try_lock
 from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 WORKER = (sys.executable, "-P", "-m", "workers.tasks.export")
 NICENESS = 10
+_LOCK = "exports.lock"
+"""File in FT_HOME, locked by the server that makes exports."""
 
 Make = Callable[[Path, Path, ExportFormat, Callable[[], bool]], dict[str, Any]]
 """(adapter, out, format, stop) → report. Raises FtError with a message for the user, and Stopped once `stop` returns True."""
@@ -98,7 +102,20 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 
 def make_all(settings: Settings, store: Store, stop: threading.Event, make: Make | None = None) -> None:
-    """Make all requested exports, oldest first. `make`: None: `by_process`."""
+    """Make all requested exports, oldest first, unless another server of the same FT_HOME makes them: both would write to one
+    folder, and each would take the other's end for a removal. `make`: None: `by_process`."""
+    if not any(_waiting(settings)):
+        return
+    lock = try_lock(settings.home / _LOCK)
+    if lock is None:
+        return
+    try:
+        _make_all(settings, store, stop, make or by_process)
+    finally:
+        os.close(lock)
+
+
+def _make_all(settings: Settings, store: Store, stop: threading.Event, make: Make) -> None:
     places = Places.of(settings)
     for order, project_id, job_id, to in _waiting(settings):
         try:
@@ -106,7 +123,7 @@ def make_all(settings: Settings, store: Store, stop: threading.Event, make: Make
         except NotFoundError:
             order.unlink(missing_ok=True)
             continue
-        ended = _make_one(order, job, to, places, make or by_process, stop)
+        ended = _make_one(order, job, to, places, make, stop)
         if not order.exists():
             remove(job, to, settings, places)
         elif ended is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from pydantic import ValidationError
 
 from ft_service.spec.resolved import JobSpec
 from ft_service.spec.tuned_name import TunedName
@@ -33,6 +37,36 @@ class StoredSpec:
         """The spec. Raises pydantic.ValidationError for one that this version cannot read."""
         return JobSpec.model_validate(self.document)
 
+    @cached_property
+    def known(self) -> JobSpec:
+        """The spec as far as this version knows it, to be shown: of one that a later version has made, options that are not
+        known are left out, and those whose value is not known have their default. Raises pydantic.ValidationError if too little
+        is left.
+        """
+        if not self._unknown:
+            return self.parsed
+        document: Any = deepcopy(self.document)
+        for place in sorted(filter(None, self._unknown), key=len, reverse=True):  # an option before its section
+            section = document
+            for key in place[:-1]:
+                section = section[key]
+            del section[place[-1]]
+        return JobSpec.model_validate(document)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Dotted names of the options that this version cannot read; empty: it can train the job."""
+        return [".".join(map(str, place)) for place in self._unknown]
+
+    @cached_property
+    def _unknown(self) -> Collection[tuple[int | str, ...]]:
+        try:
+            _ = self.parsed
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_input=False)
+            return dict.fromkeys(_place(self.document, fault["loc"]) for fault in faults)
+        return ()
+
     @property
     def tuned_name(self) -> TunedName:
         return TunedName.parse(self.document["tuned_name"])
@@ -50,9 +84,20 @@ class StoredSpec:
     @property
     def has_training_data(self) -> bool:
         """Whether it has a training file; a Tinker client's model has none."""
-        return self.document["training_data"] is not None
+        return self.document.get("training_data") is not None
 
     @property
     def adapts_experts(self) -> bool:
         """Whether its adapters are on stacks of experts, too."""
         return bool(self.document.get("lora", {}).get("target_parameters"))
+
+
+def _place(document: Any, named: Sequence[int | str]) -> tuple[int | str, ...]:
+    """The keys of what is at a place of a document, as pydantic names it. A part of the name that is the variant of a type is
+    no key; of what is missing, they are those of what it is missing in."""
+    keys: list[int | str] = []
+    for part in named:
+        if isinstance(document, dict) and part in document:
+            keys.append(part)
+            document = document[part]
+    return tuple(keys)

@@ -15,7 +15,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.host.disk import FileReserve, state_of
 from ft_service.host.home import create_home, create_private_file
-from ft_service.store.database_errors import DATABASE_DISK, fault_of
+from ft_service.store.database_errors import DATABASE_DISK, fault_of, locked
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +148,7 @@ class Database:
         self.changed = threading.Event()
         """Set when this process has written something that the reconciler should look at now; the reconciler clears it."""
         # SQLite waits for another writer by sleeping ever longer, so that one of many waiting writers may wait for seconds.
-        self._turn: AbstractContextManager[Any] = (
-            threading.Lock() if self._engine.dialect.name == "sqlite" else contextlib.nullcontext()
-        )
+        self._turn = threading.Lock()
 
     @property
     def is_shared(self) -> bool:
@@ -180,7 +177,7 @@ class Database:
         if makes_room and self._reserve is not None:
             self._reserve.give_up_if_full()
         # A transaction that writes only after reading can fail half-way; one that takes the write lock at once waits.
-        with self._turn, self._our_errors(write=True), self._begun("BEGIN IMMEDIATE") as connection:
+        with self._in_turn(), self._our_errors(write=True), self._begun("BEGIN IMMEDIATE") as connection:
             yield connection
 
     def keep_reserve(self) -> None:
@@ -207,6 +204,22 @@ class Database:
             if connection.dialect.name == "sqlite":  # whose driver begins no transaction by itself
                 connection.exec_driver_sql(sqlite_begin)
             yield connection
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Let writers to SQLite follow each other. Each waits for its turn as long as for another process: while that holds the
+        database, those of many writers would add up."""
+        if self._file is None:
+            yield
+            return
+        if not self._turn.acquire(timeout=BUSY_SECONDS):
+            fault = locked(self._file)
+            self._last_write = _Write(time.monotonic(), fault)
+            raise fault
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @contextlib.contextmanager
     def _our_errors(self, *, write: bool = False) -> Iterator[None]:

@@ -33,7 +33,7 @@ def _of_sqlite(cause: BaseException | None, file: Path) -> UnavailableError:
         case sqlite3.SQLITE_READONLY:
             return disk.state_of(file.parent, DATABASE_DISK) or disk.read_only(f"{DATABASE_DISK}, or its file,")
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return _locked(file)
+            return locked(file)
         case sqlite3.SQLITE_CORRUPT:
             return _fault(f"The database is damaged ({cause}). The operator must restore it from a backup.", "database_damaged")
         case sqlite3.SQLITE_NOTADB:
@@ -49,7 +49,8 @@ def _of_sqlite(cause: BaseException | None, file: Path) -> UnavailableError:
     return _fault(_UNKNOWN, UnavailableError.code, retry_after=1)
 
 
-def _locked(file: Path) -> UnavailableError:
+def locked(file: Path) -> UnavailableError:
+    """The error for an SQLite database that another process does not let go of."""
     if not _has_locks(file.parent):
         message = (
             "The file system that holds the database has no file locks, which SQLite needs: put FT_HOME on another, or use "

@@ -179,7 +179,7 @@ class LeaseStore(StorePart):
         return [slot for slot in range(total) if slot not in held]
 
     def move_host(self, old: str, new: str) -> None:
-        """Rename a host: its unfinished jobs, its slots and its engines are those of `new` from now on.
+        """Rename a host: its jobs, its slots and its engines are those of `new` from now on.
 
         For a host that no reconciler claims jobs for any more. Slots that `new` has already given to others get other numbers.
         """
@@ -191,9 +191,17 @@ class LeaseStore(StorePart):
             for slot, number in zip(moved, free, strict=False):
                 row = (slots.c.host == old, slots.c.slot == slot)
                 connection.execute(update(slots).where(*row).values(host=new, slot=number))
-            for table in (jobs, engines):
-                connection.execute(update(table).where(table.c.host == old).values(host=new))
+            # A request that has read the job before would write the old host again.
+            connection.execute(update(jobs).where(jobs.c.host == old).values(host=new, version=jobs.c.version + 1))
+            connection.execute(update(engines).where(engines.c.host == old).values(host=new))
             connection.execute(delete(hosts).where(hosts.c.host == old))
+        self._database.changed.set()
+
+    def attempts_of(self, host: str) -> list[tuple[str, int]]:
+        """Job and number of each attempt on a host whose end is not known."""
+        query = select(jobs.c.id, jobs.c.attempt).where(NEEDS_ATTENTION, jobs.c.host == host, jobs.c.attempt > 0)
+        with self._database.reading() as connection:
+            return [(job_id, attempt) for job_id, attempt in connection.execute(query)]
 
     def held_slots(self, job_id: str) -> list[int]:
         """Slot numbers that a job holds itself, ascending."""

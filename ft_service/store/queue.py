@@ -127,6 +127,12 @@ class QueueStore(StorePart):
             statement = upsert(connection, hosts).values(row)
             connection.execute(statement.on_conflict_do_update(index_elements=["host"], set_=row))
 
+    def silent_hosts(self) -> list[str]:
+        """Hosts whose last announcement is longer ago than they count."""
+        lately = hosts.c.seen_at.between(database_time() - HOST_SECONDS, database_time() + HOST_SECONDS)
+        with self._database.reading() as connection:
+            return list(connection.scalars(select(hosts.c.host).where(~lately).order_by(hosts.c.host)))
+
     def snapshot_for(self, name: str, host: Host, paces: Paces, *, new_engines: bool = False) -> QueueSnapshot:
         """Return the first due jobs of each project that may start on a host and are not claimed; without those that need more
         slots than their project may have, which would hide the jobs behind them. `new_engines`: whether jobs may start engines

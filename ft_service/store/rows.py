@@ -37,6 +37,8 @@ CHECKPOINT = columns_of(Checkpoint, checkpoints)
 # and use are written elsewhere.
 _REQUEST = {"id", "project_id", "created_at", "request", "stored_spec", "max_seconds", "key_id", "sweep_id", "sweep_values"}
 _FIELDS = [field.name for field in fields(Job)]
+_REASONS = {reason.value: reason for reason in Reason}
+"""By value, so that a job is not hidden by a reason that a later version has added."""
 _ENUMERATED = ("state", "phase", "desired", "halt", "reason")
 _FIXED = _REQUEST | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 
@@ -49,7 +51,7 @@ def to_job(row: RowMapping | dict[str, Any]) -> Job:
     values["phase"] = values["phase"] and Phase(values["phase"])
     values["halt"] = values["halt"] and Halt(values["halt"])
     values["desired"] = Desired(values["desired"])
-    values["reason"] = values["reason"] and Reason(values["reason"])
+    values["reason"] = _REASONS.get(values["reason"])
     values["seat"] = seat_of(values["seat"])
     return Job(**values)
 

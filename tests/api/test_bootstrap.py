@@ -59,6 +59,20 @@ def test_in_a_cluster_the_first_key_is_the_secrets(settings: Settings, store: St
     assert not (settings.home / "credentials").exists()
 
 
+@pytest.mark.parametrize("launcher", ["local", "kubernetes"])
+def test_of_two_servers_that_begin_at_once_both_serve(
+    settings: Settings, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """Both find a database without keys, and have the same first one."""
+    (tmp_path / "key").write_text("ft-chosen-by-the-operator\n")
+    given = settings.model_copy(update={"launcher": launcher, "bootstrap_key_file": tmp_path / "key"})
+    assert prepare(given, store) == "ft-chosen-by-the-operator"
+    monkeypatch.setattr(store.keys, "has_keys", lambda: False)  # a moment ago
+    assert prepare(given, store) is None
+    if launcher == "local":
+        assert read(tmp_path / "credentials") == {"api_key": "ft-chosen-by-the-operator"}
+
+
 def test_credentials_that_are_gone_are_not_made_up(settings: Settings, store: Store, tmp_path: Path) -> None:
     prepare(settings, store)
     (tmp_path / "credentials").unlink()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import tarfile
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from sqlalchemy import text
 
 from ft_service.control import admission
 from ft_service.ids import new_id
@@ -23,6 +25,26 @@ from tests.support.records import claim_next
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
 from tests.support.run_directories import finished_run, flip_a_bit
+
+
+def test_a_job_of_a_later_version_is_shown_listed_and_cancelled(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    """During an upgrade servers of both versions answer; after going back one, the jobs of the later one are still there."""
+    options = {"model": "tiny", "training_file": training_file, "extra_body": {"lora": {"r": 4}}}
+    done = client.fine_tuning.jobs.create(**options)
+    put_state(service.store, done.id, State.SUCCEEDED)
+    job = client.fine_tuning.jobs.create(**options)
+    with service.store.writing() as connection:
+        later = service.store.jobs.get_job("default", job.id).stored_spec.document
+        later["lora"]["later"] = True
+        change = text("UPDATE jobs SET spec = :spec, reason = 'later' WHERE id = :id")
+        connection.execute(change, [{"spec": json.dumps(later), "id": one.id} for one in (done, job)])
+    listed = {one.id: (one.model_extra or {})["lora"]["r"] for one in client.fine_tuning.jobs.list().data}
+    assert listed == {done.id: 4, job.id: 4}
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    tuned = client.fine_tuning.jobs.retrieve(done.id).fine_tuned_model
+    assert tuned in [model.id for model in client.models.list()]
 
 
 def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, training_file: str) -> None:

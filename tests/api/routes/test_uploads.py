@@ -14,7 +14,7 @@ import pytest
 from api.routes import uploads
 from ft_service.control.housekeeping import remove_expired
 from ft_service.errors import UnavailableError
-from ft_service.store.records import Upload
+from ft_service.store.records import Upload, UploadPart
 from tests.support.rest.service import LINE, Service, stored
 
 BODY = LINE.encode() * 1000
@@ -102,6 +102,26 @@ def test_a_file_that_was_made_although_the_connection_was_lost_keeps_its_content
     with pytest.raises(openai.InternalServerError, match="lost"):
         client.uploads.complete(upload_id, part_ids=part_ids)
 
+    done = client.uploads.complete(upload_id, part_ids=part_ids)
+    assert done.file is not None
+    assert client.files.content(done.file.id).read() == BODY
+
+
+def test_a_part_that_was_stored_although_the_connection_was_lost_keeps_its_bytes(
+    service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends it again by itself, and is answered with the part that is stored."""
+    add_part = service.store.uploads.add_part
+
+    def lost_behind_the_commit(*given: Any, **more: Any) -> UploadPart:
+        add_part(*given, **more)
+        monkeypatch.undo()
+        raise UnavailableError("The connection is lost.")
+
+    upload_id = start(client)
+    monkeypatch.setattr(service.store.uploads, "add_part", lost_behind_the_commit)
+    part_ids = send(client.with_options(max_retries=1), upload_id, BODY)
+    assert [part.id for part in service.store.uploads.list_parts("default", upload_id)] == part_ids
     done = client.uploads.complete(upload_id, part_ids=part_ids)
     assert done.file is not None
     assert client.files.content(done.file.id).read() == BODY

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -606,6 +607,25 @@ def test_a_change_that_names_no_new_attempt_writes_each_event_once(
         reconciler.step()
     assert not real(lost, JobChange(job=lost.job))
     assert messages(store).count("only once") == 1
+
+
+def test_a_job_of_another_version_takes_no_slots_and_lets_others_pass(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
+    add_job(store, "ftjob-later")
+    step_until(reconciler, store, State.QUEUED, job_id="ftjob-later")
+    document = get(store, "ftjob-later").stored_spec.document
+    with store.writing() as connection:
+        later = json.dumps({**document, "lora": {**document["lora"], "later": True}})
+        connection.execute(text("UPDATE jobs SET spec = :spec, looked_at = 0"), {"spec": later})
+    add_job(store, "ftjob-1")
+    start_running(reconciler, store, launcher, "ftjob-1")
+    waiting = get(store, "ftjob-later")
+    assert (waiting.state, waiting.attempt, launcher.started) == (State.QUEUED, 0, [("ftjob-1", 1)])
+    assert waiting.pending is not None
+    assert "does not know its lora.later." in waiting.pending
+    events = [event.message for event in store.jobs.list_events(PROJECT, "ftjob-later").data]
+    assert events.count(f"The job waits. {waiting.pending}") == 1
 
 
 def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(

@@ -85,6 +85,21 @@ def test_a_server_that_ends_in_the_middle_leaves_it_to_the_next(store: Store, se
     assert {read_export(places.run(job.id), to).status for to in (MERGED, GGUF)} == {"succeeded"}  # pyright: ignore
 
 
+def test_of_two_servers_of_one_home_one_makes_exports(store: Store, settings: Settings, job: Job) -> None:
+    """Each would take the other's end for a removal, and remove what was made."""
+    places = Places.of(settings)
+    exporting.ask(job, GGUF, settings, places)
+
+    def meanwhile(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+        exporting.make_all(settings, store, threading.Event(), failing)
+        assert not stop()
+        return made(adapter, out, to, stop)
+
+    exporting.make_all(settings, store, threading.Event(), meanwhile)
+    assert told(store, job) == ["Exported as gguf: 5 bytes to download."]
+    assert (exporting.folder_of(job, GGUF, places) / "model.gguf").read_bytes() == b"12345"
+
+
 @pytest.mark.parametrize("end", [made, failing, stopped])
 def test_what_is_removed_while_it_is_made_stays_removed(
     store: Store, settings: Settings, job: Job, end: exporting.Make

@@ -3,11 +3,13 @@ from __future__ import annotations
 import socket
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import text
 
 from ft_service.errors import SpecError, UnavailableError
+from ft_service.store import database
 from ft_service.store.sql import migrate, open_store
 from tests.support.databases import new_postgres_database
 
@@ -36,6 +38,24 @@ def test_a_write_on_sqlite_takes_the_lock_at_once(tmp_path):
     with store.reading():
         other.execute("BEGIN IMMEDIATE")
     other.close()
+    store.close()
+
+
+def test_a_writer_to_sqlite_waits_for_others_of_its_process_no_longer_than_for_another_process(tmp_path, monkeypatch):
+    """While another process holds the lock, each writer waits for it, one after the other: `/readyz` would never answer."""
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.01)
+    store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
+
+    def write() -> None:
+        with store.writing():
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with store.writing():
+            fault = pool.submit(write).exception(timeout=20)
+        assert isinstance(fault, UnavailableError)
+        assert (fault.code, fault.retry_after) == ("database_locked", 1)
+        pool.submit(write).result()
     store.close()
 
 

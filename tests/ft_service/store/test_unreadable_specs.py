@@ -54,6 +54,25 @@ def test_what_it_continues_is_kept_until_it_is_over(store: Store, unreadable: Jo
     assert store.jobs.adapters_to_continue() == []
 
 
+def test_it_is_shown_as_far_as_it_is_known(unreadable: Job) -> None:
+    assert unreadable.stored_spec.unknown == ["lora.gone"]
+    assert unreadable.known_spec == spec_of("ftjob-7", tuned_name="ft:tiny:local::7", parent=unreadable.known_spec.parent)
+
+
+def test_values_that_a_later_version_has_added_are_shown_as_the_default() -> None:
+    document = spec_of("ftjob-7").model_dump(mode="json")
+    document["precision"]["default"], document["lora"]["later"] = "int3", {"a": 1}
+    later = StoredSpec(document)
+    assert set(later.unknown) == {"precision.default", "lora.later"}
+    assert later.known == spec_of("ftjob-7")
+
+
+def test_a_reason_that_a_later_version_has_added_hides_no_job(store: Store, unreadable: Job) -> None:
+    with store.writing() as connection:
+        connection.execute(text("UPDATE jobs SET reason = 'of_a_later_version'"))
+    assert [job.reason for job in store.jobs.list_jobs(PROJECT).data] == [None]
+
+
 def test_its_model_is_still_found(store: Store, unreadable: Job, tmp_path: Path) -> None:
     with store.writing() as connection:
         connection.execute(text("UPDATE jobs SET state = 'succeeded', finished_at = 5"))

@@ -36,7 +36,7 @@ def take_over(store: Store, places: Places, here: str) -> None:
     """Give the jobs, slots and engines of former machines to the host `here`. Raises UnavailableError."""
     for host in store.queue.silent_hosts():
         with log_errors(f"looking for processes of the host {host}"):
-            if host != here and _is_machine(host) and not _runs(store, places, host):
+            if host != here and _is_machine(host) and _has_ended(store, places, host):
                 store.leases.move_host(host, here)
                 log.warning("the host %s is gone: its jobs go on here, on %s", host, here)
 
@@ -46,10 +46,14 @@ def _is_machine(host: str) -> bool:
     return host != SlurmLauncher.host and "/" not in host
 
 
-def _runs(store: Store, places: Places, host: str) -> bool:
-    """Whether a process of a host's attempts lives, wherever: locks are those of the shared file system."""
+def _has_ended(store: Store, places: Places, host: str) -> bool:
+    """Whether no process of a host's attempts lives, wherever: locks are those of the shared file system. One of whose attempts
+    none has a run directory here uses another FT_HOME, and is not known to have ended.
+    """
     attempts = [Attempt(places.run(job_id), number, job_id=job_id) for job_id, number in store.leases.attempts_of(host)]
     engines = store.engines.live_engines(host=host)
     attempts += [EngineDirectory(places.engines_dir, engine.id).attempt for engine in engines]
+    if attempts and not any(attempt.run.root.is_dir() for attempt in attempts):
+        return False
     locks = [lock for attempt in attempts for lock in (*attempt.locks(), attempt.run.path(RANKS_LOCK))]
-    return any(map(is_locked, locks))
+    return not any(map(is_locked, locks))

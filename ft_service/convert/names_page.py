@@ -48,6 +48,7 @@ What all of them have in common:
 - **Packing** is on, and no sample sees another: the results are those of padded samples. Where other tools pack, a row counts
   as one sample of their batch; here every sample in it counts. Only packed [documents](data.md#documents) count as rows, so
   where all of a sample is learned and the tool did not pack, the SPEC says `packing: false`.
+- **Warm-up** of n steps begins with 1/n of the rate. Transformers' begins with 0: its first step changes nothing.
 """
 
 _WORDS: Mapping[type, str] = {

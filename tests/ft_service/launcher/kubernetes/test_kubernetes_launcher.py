@@ -21,7 +21,6 @@ from ft_service.launcher.kubernetes.kubernetes_launcher import SNAPSHOT_SECONDS,
 from ft_service.launcher.kubernetes.manifests import INSTANCE, JOB_NAME, Site, object_name
 from ft_service.launcher.kubernetes.placement import RETRY_SECONDS
 from ft_service.launcher.protocol import LaunchError
-from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ExitReason
 from ft_service.spec import DataFileRef, DistributedOptions
 from ft_service.supervisor.attempt_outcome import exit_of
@@ -30,7 +29,7 @@ from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE
 from tests.cluster.kueue import Kueue
 from tests.support.attempts import wait_for
-from tests.support.pods import SECONDS, Attempts, PodAttempt, profile_for
+from tests.support.pods import SECONDS, Attempts, profile_for
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store
 
 
@@ -55,10 +54,12 @@ def test_an_attempt_from_its_start_to_its_end(attempts: Attempts, cluster: Harne
     assert reason_of(attempt.wait_ended()) == "stopped", "what is known of it outlives the Job"
 
 
-def test_success_leaves_the_job_to_its_time_to_live(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_success_leaves_each_nodes_record_and_the_job_to_its_time_to_live(attempts: Attempts, cluster: HarnessCluster) -> None:
     attempt = attempts("event,succeed")
     attempt.start()
     assert reason_of(attempt.wait_ended()) == "succeeded"
+    assert json.loads(attempt.run.get("attempts/1/nodes/1/exit.json") or b"")["reason"] == "succeeded"
+    assert Path(attempt.run.path("attempts/1/exit.json")).is_file()
     attempt.launcher.clean(attempt.handle)
     conditions = {c["type"] for c in cluster.get("jobs", attempt.name)["status"]["conditions"] if c["status"] == "True"}
     assert "Complete" in conditions
@@ -119,7 +120,7 @@ def test_an_eviction_is_an_agreed_stop(attempts: Attempts, cluster: HarnessClust
 
 
 def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
-    attempt = attempts("event,refuse")
+    attempt = attempts("event,refuse", nodes=1)
     attempt.start()
     ended = attempt.wait_ended()
     assert reason_of(ended) == "permanent_error"
@@ -242,7 +243,7 @@ def test_why_a_node_does_not_start_a_pod_is_told(attempts: Attempts, cluster: Ha
 
 
 def test_a_queue_admits(attempts: Attempts, cluster: HarnessCluster) -> None:
-    attempt = attempts("event,succeed", queue="team-a")
+    attempt = attempts("event,succeed", nodes=1, queue="team-a")
     attempt.start()
     seen = attempt.wait_noted()
     assert (seen.admitted, seen.level) == (False, "error")
@@ -255,7 +256,7 @@ def test_a_queue_admits(attempts: Attempts, cluster: HarnessCluster) -> None:
 
 
 def test_killing_ends_everything_and_says_why(attempts: Attempts) -> None:
-    attempt = attempts("event,hang")
+    attempt = attempts("event,hang", nodes=1)
     attempt.start()
     attempt.wait_reported()
     attempt.launcher.kill(attempt.handle, Reason.STALLED)
@@ -286,8 +287,8 @@ def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts,
 
 
 def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attempts: Attempts, cluster: HarnessCluster) -> None:
-    mine, done = attempts("event,hang", grace=1.0), attempts("succeed")
-    foreign = attempts("hang", grace=1.0, labels=dict.fromkeys(INSTANCE, "other"))
+    mine, done = attempts("event,hang", nodes=1, grace=1.0), attempts("succeed", nodes=1)
+    foreign = attempts("hang", nodes=1, grace=1.0, labels=dict.fromkeys(INSTANCE, "other"))
     for attempt in (mine, done, foreign):
         attempt.start()
     done.wait_ended()
@@ -299,7 +300,7 @@ def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attemp
 
 
 def test_a_look_that_is_remembered_says_so(attempts: Attempts, cluster: HarnessCluster) -> None:
-    attempt = attempts("event,hang")
+    attempt = attempts("event,hang", nodes=1)
     launcher = KubernetesLauncher(cluster.client(), attempt.profile, Site(cluster.namespace, attempt.home), watch=True)
     launcher.start(attempt.handle)
     attempt.wait_reported()
@@ -314,7 +315,7 @@ def test_a_look_that_is_remembered_says_so(attempts: Attempts, cluster: HarnessC
 
 def test_a_node_that_does_not_answer_keeps_the_attempt_alive(attempts: Attempts, cluster: HarnessCluster) -> None:
     """Its processes may still run: a second attempt would write into the same run directory."""
-    attempt = attempts("event,hang")
+    attempt = attempts("event,hang", nodes=1)
     attempt.start()
     attempt.wait_reported()
     cluster.kubelet.frozen = True
@@ -328,7 +329,7 @@ def test_a_node_that_does_not_answer_keeps_the_attempt_alive(attempts: Attempts,
 
 
 def test_a_quota_is_told_while_it_lasts(attempts: Attempts, cluster: HarnessCluster) -> None:
-    attempt = attempts("event,succeed")
+    attempt = attempts("event,succeed", nodes=1)
     with cluster.quota_used_up():
         attempt.start()
         seen = attempt.wait_noted()
@@ -357,7 +358,7 @@ class Clock:
 
 
 def test_a_quota_on_jobs_is_waited_for(clock: Clock, attempts: Attempts, cluster: HarnessCluster) -> None:
-    attempt = attempts("event,succeed")
+    attempt = attempts("event,succeed", nodes=1)
     with cluster.quota_used_up("count/jobs.batch"):
         for waits in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):  # longer each time
             attempt.start()
@@ -515,7 +516,7 @@ def test_a_pod_that_gave_up_waiting_for_one_without_a_place_is_no_failure(attemp
 
 @pytest.mark.usefixtures("clock")
 def test_another_replica_that_creates_the_job_is_believed(attempts: Attempts, cluster: HarnessCluster) -> None:
-    attempt = attempts("event,hang")
+    attempt = attempts("event,hang", nodes=1)
     with cluster.quota_used_up("count/jobs.batch"):
         attempt.start()
     other = cluster.launcher(attempt.profile, attempt.home)
@@ -539,7 +540,7 @@ def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later
 
 def test_changes_are_told_by_watching(attempts: Attempts, cluster: HarnessCluster) -> None:
     """Of what is there already, and of what comes."""
-    attempt, later = attempts("event,hang"), attempts("event,hang")
+    attempt, later = attempts("event,hang", nodes=1), attempts("event,hang", nodes=1)
     attempt.start()
     changes = JobChanges(cluster.client())
     wait_for(lambda: changes.take(attempt.name), SECONDS)
@@ -592,8 +593,8 @@ def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(
 ) -> None:
     """Its Job goes too: admitted a second time it would start pods of an attempt that is over."""
     assert ours.fake is not None
-    queues["team-a"] = 2
-    attempt = attempts("event,checkpoint=3,wait", queue="team-a")
+    queues["team-a"] = 1
+    attempt = attempts("event,checkpoint=3,wait", nodes=1, queue="team-a")
     attempt.start()
     attempt.wait_reported()
     ours.kubelet.frozen = True  # so that there is time to see it
@@ -611,7 +612,7 @@ def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(
 
 def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attempts: Attempts, ours: HarnessCluster) -> None:
     assert ours.fake is not None
-    attempt, other = attempts("event,hang"), attempts("event,hang")
+    attempt, other = attempts("event,hang", nodes=1), attempts("event,hang", nodes=1)
     attempt.start()
     attempt.wait_reported()
     assert attempt.launcher.away_seconds == 0
@@ -632,7 +633,7 @@ def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attemp
 
 def test_after_a_break_changes_are_told_again(attempts: Attempts, ours: HarnessCluster) -> None:
     assert ours.fake is not None
-    later = attempts("event,hang")
+    later = attempts("event,hang", nodes=1)
     changes = JobChanges(ours.client())
     ours.fake.stop()
     ours.fake.state.history.clear()  # too long a break: versions are forgotten
@@ -671,12 +672,3 @@ def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attem
 def made(cluster: HarnessCluster) -> set[Request]:
     assert cluster.fake is not None
     return {request for request in set(cluster.fake.requests) if request.user.endswith(f":{ACCOUNT}")}
-
-
-def test_run_directories_hold_what_each_node_left(attempts: Attempts) -> None:
-    attempt: PodAttempt = attempts("event,succeed")
-    attempt.start()
-    attempt.wait_ended()
-    run: RunDir = attempt.run
-    assert json.loads(run.get("attempts/1/nodes/1/exit.json") or b"")["reason"] == "succeeded"
-    assert Path(run.path("attempts/1/exit.json")).is_file()

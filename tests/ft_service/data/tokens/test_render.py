@@ -26,7 +26,10 @@ CONTENTS = (
     *("", " ", "yes", "yes", "  padded \n", "hé ñandú", "\n\n", "a longer answer, of several words.", "1", "<s>"),
     *("<|im_end|>\n<|im_start|>assistant\nfake<|im_end|>\n", "<|eot_id|>", "</s>", "user", "</assistant>|", "[/INST] x"),
 )
-CONVERSATIONS = 40
+FEW = (12, 14)
+"""Random conversations, and the most exchanges of one: each is rendered once for each of its answers."""
+MANY = (40, 30)
+DRAWN = [pytest.param(*FEW, id="few"), pytest.param(*MANY, id="many", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -110,21 +113,27 @@ def call(random: random.Random, number: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("thinking", [0.0, 0.05])
-def test_it_is_what_every_prompt_says(tokenizer: PreTrainedTokenizerFast, name: str, thinking: float) -> None:
+@pytest.mark.parametrize(("conversations", "exchanges"), DRAWN)
+def test_it_is_what_every_prompt_says(
+    tokenizer: PreTrainedTokenizerFast, name: str, thinking: float, conversations: int, exchanges: int
+) -> None:
     """Few answers are rendered exactly in any case, so that short conversations are treated as long ones."""
     base = using(tokenizer, TEMPLATES[name])
     drawn = random.Random(f"{name} {thinking}")
     taken = 0
-    for _ in range(CONVERSATIONS):
+    for _ in range(conversations):
         tools = "tools" in TEMPLATES[name] and "tool_calls" in TEMPLATES[name] and drawn.random() < 0.5
-        taken += holds(base, conversation(drawn, drawn.randint(1, 30), tools=tools, thinking=thinking))
+        taken += holds(base, conversation(drawn, drawn.randint(1, exchanges), tools=tools, thinking=thinking))
     assert taken, "some are taken"
 
 
-def test_the_sample_bases_template_too() -> None:
+@pytest.mark.parametrize(("conversations", "exchanges"), DRAWN)
+def test_the_sample_bases_template_too(conversations: int, exchanges: int) -> None:
     base, drawn = load_tokenizer(str(TINY)), random.Random(1)
-    taken = [holds(base, conversation(drawn, drawn.randint(1, 30), tools=False, thinking=0.05)) for _ in range(CONVERSATIONS)]
-    assert sum(taken) > CONVERSATIONS // 2
+    taken = [
+        holds(base, conversation(drawn, drawn.randint(1, exchanges), tools=False, thinking=0.05)) for _ in range(conversations)
+    ]
+    assert sum(taken) > conversations // 2
 
 
 def chat(messages: int) -> Conversation:
@@ -146,22 +155,22 @@ def test_the_work_grows_with_the_conversation_and_not_with_its_square(
         return write(self, messages, *given, **options)
 
     monkeypatch.setattr(ChatTemplate, "write", counted)
-    for length in (500, 2000):
+    for length in (150, 600):
         rendered.append(0)
         _, spans = render(using(tokenizer, TEMPLATES[name]), chat(length))
         assert len(spans) == length // 2
-    assert rendered[0] < 16 * 500
-    assert rendered[1] < 16 * 2000
+    assert rendered[0] < 16 * 150
+    assert rendered[1] < 16 * 600
 
 
-def test_a_chat_of_20000_turns_takes_seconds(tokenizer: PreTrainedTokenizerFast) -> None:
-    base, sample = using(tokenizer, TEMPLATES["plain"]), chat(20_000)
+def test_a_chat_of_5000_turns_takes_no_longer_than_a_few_renderings(tokenizer: PreTrainedTokenizerFast) -> None:
+    base, sample = using(tokenizer, TEMPLATES["plain"]), chat(5000)
     begun = time.process_time()
     base.apply_chat_template(list(sample.messages), tokenize=False)
     once = time.process_time() - begun
     begun = time.process_time()
     _, spans = render(base, sample)
-    assert len(spans) == 10_000
+    assert len(spans) == 2500
     assert time.process_time() - begun < 30 * once
 
 

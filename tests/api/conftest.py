@@ -23,7 +23,14 @@ from ft_service.settings import Settings
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
 from tests.support.describing import at_once
+from tests.support.rest.process import end_forker
 from tests.support.rest.service import TRAINING, Service, wait_until
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_forker_is_left() -> Iterator[None]:
+    yield
+    end_forker()
 
 
 @pytest.fixture

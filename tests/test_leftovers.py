@@ -72,7 +72,8 @@ def test_a_tidy_run_has_passed(project: Path) -> None:
 def test_what_tests_share_is_no_test_module() -> None:
     """A helper in a test module is not found, and brings its module's fixtures and imports along."""
     for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if re.search(r"\btests\.[\w.]*(test_|conftest)", source) else ():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             shared = [name for name in names if name.startswith("tests.")]

@@ -24,11 +24,12 @@ RUN_LOCAL = """
 import sys
 from pathlib import Path
 from ft_service.local.run import STOPPING, run_local
+from ft_service.spec import JobSpec
 from ft_service.supervisor.command_line import SupervisorOptions
 from tests.support.attempts import scripted
-from tests.support.reconciling import spec_of
 options = SupervisorOptions(grace_seconds=60, worker_command=scripted(sys.argv[2]))
-sys.exit(run_local(spec_of("j"), Path(sys.argv[1]), lambda event: None, options=options).code)
+spec = JobSpec.model_validate_json(sys.argv[3])
+sys.exit(run_local(spec, Path(sys.argv[1]), lambda event: None, options=options).code)
 """
 
 
@@ -43,7 +44,8 @@ def local(folder: Path, script: str, events: list[Event] | None = None, spec: Jo
 
 def foreground(folder: Path, script: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
-    return subprocess.Popen([sys.executable, "-c", RUN_LOCAL, str(folder), script], env=environment)
+    command = [sys.executable, "-c", RUN_LOCAL, str(folder), script, spec_of("j").model_dump_json()]
+    return subprocess.Popen(command, env=environment)
 
 
 def test_a_run_and_every_event_of_it(folder: Path) -> None:

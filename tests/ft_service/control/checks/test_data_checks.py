@@ -109,13 +109,14 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
     monkeypatch: pytest.MonkeyPatch, store: Store, tmp_path: Path
 ) -> None:
     """With real processes. The endless one comes first, and is still at it when the good one has moved."""
-    monkeypatch.setattr(examiner, "RENDER_SECONDS", 6.0)
+    monkeypatch.setattr(check_lanes, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(examiner, "RENDER_SECONDS", 4.0)
     monkeypatch.setattr(examiner, "MEMORY_BYTES", 256 * MIB)
     good = base(tmp_path / "good")
     files = {
         "endless": (base(tmp_path / "endless", ENDLESS), data(tmp_path / "endless.jsonl")),
         "growing": (base(tmp_path / "growing", GROWING), data(tmp_path / "growing.jsonl")),
-        "long": (good, data(tmp_path / "long.jsonl", turns=20_000)),
+        "long": (good, data(tmp_path / "long.jsonl", turns=5000)),
         "good": (good, data(tmp_path / "good.jsonl")),
     }
     reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
@@ -127,7 +128,7 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="good")
         assert get(store, "endless").state is State.VALIDATING
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="long")
-        for name, why in (("growing", "needed more than 256 MiB of memory"), ("endless", "took longer than 6 seconds")):
+        for name, why in (("growing", "needed more than 256 MiB of memory"), ("endless", "took longer than 4 seconds")):
             failed = step_until(reconciler, store, State.FAILED, job_id=name)
             assert failed.error is not None
             assert failed.error["code"] == "invalid_training_file"

@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from fastapi import FastAPI
 from api.app import create_app
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.root_command import run
+from ft_service.control.checks import file_views
+from ft_service.data.examiner import Examiner
 from ft_service.settings import Settings
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
@@ -31,6 +34,26 @@ from tests.support.rest.service import TRAINING, Service, wait_until
 def _no_forker_is_left() -> Iterator[None]:
     yield
     end_forker()
+
+
+@pytest.fixture(scope="session")
+def examiner() -> Iterator[Examiner]:
+    """The process that reads data files, for tests that ask for samples and statistics often and are about something else."""
+    with Examiner() as examiner:
+        yield examiner
+
+
+@pytest.fixture
+def examined_by_one_process(examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a process for each request, which takes a second to start."""
+    one_at_a_time = threading.Lock()
+
+    @contextmanager
+    def examining(tokens: Path | None = None) -> Iterator[Examiner]:
+        with one_at_a_time:
+            yield examiner
+
+    monkeypatch.setattr(file_views, "examining", examining)
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from ft_service.jobs.states import State
 from tests.support.rest.receiver import Receiver, receiving
 from tests.support.rest.service import Service, put, run_dir
 
+pytestmark = pytest.mark.usefixtures("examined_by_one_process")
+
 MARK = "x-beyond-openai"
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance]
 SAME: dict[str, Any] = {

@@ -8,6 +8,8 @@ from tests.support.rest.described import MAKES, ask, filled, operations, tenant
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service
 
+pytestmark = pytest.mark.usefixtures("examined_by_one_process")
+
 
 @pytest.fixture
 def theirs(service: Service) -> dict[str, str]:

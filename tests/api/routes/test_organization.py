@@ -16,6 +16,8 @@ from tests.support.rest.described import MAKES, MARKS, OPEN, ask, filled, operat
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import TRAINING, Service
 
+pytestmark = pytest.mark.usefixtures("examined_by_one_process")
+
 
 @pytest.fixture
 def theirs(service: Service) -> dict[str, str]:

@@ -5,16 +5,22 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ft_service.bases.description import Described
+from ft_service.cli.local import job_inputs
+from ft_service.control import describe_bases
 from ft_service.host.running_servers import announced
 from ft_service.installation import SAMPLE_SPEC
 from ft_service.plan.plan_text import time_text
 from ft_service.plan.seat import SEAT_SECONDS, START_SECONDS
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
+from tests.support.describing import described_here
 from tests.support.run_directories import CHAT
 
 ROOT = Path(__file__).parents[4]
@@ -143,7 +149,26 @@ def test_usage_that_is_wrong_is_one_line(ft: Ft, spec: Path, options: tuple[str,
     assert ended.err.startswith(f"ft: {message}")
 
 
-def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path: Path) -> None:
+def test_a_base_that_is_described_for_long_is_told(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
+    def described_slowly(folder: Path, stop: Callable[[], bool]) -> Described:
+        assert told.wait(60)
+        return described_here(folder, stop)
+
+    monkeypatch.setattr(describe_bases, "describe_in_process", described_slowly)
+    monkeypatch.setattr(job_inputs, "SILENT_SECONDS", 0.0)
+    timer = threading.Timer
+
+    def telling(seconds: float, notify: Callable[[str], None], given: list[str]) -> threading.Timer:
+        return timer(seconds, lambda: (notify(*given), told.set()))
+
+    monkeypatch.setattr(job_inputs.threading, "Timer", telling)
+    assert ft("plan", spec).err == "Describing the base, which is done once …\n"
+
+
+def test_planning_imports_neither_torch_nor_a_web_framework(ft: Ft, spec: Path, tmp_path: Path) -> None:
+    ft("plan", spec)  # the base is described, in this process
     code = (
         "import sys; from ft_service.cli.root_command import run; code = run(['plan', sys.argv[1]]); "
         "heavy = {'torch', 'numpy', 'transformers', 'safetensors', 'fastapi', 'sqlalchemy'}; "
@@ -152,7 +177,7 @@ def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path
     environment = {**os.environ, "FT_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", code, str(spec)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert (ended.returncode, ended.stderr) == (0, "Describing the base, which is done once …\n")
+    assert (ended.returncode, ended.stderr) == (0, "")
     *lines, loaded = ended.stdout.splitlines()
     assert loaded == "[]"
     assert any(re.match(r"train\.jsonl: 20 samples of \d+ tokens, ", line) for line in lines), "counted in a process of its own"

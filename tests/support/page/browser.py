@@ -33,6 +33,12 @@ _OPTIONS = (
     "--disable-gpu",
     "--disable-breakpad",
     "--no-first-run",
+    # What goes on beside the page, and every picture of what moves, takes processor time from the tests.
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--force-prefers-reduced-motion",
 )
 
 

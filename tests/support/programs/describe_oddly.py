@@ -11,11 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # of whom it is started by there is no folder of tests
-
-from ft_service.bases.description import write_described
-from tests.support.describing import small_document
-
 
 def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
@@ -42,6 +37,11 @@ def main(folder: Path) -> None:
         case "slow":
             while not Path(config["go"]).exists():
                 time.sleep(0.05)
+    # Only what describes needs them, and of whom it is started by there is no folder of tests.
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from ft_service.bases.description import write_described
+    from tests.support.describing import small_document
+
     sys.stdout.buffer.write(write_described(small_document(folder)) + b"\n")
 
 

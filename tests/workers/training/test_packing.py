@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import Cases, run_on_ranks
-from tests.support.training.models import OF_EXPERTS, family_params, save_tiny, save_tiny_llama, spec_for
+from tests.support.training.models import FAMILIES, OF_EXPERTS, RARE, family_params, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
 from workers.layers.segment_attention import NAME
@@ -45,12 +45,28 @@ def packed_and_apart(model: nn.Module) -> tuple[str | None, list[Tensor], list[T
     return reason, list(together), apart
 
 
+def packed_and_apart_on_rank(rank: int, world: int, spec: JobSpec) -> tuple[str | None, list[Tensor], list[Tensor]]:
+    try:
+        return built(rank, world, spec, packed_and_apart)
+    finally:
+        CURRENT.use(None)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Cases[tuple[str | None, list[Tensor], list[Tensor]]]:
+    def spec_of(family: str) -> JobSpec:
+        lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
+        return spec_for(save_tiny(family, tmp_path_factory.mktemp(family)), precision=FP32, lora=lora)
+
+    return Cases(packed_and_apart_on_rank, {family: spec_of(family) for family in FAMILIES}, RARE)
+
+
 @pytest.mark.parametrize("family", family_params())
-def test_packed_samples_are_computed_as_they_are_apart(family: str, tmp_path: Path) -> None:
+def test_packed_samples_are_computed_as_they_are_apart(
+    family: str, families: Cases[tuple[str | None, list[Tensor], list[Tensor]]]
+) -> None:
     """Token by token, in every family: with windows, soft caps and experts; and the trial says so."""
-    lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
-    spec = spec_for(save_tiny(family, tmp_path / "base"), precision=FP32, lora=lora)
-    reason, together, apart = on_one(spec, packed_and_apart)
+    _, [(reason, together, apart)] = families.of(family)
     assert reason is None
     for ours, alone in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=2e-5)

@@ -112,6 +112,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "trained whole and tied": (2, MIXED, {"tie_word_embeddings": True}, {}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
+SLOW = {"bf16 on one rank", "fp8 on three", "tied embeddings", "mxfp4 in nf4", "fp8 by blocks in bf16"}
+"""Of which others have more: another type on one rank, all formats on three, what is tied trained whole, and blocks in NF4."""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -130,10 +132,10 @@ def job(base: Path, case: str) -> JobSpec:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
     """Of all tests of this module, so that ranks of each number are started once."""
     made = {**dict.fromkeys(CASES, job), **dict.fromkeys(PUBLISHED, published_job), **dict.fromkeys(EXPERTS, experts_job)}
-    return Cases(measure, {case: make(tmp_path_factory.mktemp("base"), case) for case, make in made.items()}, CONVERTED)
+    return Cases(measure, {case: make(tmp_path_factory.mktemp("base"), case) for case, make in made.items()}, SLOW)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often_and_slow(CASES, SLOW & CASES.keys()))
 def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
     spec, results = measured.of(case)
     plan = plan_of(spec, MACHINES["H100"])
@@ -179,8 +181,6 @@ PUBLISHED: dict[str, tuple[Any, dict[str, Any], str, set[str]]] = {
     "fp8 by blocks in bf16": (fp8_by_blocks, BLOCKS, "bf16", set()),
     "fp8 by blocks of another width": (partial(fp8_by_blocks, block=64), BLOCKS, "fp8", {"fp8"}),
 }
-CONVERTED = {"mxfp4 in nf4", "fp8 by blocks in bf16"}
-"""Slow: as "fp8 by blocks in nf4", they are planned as what they become."""
 OF_TWO = {"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH}
 
 
@@ -190,7 +190,7 @@ def published_job(base: Path, case: str) -> JobSpec:
     return spec_for(base, ranks=2, precision={"default": asked}, training=OF_TWO)
 
 
-@pytest.mark.parametrize("case", often_and_slow(PUBLISHED, CONVERTED))
+@pytest.mark.parametrize("case", often_and_slow(PUBLISHED, SLOW & PUBLISHED.keys()))
 def test_a_base_published_quantised_takes_what_was_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
     spec, results = measured.of(case)
     stored = PUBLISHED[case][-1]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import Cases, run_on_ranks
+from tests.support.ranks import Cases, often_and_slow, run_on_ranks
 from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import (
     CPU,
@@ -135,13 +135,17 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {  # ranks,
 }
 
 
+SLOW_OTHERWISE = {"every linear layer a group, checkpointed selectively"}
+"""Another keeps less for the backward."""
+
+
 @pytest.fixture(scope="module")
 def otherwise(deep: Path) -> Cases[list[Step]]:
     specs = {case: job(deep, ranks, precision, each=8, **own) for case, (ranks, precision, own, _) in OTHERS.items()}
-    return Cases(steps_of_sharding, specs)
+    return Cases(steps_of_sharding, specs, SLOW_OTHERWISE)
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", often_and_slow(OTHERS, SLOW_OTHERWISE))
 def test_other_ways_to_shard_change_no_number(case: str, otherwise: Cases[list[Step]], references: References) -> None:
     _, _, options, gathers = OTHERS[case]
     spec, of_ranks = otherwise.of(case)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads of torch as test processes, and not their product
     else:
         config.stash[_TREE] = working_tree()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_examiner_is_left() -> Iterator[None]:
+    """End the process that has made tokens for attempts of this session, if there was one."""
+    yield
+    if (kept_tokens := sys.modules.get("tests.support.training.kept_tokens")) is not None:
+        kept_tokens.end_examiner()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,8 +38,6 @@ MEMORY_BYTES = 4 * 1024**3
 """Memory that reading a file may take; half of the host's memory if that is less. The longest line takes a quarter of it."""
 PAIRING = 1
 """Version of the samples that `answers` and preference_line.py make of a pair; increase it when they change."""
-GIVE_UP_AFTER = 3
-"""Samples beyond a limit after which the rest of a file is not read: each takes seconds, and more would say nothing new."""
 
 Param = Literal["training_file", "validation_file"]
 TWO_ANSWERS = "is a preference pair, which needs method: {type: dpo}"

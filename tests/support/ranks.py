@@ -9,7 +9,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -50,20 +50,36 @@ class Cases(Generic[Result]):
     """What a function returns on the ranks of each case. Cases of one world size are computed one after the other on ranks that
     are started once: what a rank does for the first time takes longer than all that it does again."""
 
-    def __init__(self, function: Callable[[int, int, JobSpec], Result], specs: Mapping[str, JobSpec]) -> None:
-        """`function`: as for `run_on_ranks`. `specs`: jobs by the names of their cases."""
+    def __init__(
+        self, function: Callable[[int, int, JobSpec], Result], specs: Mapping[str, JobSpec], slow: Collection[str] = ()
+    ) -> None:
+        """`function`: as for `run_on_ranks`. `specs`: jobs by the names of their cases. `slow`: those whose tests are marked
+        so, without which the others are computed."""
         self._function = function
         self._specs = specs
+        self._slow = frozenset(slow)
         self._found: dict[str, list[Result]] = {}
 
     def of(self, case: str) -> tuple[JobSpec, list[Result]]:
         """The job of a case, and what the function returned on each of its ranks. Raises what `run_on_ranks` raises."""
         spec = self._specs[case]
         if case not in self._found:
-            alike = {other: own for other, own in self._specs.items() if own.world_size == spec.world_size}
+            alike = {
+                other: own
+                for other, own in self._specs.items()
+                if own.world_size == spec.world_size and (other in self._slow) == (case in self._slow)
+            }
             by_rank = run_on_ranks(_each, spec.world_size, self._function, alike)
             self._found |= {other: [found[other] for found in by_rank] for other in alike}
         return spec, self._found[case]
+
+
+def often_and_slow(cases: Collection[str], slow: Collection[str]) -> list[Any]:
+    """Parameters of a test: all cases, of which these are marked slow."""
+    import pytest  # here: the GPU report uses this module where there is none
+
+    assert set(slow) <= set(cases)
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
 def _each(rank: int, world: int, function: Callable[[int, int, JobSpec], Any], specs: dict[str, JobSpec]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.support.training.causal_types import save_type
 from tests.support.training.models import save_tiny, save_tiny_llama
 from tests.support.training.prequantized import fp8_by_rows, int4_by_groups, mxfp4, nvfp4, nvfp4_of_modelopt
 from tests.support.training.published import save_published
-from workers.describe import describe
+from workers.describe import _document, describe
 
 
 def _described(folder: Path) -> bytes:
@@ -49,7 +49,7 @@ def test_the_description_that_comes_with_the_sample_base_is_current() -> None:
 
 def test_a_folder_that_is_no_base_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-that-is-known"}))
-    refused = read_described(_described(tmp_path)).refused
+    refused = _document(str(tmp_path)).refused
     assert refused is not None
     assert "nothing-that-is-known" in refused.message
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from ft_service.spec import JobSpec
 from tests.support.bases import plan_of
 from tests.support.fused_attention import fused_attention
 from tests.support.fused_layers import kernels_of_the_processor
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.live_bytes import peak_bytes
 from tests.support.training.models import save_tiny, spec_for
 from tests.support.training.parity import batches_of, constructed
@@ -35,7 +36,7 @@ HOST = Machine(CPU, 16 * GIB, shared_memory=True)
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -96,10 +97,10 @@ EXPERT_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def some(cases: Collection[str], *often: str) -> list[Any]:
-    """The cases, of which all but these are slow."""
-    assert set(often) <= set(cases)
-    return [case if case in often else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+SLOW = CASES.keys() - {"bf16", "bf16, large vocabulary", "nf4, full", "selective, large vocabulary", "two ranks"}
+SLOW_OF_EXPERTS = EXPERT_CASES.keys() - {"none", "selective", "stacks with adapters", "shared, full"}
+Folders = pytest.TempPathFactory
+Peaks = Cases[int]
 
 
 def spec_of(folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], family: str = "llama") -> JobSpec:
@@ -121,27 +122,40 @@ def spec_of(folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], fami
     )
 
 
-@pytest.mark.parametrize(
-    "case", some(CASES, "bf16", "bf16, large vocabulary", "nf4, full", "selective, large vocabulary", "two ranks")
-)
-def test_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: Folders) -> Peaks:
+    return Cases(peak_of_a_step, {name: spec_of(tmp_path_factory.mktemp("job"), case) for name, case in CASES.items()}, SLOW)
+
+
+@pytest.mark.parametrize("case", often_and_slow(CASES, SLOW))
+def test_the_planned_peak_is_that_of_live_tensors(case: str, peaks: Peaks) -> None:
     """To 2 % on one rank: smaller things, such as the means of norms, are not counted. Two micro-batches, so that the gradients
     of one are there in the other.
     """
-    spec = spec_of(tmp_path, CASES[case])
+    spec, of_ranks = peaks.of(case)
     planned = planned_of_a_step(spec, HOST)
-    for measured in run_on_ranks(peak_of_a_step, spec.world_size, spec):
+    for measured in of_ranks:
         hashed = 2**19 if spec.lora.lora_dropout else 0  # of the thread that hashes 2^16 numbers at once
         assert planned == pytest.approx(measured, rel=0.02 if spec.world_size == 1 else 0.08, abs=hashed)
 
 
-@pytest.mark.parametrize("case", some(EXPERT_CASES, "none", "selective", "stacks with adapters", "shared, full"))
-def test_the_planned_peak_of_experts_is_that_of_live_tensors(case: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def peaks_of_experts(tmp_path_factory: Folders) -> Peaks:
+    return Cases(peak_of_a_step, specs_of_families(EXPERT_CASES, tmp_path_factory), SLOW_OF_EXPERTS)
+
+
+@pytest.mark.parametrize("case", often_and_slow(EXPERT_CASES, SLOW_OF_EXPERTS))
+def test_the_planned_peak_of_experts_is_that_of_live_tensors(case: str, peaks_of_experts: Peaks) -> None:
     """To 2 %. Of most cases the results of all of a token's experts, which their shares multiply, are a fifth and more."""
-    family, changes, options = EXPERT_CASES[case]
-    spec = spec_of(tmp_path, (1, changes, options), family)
-    (measured,) = run_on_ranks(peak_of_a_step, 1, spec)
+    spec, (measured,) = peaks_of_experts.of(case)
     assert planned_of_a_step(spec, HOST) == pytest.approx(measured, rel=0.02)
+
+
+def specs_of_families(cases: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]], folders: Folders) -> dict[str, JobSpec]:
+    return {
+        name: spec_of(folders.mktemp("job"), (1, changes, options), family)
+        for name, (family, changes, options) in cases.items()
+    }
 
 
 def planned_of_a_step(spec: JobSpec, machine: Machine) -> int:
@@ -165,6 +179,7 @@ def peak_of_a_step(rank: int, world: int, spec: JobSpec) -> int:
         job.update(1e-4, 1.0)
 
     step()
+    gc.collect()  # the case before has left cycles
     return peak_bytes(step)
 
 
@@ -177,8 +192,9 @@ def full_samples(count: int) -> list[Tokens]:
 # With fused kernels ---------------------------------------------------------------------------------------------------------
 
 GPU = replace(HOST, shared_memory=False, fuses=True)
-WIDE = {**SMALL, "intermediate_size": 384, "head_dim": 16}
-"""A feed-forward whose backward needs more than that of attention, for which the processor writes its scores."""
+WIDE = {**SMALL, "intermediate_size": 384, "head_dim": 16, "num_hidden_layers": 4}
+"""A feed-forward whose backward needs more than that of attention, for which the processor writes its scores; and so many
+layers that what they keep is most of the peak."""
 FUSED_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("llama", WIDE, {}),
     "bf16, norms of heads": ("qwen3", WIDE, {}),
@@ -190,16 +206,20 @@ FUSED_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("qwen3_moe", EXPERTS, {}),
     "shared experts": ("qwen2_moe", SHARED, {}),
 }
+SLOW_FUSED = FUSED_CASES.keys() - {"bf16", "bf16, norms of heads", "nf4, full", "experts"}
 
 
-@pytest.mark.parametrize("case", some(FUSED_CASES, "bf16", "bf16, norms of heads", "nf4, full", "experts"))
-def test_with_fused_kernels_the_planned_peak_is_that_of_live_tensors(case: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def fused_peaks(tmp_path_factory: Folders) -> Peaks:
+    return Cases(peak_of_a_fused_step, specs_of_families(FUSED_CASES, tmp_path_factory), SLOW_FUSED)
+
+
+@pytest.mark.parametrize("case", often_and_slow(FUSED_CASES, SLOW_FUSED))
+def test_with_fused_kernels_the_planned_peak_is_that_of_live_tensors(case: str, fused_peaks: Peaks) -> None:
     """To 3 %, by kernels that keep for the backward what those of a GPU keep. Each kind of parts that they compute saves more
     than that.
     """
-    family, changes, options = FUSED_CASES[case]
-    spec = spec_of(tmp_path, (1, changes, options), family)
-    (measured,) = run_on_ranks(peak_of_a_fused_step, 1, spec)
+    spec, (measured,) = fused_peaks.of(case)
     assert planned_of_a_step(spec, GPU) == pytest.approx(measured, rel=0.03)
 
 

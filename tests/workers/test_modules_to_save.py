@@ -66,12 +66,11 @@ def whole(base: Path, world: int, names: list[str], compute: str = "fp32", **opt
 
 CASES: dict[str, tuple[int, list[str]]] = {
     "both on one": (1, BOTH),
-    "both on two": (2, BOTH),
     "both on three": (3, BOTH),
     "the embedding on two": (2, ["embed_tokens"]),
     "the head on three": (3, ["lm_head"]),
 }
-TIED, IN_BF16 = "tied on {}", "in bf16 on {}"
+TIED, IN_BF16 = "tied on {}", "in bf16 on two"
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +78,8 @@ def trained(base: Path, tied: Path) -> Cases[list[Step]]:
     # Several micro-batches, the gradients of which add up.
     several: dict[str, Any] = {"training": {"per_device_train_batch_size": 2}}
     specs = {case: whole(base, world, names, **several) for case, (world, names) in CASES.items()}
-    specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 2, 3)}
-    specs |= {IN_BF16.format(world): whole(base, world, BOTH, "bf16") for world in (1, 2)}
+    specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 3)}
+    specs[IN_BF16] = whole(base, 2, BOTH, "bf16")
     return Cases(train_steps, specs)
 
 
@@ -93,7 +92,7 @@ def test_loss_and_every_gradient_are_those_of_peft(case: str, base: Path, traine
         assert_parity(ours, truth)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_tied_they_are_one_weight_with_both_gradients(world: int, tied: Path, trained: Cases[list[Step]]) -> None:
     truth = reference_steps(tied, whole(tied, 1, ["lm_head"]))
     assert [name for name in truth[0].grads if "lora" not in name] == ["base_model.model.model.embed_tokens.weight"]
@@ -160,10 +159,9 @@ def test_they_begin_as_the_bases_and_can_be_it_again(world: int, compute: str, b
     assert run_on_ranks(beginning, world, whole(base, world, BOTH, compute)) == [(True, True)] * world
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_in_bf16_it_is_as_near_as_bf16_is(world: int, base: Path, trained: Cases[list[Step]]) -> None:
+def test_in_bf16_it_is_as_near_as_bf16_is(base: Path, trained: Cases[list[Step]]) -> None:
     truth = reference_steps(base, whole(base, 1, BOTH))
-    for ours in trained.of(IN_BF16.format(world))[1]:
+    for ours in trained.of(IN_BF16)[1]:
         for step, expected in zip(ours, truth, strict=True):
             assert step.loss == pytest.approx(expected.loss, rel=1e-3)
         for name, gradient in ours[0].grads.items():

@@ -42,8 +42,18 @@ def step(
             return record, backward(loss)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("stored", ["bf16", *QUANTIZED])
+PADDED = ("bf16", "nf4")
+"""Formats that are tried with padded rows too, which change nothing of how weights are multiplied."""
+
+
+@pytest.mark.parametrize(
+    ("stored", "packed"),
+    [
+        pytest.param(stored, packed, marks=[pytest.mark.slow] * (not packed and stored not in PADDED))
+        for stored in ("bf16", *QUANTIZED)
+        for packed in (True, False)
+    ],
+)
 def test_every_storage_format_stays_on_the_gpu(stored: str, packed: bool, tmp_path: Path) -> None:
     base = save_tiny_llama(tmp_path / "base", **SIZES)
     record, gradients = step(base, packed=packed, precision={"default": stored}, lora={"r": 4, "lora_dropout": 0.1})

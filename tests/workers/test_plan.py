@@ -16,7 +16,7 @@ from ft_service.plan.job import Plan
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.support.bases import plan_of
-from tests.support.ranks import Cases
+from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, mxfp4, nvfp4, nvfp4_of_modelopt
@@ -112,6 +112,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "trained whole and tied": (2, MIXED, {"tie_word_embeddings": True}, {}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
+SLOW = {"bf16 on one rank", "fp8 on three", "tied embeddings", "mxfp4 in nf4", "fp8 by blocks in bf16"}
+"""Of which others have more: another type on one rank, all formats on three, what is tied trained whole, and blocks in NF4."""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -128,10 +130,12 @@ def job(base: Path, case: str) -> JobSpec:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
-    return Cases(measure, {case: job(tmp_path_factory.mktemp("base"), case) for case in CASES})
+    """Of all tests of this module, so that ranks of each number are started once."""
+    made = {**dict.fromkeys(CASES, job), **dict.fromkeys(PUBLISHED, published_job), **dict.fromkeys(EXPERTS, experts_job)}
+    return Cases(measure, {case: make(tmp_path_factory.mktemp("base"), case) for case, make in made.items()}, SLOW)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often_and_slow(CASES, SLOW & CASES.keys()))
 def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
     spec, results = measured.of(case)
     plan = plan_of(spec, MACHINES["H100"])
@@ -186,14 +190,9 @@ def published_job(base: Path, case: str) -> JobSpec:
     return spec_for(base, ranks=2, precision={"default": asked}, training=OF_TWO)
 
 
-@pytest.fixture(scope="module")
-def measured_published(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
-    return Cases(measure, {case: published_job(tmp_path_factory.mktemp("base"), case) for case in PUBLISHED})
-
-
-@pytest.mark.parametrize("case", PUBLISHED)
-def test_a_base_published_quantised_takes_what_was_planned(case: str, measured_published: Cases[dict[str, Any]]) -> None:
-    spec, results = measured_published.of(case)
+@pytest.mark.parametrize("case", often_and_slow(PUBLISHED, SLOW & PUBLISHED.keys()))
+def test_a_base_published_quantised_takes_what_was_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
+    spec, results = measured.of(case)
     stored = PUBLISHED[case][-1]
     plan = plan_of(spec, MACHINES["H100"])
     formats = dict(build(spec, CPU).formats)
@@ -228,14 +227,9 @@ def experts_job(base: Path, case: str) -> JobSpec:
     return spec_for(publish(base), ranks=world, precision={"default": default}, training=OF_TWO)
 
 
-@pytest.fixture(scope="module")
-def measured_experts(tmp_path_factory: pytest.TempPathFactory) -> Cases[dict[str, Any]]:
-    return Cases(measure, {case: experts_job(tmp_path_factory.mktemp("base"), case) for case in EXPERTS})
-
-
 @pytest.mark.parametrize("case", EXPERTS)
-def test_experts_published_in_four_bits_take_what_was_planned(case: str, measured_experts: Cases[dict[str, Any]]) -> None:
-    spec, results = measured_experts.of(case)
+def test_experts_published_in_four_bits_take_what_was_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
+    spec, results = measured.of(case)
     plan = plan_of(spec, MACHINES["H100"])
     assert {module.format for module in plan.modules if module.kind == "experts"} == {EXPERTS[case][1]}
     check_bytes(plan, results)

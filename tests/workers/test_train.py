@@ -133,14 +133,14 @@ def test_ranks_that_map_the_services_tokens_train_alike(finished: RunDir, spec: 
             assert isinstance(examiner.examine_file(param, file, Path(file.path), spec, pytest.fail), DataReport)
     run = RunDir(tmp_path / "run")
     run.write("spec.json", spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 3})}))
-    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=2, generation=1, checkpoint=None))
-    run_on_ranks(attempt_with_tokens, 2, str(run.root), 1, str(tokens))
+    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None))
+    run_on_ranks(attempt_with_tokens, 1, str(run.root), 1, str(tokens))
     assert not run.path("tokens").exists()
     ours, theirs = run.read(ORIGINS, Origins), finished.read(ORIGINS, Origins)
     assert ours is not None
     assert theirs is not None
     assert ours.data == theirs.data
-    assert list(losses(run).values()) == [losses(finished)[step] for step in (1, 2, 3)]
+    assert list(losses(run).values()) == pytest.approx([losses(finished)[step] for step in (1, 2, 3)], rel=1e-6)
 
 
 @pytest.mark.slow  # ranks/test_sharding.py has the numbers of a step with each of them
@@ -169,15 +169,6 @@ def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: Job
     held = FileSystemReader(finished.path("checkpoints/step-8-a1")).read_metadata().state_dict_metadata
     trainable = {name.replace(".weight", ".default.weight") for name in adapter(finished)}
     assert held.keys() == {f"{kind}/{name}" for kind in ("adapter", "exp_avg", "exp_avg_sq") for name in trainable}
-
-
-def test_resume_on_the_same_ranks_is_bitwise_the_uninterrupted_job(finished: RunDir, tmp_path: Path) -> None:
-    run = interrupted(finished, tmp_path, "step-3-a1")
-    assert run_attempt(run, 2, 2, "step-3-a1").kind == "succeeded"
-    assert losses(run) == losses(finished)
-    assert losses(run, "valid_loss") == losses(finished, "valid_loss")
-    whole = adapter(finished)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -218,7 +209,9 @@ def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, worl
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 
 
-def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_from_it(finished: RunDir, tmp_path: Path) -> None:
+def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_bitwise_as_if_there_was_none(
+    finished: RunDir, tmp_path: Path
+) -> None:
     run = RunDir(tmp_path)
     run.write("spec.json", run_spec(finished))
     run.write("attempts/1/control.json", Control(generation=2, desired=Desired.PAUSE))
@@ -227,6 +220,9 @@ def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_from_it(fin
     assert run.get("result.json") is None
     assert run_attempt(run, 2, 2, "step-1-a1").kind == "succeeded"
     assert losses(run) == losses(finished)
+    assert losses(run, "valid_loss") == losses(finished, "valid_loss")
+    whole = adapter(finished)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
 
 
 def test_another_jobs_checkpoint_is_refused(finished: RunDir, tmp_path: Path) -> None:
@@ -237,17 +233,17 @@ def test_another_jobs_checkpoint_is_refused(finished: RunDir, tmp_path: Path) ->
 
 
 def test_a_base_that_changed_since_the_job_began_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
-    run = interrupted(finished, tmp_path / "run", "step-3-a1")
+    run = interrupted(finished, tmp_path / "run", "step-6-a1")
     shutil.copy(finished.path("origins.json"), run.root)
     base = shutil.copytree(spec.model.path, tmp_path / "base")
     (base / "generation_config.json").write_text("{}")
     moved = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
     run.write("spec.json", moved)
-    assert run_attempt(run, 2, 1, "step-3-a1").kind == "succeeded", "elsewhere, with another file that decides nothing"
-    config = base / "tokenizer_config.json"
+    assert run_attempt(run, 2, 1, "step-6-a1").kind == "succeeded", "elsewhere, with another file that decides nothing"
+    config = base / "config.json"
     config.write_text(config.read_text() + " ")
-    with pytest.raises(AssertionError, match=f"{SpecError.__name__}.*tiny has changed since .*tokenizer_config.json"):
-        run_attempt(run, 3, 1, "step-3-a1")
+    with pytest.raises(AssertionError, match=rf"{SpecError.__name__}.*tiny has changed since the job began \(config\.json\)"):
+        run_attempt(run, 3, 1, "step-6-a1")
 
 
 def test_changed_data_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
@@ -259,10 +255,10 @@ def test_changed_data_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec
 
 
 PLAIN_PEFT = """
-import sys, torch
+import gc, sys
+gc.disable()  # a fifth of what the imports take
+import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 base, adapter, ids, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -36,7 +36,6 @@ from transformers import PreTrainedTokenizerBase
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.current_task import CurrentTask, Task
 from ft_service.data.data_file import (
-    GIVE_UP_AFTER,
     REPLY,
     REQUEST,
     Counts,
@@ -57,7 +56,7 @@ from ft_service.data.token_folder import NOT_KEPT
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.sample_limits import SampleLimits, TimeUp, held_memory, limit_memory
+from ft_service.data.tokens.sample_limits import GIVE_UP_AFTER, SampleLimits, TimeUp, held_memory, limit_memory
 from ft_service.data.tokens.sample_view import page_of
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.token_set import TokenSet

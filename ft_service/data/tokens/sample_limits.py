@@ -18,10 +18,11 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from ft_service.data.current_task import CurrentTask, Task
-from ft_service.data.data_file import GIVE_UP_AFTER
 
 TICK_SECONDS = 0.25
 """Interval between checks of a sample's time."""
+GIVE_UP_AFTER = 3
+"""Samples beyond a limit after which the rest of a file is not read: each takes seconds, and more would say nothing new."""
 
 
 class TimeUp(BaseException):

@@ -28,6 +28,7 @@ from ft_service.spec import JobSpec
 from tests.support.bases import describe
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank
+from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chats, spec_for
 from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
 from tests.support.training.prequantized import BY_BLOCKS, VALUES
@@ -382,6 +383,8 @@ def resume_all(folders: Mapping[str, Path], work: Path, weights: str | None = No
             checkpoint={"save_steps": 2},
         )
         RunDir(whole / name).write("spec.json", spec)
+        for work_of in (whole, cut):
+            give_tokens(RunDir(work_of / name), spec)
     run_on_ranks(attempts, 2, str(whole), list(folders), 1, None, timeout=1700)
     for name in folders:
         done, run = RunDir(whole / name), RunDir(cut / name)

@@ -1,10 +1,9 @@
-"""Tokens of data files, made once for all attempts of a test process: the process that makes them takes a second to start."""
+"""Tokens of data files, made once for all attempts of a test process, by one process: it takes a second to start."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,9 +37,19 @@ def _entry(spec: JobSpec, file: DataFileRef) -> Path:
     folder = Path(_folder().name)
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=spec.dpo is not None)
     if not (folder / key).is_dir():
-        with closing(Examiner(tokens=folder)) as examiner:
-            tokenise(spec, file, examiner)
+        tokenise(spec, file, _examiner())
     return folder / key
+
+
+def end_examiner() -> None:
+    """End the process, as every session of tests has to."""
+    _examiner().close()
+    _examiner.cache_clear()
+
+
+@cache
+def _examiner() -> Examiner:
+    return Examiner(tokens=Path(_folder().name))
 
 
 @cache

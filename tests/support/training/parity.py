@@ -75,6 +75,16 @@ def train_steps(rank: int, world: int, spec: JobSpec, steps: int = 2) -> list[St
         return [one_step(rank, world, spec, built, trained) for _ in range(steps)]
 
 
+def steps_of_sharding(rank: int, world: int, spec: JobSpec) -> list[Step]:
+    """A step, and a second one where what is gathered or compiled may outlive the first: stale adapters show in its loss."""
+    return train_steps(rank, world, spec, steps_needed(spec))
+
+
+def steps_needed(spec: JobSpec) -> int:
+    how = spec.distributed
+    return 2 if how.keep_unsharded or how.reshard_after_forward is not True or how.compile is True else 1
+
+
 def one_step(rank: int, world: int, spec: JobSpec, built: BuiltModel, trained: dict[str, torch.nn.Parameter]) -> Step:
     data = samples()
     batches = batches_of(data, rank, world, spec)
@@ -165,6 +175,19 @@ def reference_steps(model: Path, spec: JobSpec, steps: int = 2, dtype: torch.dty
         done.append(Step(loss.item(), {name: full(p.grad) for name, p in trained.items()}))
         descend(trained)
     return done
+
+
+class References:
+    """Reference steps of jobs, each computed once: how a job is sharded changes nothing of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, ...], list[Step]] = {}
+
+    def of(self, spec: JobSpec, steps: int) -> list[Step]:
+        key = (spec.model.path, spec.precision.model_dump_json(), spec.lora.model_dump_json(), f"{steps}")
+        if key not in self._found:
+            self._found[key] = reference_steps(Path(spec.model.path), spec, steps)
+        return self._found[key]
 
 
 def assert_parity(ours: list[Step], truth: list[Step], *, loss: float = 1e-6, gradients: float = 1e-5) -> None:

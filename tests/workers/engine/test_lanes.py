@@ -62,7 +62,7 @@ def test_every_job_computes_the_bits_that_it_computes_alone(
 
 def rounds_of(rank: int, world: int, specs: list[JobSpec]) -> list[tuple[int, int, int]]:
     found = []
-    for order in ([0], [3, 0], [0, 1, 3]):
+    for order in ([0], [0, 1, 3]):
         together = Together(specs, rank, world)
         together.train(order)
         found.append(together.rounds[0])
@@ -72,14 +72,14 @@ def rounds_of(rank: int, world: int, specs: list[JobSpec]) -> list[tuple[int, in
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_neither_gathers_nor_dequantised_weights_grow_with_the_jobs(model: Path, checkpointing: str) -> None:
     specs = specs_of(model, 2, {"default": "nf4"}, checkpointing)
-    (one, two, three), _ = run_on_ranks(rounds_of, 2, specs)
-    assert [lanes for lanes, _, _ in (one, two, three)] == [1, 2, 3]
-    assert one[1] == two[1] == three[1] > 0
-    assert 0 < two[2] == three[2] <= one[2]
+    (one, three), _ = run_on_ranks(rounds_of, 2, specs)
+    assert [lanes for lanes, _, _ in (one, three)] == [1, 3]
+    assert one[1] == three[1] > 0
+    assert 0 < three[2] <= one[2]
 
 
 def poisoned(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any, bool]:
-    alone = [trained_alone(number, spec, rank, world) for number, spec in enumerate(specs)]
+    alone = {number: trained_alone(number, specs[number], rank, world) for number in (0, 2, 3)}
     together = Together(specs, rank, world, poisoned=1).train([3, 1, 2, 0])
     return alone, together, all(gradient.isnan().any() for gradient in together[1][1].values())
 
@@ -88,8 +88,8 @@ def test_a_job_of_nans_changes_nothing_of_the_others_in_any_order(model: Path) -
     specs = specs_of(model, 2, {"default": "nf4"}, "full")
     for alone, together, is_poisoned in run_on_ranks(poisoned, 2, specs):
         assert is_poisoned
-        for number in (0, 2, 3):
-            assert_same(together[number], alone[number])
+        for number, expected in alone.items():
+            assert_same(together[number], expected)
 
 
 def validated(rank: int, world: int, specs: list[JobSpec]) -> tuple[list[float], list[float], list[float]]:

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ft_service.data.template_process import TemplateProcess
+from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.errors import SpecError
 from tests.support import programs
 from tests.support.bases import SAMPLE, TOKENIZER
@@ -60,6 +63,21 @@ def fields(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in GGUFReader(file).fields.items()}
 
 
+class RenderedHere:
+    """In place of a template's process, which takes a second to start."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+        self.write = ChatTemplate(sources, special_tokens).write
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_gguf, "TemplateProcess", RenderedHere)
+
+
 def test_a_llama_in_gguf_holds_its_weights_in_llama_cpps_order_and_its_vocabulary(tmp_path: Path) -> None:
     base = save_base("llama", tmp_path / "base", **EXACT["llama"])
     report = export_model(base, tmp_path, "bf16", title="ft:tiny:local:mine:1")
@@ -84,8 +102,9 @@ def test_a_llama_in_gguf_holds_its_weights_in_llama_cpps_order_and_its_vocabular
     assert said["general.name"] == "ft:tiny:local:mine:1"
 
 
-def test_a_conversation_begins_in_gguf_as_its_template_writes_it(tmp_path: Path) -> None:
+def test_a_conversation_begins_in_gguf_as_its_template_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer may put a beginning before each text (Llama's, Mistral's), and a job's template, such as chatml, none."""
+    monkeypatch.setattr(to_gguf, "TemplateProcess", TemplateProcess)  # as in an export
     base = save_base("llama", tmp_path / "base")
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     bos = tokenizer.bos_token

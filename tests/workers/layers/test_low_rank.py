@@ -26,7 +26,7 @@ types |= {name: "i32" for name in ("rows", "cols", "rank", "left_stride", "right
 types |= {"scale": "fp32", "more": "constexpr", "depth": "constexpr", "height": "constexpr", "width": "constexpr"}
 aligned = {(number,): [["tt.divisibility", 16]] for number in (0, 1, 2, 3, 4, 6, 7, 8)}
 for capability in (80, 89, 90, 100):
-    for more, depth in ((0, 16), (2, 64)):
+    for more, depth in ((0, 16), (2, 64)) if capability == 90 else ((2, 64),):
         constants = {(12,): more, (13,): depth, (14,): _HEIGHT, (15,): _WIDTH}
         source = ASTSource(fn=_added, signature=types, constexprs=constants, attrs=aligned)
         options = {"num_warps": 8, "enable_fp_fusion": False}

@@ -30,6 +30,7 @@ from ft_service.rundir.verify import verify
 from ft_service.spec import DataFileRef, JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
+from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.job.training_state import JobState
 from workers.output import checkpoint
@@ -68,6 +69,7 @@ def waited_for(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDi
 def new_run(folder: Path, spec: JobSpec, **changes: Any) -> RunDir:
     run = RunDir(folder)
     run.write("spec.json", spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=changes)}))
+    give_tokens(run, run_spec(run))
     return run
 
 
@@ -87,6 +89,14 @@ def tensors_of(run: RunDir, name: str) -> dict[str, torch.Tensor]:
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         load(dict(found), checkpoint_id=folder, no_dist=True)
     return found
+
+
+def assert_same_state(run: RunDir, other: RunDir, name: str) -> None:
+    assert checkpoint_faults(run, name) == []
+    ours, theirs = tensors_of(run, name), tensors_of(other, name)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items()), f"{name}: not of its own step"
+    assert run.get(f"checkpoints/{name}/position.json") == other.get(f"checkpoints/{name}/position.json")
 
 
 def slowly_written(rank: int, world: int, root: str, attempt: int) -> tuple[Outcome, int]:
@@ -124,11 +134,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_own_step(waited_for: RunD
         assert (outcome.kind, at_once) == ("succeeded", 1)
     assert complete_checkpoints(run) == complete_checkpoints(waited_for) == ["step-2-a1", "step-4-a1", "step-6-a1"]
     for name in complete_checkpoints(run):
-        assert checkpoint_faults(run, name) == []
-        ours, theirs = tensors_of(run, name), tensors_of(waited_for, name)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items()), f"{name}: not of its own step"
-        assert run.get(f"checkpoints/{name}/position.json") == waited_for.get(f"checkpoints/{name}/position.json")
+        assert_same_state(run, waited_for, name)
     order = [(e.kind, e.metrics.step) for e in events_of(run, 1) if e.metrics is not None]
     assert order.index(("checkpoint", 2)) > order.index(("metrics", 3))
 
@@ -203,10 +209,7 @@ def test_a_full_disk_costs_that_checkpoint_and_nothing_else(waited_for: RunDir, 
     assert complete_checkpoints(run) == ["step-2-a1"]
     assert [folder.name for folder in run.path("checkpoints").iterdir()] == ["step-2-a1"], "what was written is removed"
     assert newest_checkpoint(run) == "step-2-a1"
-
-    assert run_attempt(run, 2, 2, "step-2-a1").kind == "succeeded"
-    assert losses(run) == losses(waited_for)
-    assert all(torch.equal(tensor, adapter(waited_for)[name]) for name, tensor in adapter(run).items())
+    assert_same_state(run, waited_for, "step-2-a1")  # from which the job goes on, as behind a torn one below
 
 
 def without_privileges(rank: int, world: int, root: str, attempt: int) -> Outcome:
@@ -222,11 +225,12 @@ def test_a_forbidden_folder_is_named_with_who_needs_it(waited_for: RunDir, spec:
     shutil.copytree(waited_for.path("checkpoints/step-4-a1"), run.path("checkpoints/step-4-a1"))
     start = Attempt(run, 1).read_start()
     assert start is not None
-    assert Attempt(run, 2).write_start(start.model_copy(update={"attempt": 2, "checkpoint": "step-4-a1"}))
+    changes = {"attempt": 2, "checkpoint": "step-4-a1", "world_size": 1}
+    assert Attempt(run, 2).write_start(start.model_copy(update=changes))
     run.path("checkpoints").chmod(0o555)
     try:
         with pytest.raises(AssertionError, match=r"checkpoints/step-6-a2: Permission denied. Let user \d+ write there"):
-            run_on_ranks(without_privileges, 2, str(run.root), 2)
+            run_on_ranks(without_privileges, 1, str(run.root), 2)
     finally:
         run.path("checkpoints").chmod(0o755)
     assert newest_checkpoint(run) == "step-4-a1"
@@ -290,6 +294,6 @@ def test_early_stopping_goes_by_what_the_checkpoint_remembers(spec: JobSpec, tmp
     resumed = new_run(tmp_path / "resumed", run_spec(run))
     for name in ("attempts", f"checkpoints/{kept}", "checkpoints/step-5-a1"):
         shutil.copytree(run.path(name), resumed.path(name))
-    assert run_attempt(resumed, 2, 2, "step-5-a1").kind == "succeeded"
-    assert losses(resumed, "valid_loss") == found, "ends at the same step"
+    assert run_attempt(resumed, 2, 1, "step-5-a1").kind == "succeeded"
+    assert losses(resumed, "valid_loss") == pytest.approx(found, rel=1e-5), "ends at the same step"
     assert all(torch.equal(tensor, adapter(run)[name]) for name, tensor in adapter(resumed).items())

@@ -35,8 +35,9 @@ def compiled(kernel, types, constants, capability, attrs=None):
 
 for capability in (80, 89, 90, 100):
     compiled(_turned, TURNED, {(4,): 64}, capability)
-    for scaled, steps in ((True, 1), (False, 1), (True, 2), (False, 2)):
-        for attrs in (None, ALIGNED | {(5,): [["tt.divisibility", 16]], (6,): [["tt.divisibility", 16]]}):
+    for scaled, steps in ((True, 1), (False, 1), (True, 2), (False, 2)) if capability == 90 else ((True, 1), (False, 2)):
+        whole = ALIGNED | {(5,): [["tt.divisibility", 16]], (6,): [["tt.divisibility", 16]]}
+        for attrs in (None, whole) if capability == 90 else (whole if scaled else None,):
             constants = {(9,): scaled, (10,): capability < 90, (11,): steps, (12,): 16384}
             if capability < 89:  # those GPUs have no FP8, and do not multiply it: fp8_products.CAPABILITY
                 try:

@@ -16,11 +16,11 @@ UNEVEN: dict[str, object] = {"vocab_size": 259, "intermediate_size": 203}
 
 CASES: dict[str, tuple[int, int, dict[str, object]]] = {
     "2x2": (4, 2, {}),
-    "2x2 uneven": (4, 2, UNEVEN),
     "2x1": (2, 2, {}),
     "all by one": (3, -1, UNEVEN),
     "2x1 tied": (2, 2, {"tie_word_embeddings": True}),
 }
+"""Beside those of tests/workers/test_parity_matrix.py, which have rows that do not divide."""
 
 
 def job(base: Path, case: str) -> JobSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import Cases, run_on_ranks
+from tests.support.ranks import Cases, often_and_slow, run_on_ranks
 from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import (
     CPU,
     MIXED,
+    References,
     Step,
     assert_parity,
     constructed,
     counted_collectives,
     one_step,
-    reference_steps,
     samples,
-    train_steps,
+    steps_needed,
+    steps_of_sharding,
 )
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
@@ -56,6 +58,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("tied"), num_hidden_layers=3, tie_word_embeddings=True)
 
 
+@pytest.fixture(scope="module")
+def references() -> References:
+    return References()
+
+
 LAYERS = 3
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {  # precision, options, gathers, gathers when tied
     "by default": (MIXED, {}, 16, 14),
@@ -70,31 +77,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {  # precisi
 }
 
 
-def train_each(rank: int, world: int, specs: dict[str, JobSpec]) -> dict[str, list[Step]]:
-    """The steps of several jobs, one after the other: to start ranks takes as long as to train one."""
-    return {case: train_steps(rank, world, spec) for case, spec in specs.items()}
+SLOW_WHEN_TIED = ("kept unsharded, prefetching", "prefetching two ahead", "all at once, kept", "full checkpointing")
+"""The others have each of its counts of gathers but one, and these are not about the head."""
 
 
-Trained = tuple[str, Path, list[dict[str, list[Step]]]]
-"""A base, its folder, and what each of two ranks saw of every case."""
+@pytest.fixture(scope="module")
+def trained(deep: Path, tied: Path) -> dict[str, Cases[list[Step]]]:
+    """What two ranks see of every case, by its base."""
+
+    def of(model: Path, slow: Collection[str]) -> Cases[list[Step]]:
+        specs = {case: job(model, 2, precision, **options) for case, (precision, options, *_) in CASES.items()}
+        return Cases(steps_of_sharding, specs, slow)
+
+    return {"deep": of(deep, ()), "tied": of(tied, SLOW_WHEN_TIED)}
 
 
-@pytest.fixture(scope="module", params=["deep", "tied"])
-def trained(request: pytest.FixtureRequest) -> Trained:
-    model = request.getfixturevalue(request.param)
-    specs = {case: job(model, 2, precision, **options) for case, (precision, options, *_) in CASES.items()}
-    return request.param, model, run_on_ranks(train_each, 2, specs)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gathers_and_reductions_of_a_step_of_two_micro_batches(case: str, trained: Trained) -> None:
-    """Two steps, so that adapters which outlive the optimizer step would give the first loss again."""
-    precision, options, untied_gathers, tied_gathers = CASES[case]
-    base, model, of_ranks = trained
-    truth = reference_steps(model, job(model, 2, precision, **options))
-    for cases in of_ranks:
-        assert_parity(cases[case], truth)
-        for step in cases[case]:
+@pytest.mark.parametrize(
+    ("base", "case"),
+    [("deep", case) for case in CASES]
+    + [pytest.param("tied", case, marks=[pytest.mark.slow] * (case in SLOW_WHEN_TIED)) for case in CASES],
+)
+def test_gathers_and_reductions_of_a_step_of_two_micro_batches(
+    base: str, case: str, trained: dict[str, Cases[list[Step]]], references: References
+) -> None:
+    _, options, untied_gathers, tied_gathers = CASES[case]
+    spec, of_ranks = trained[base].of(case)
+    truth = references.of(spec, steps_needed(spec))
+    for steps in of_ranks:
+        assert_parity(steps, truth)
+        for step in steps:
             kinds = Counter(kind for kind, *_ in step.collectives)
             assert kinds["gather"] == (tied_gathers if base == "tied" else untied_gathers)
             assert kinds["reduce"] == (1 if options.get("wrap") == "none" else LAYERS), "once a step and group with adapters"
@@ -124,17 +135,21 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {  # ranks,
 }
 
 
+SLOW_OTHERWISE = {"every linear layer a group, checkpointed selectively"}
+"""Another keeps less for the backward."""
+
+
 @pytest.fixture(scope="module")
 def otherwise(deep: Path) -> Cases[list[Step]]:
     specs = {case: job(deep, ranks, precision, each=8, **own) for case, (ranks, precision, own, _) in OTHERS.items()}
-    return Cases(train_steps, specs)
+    return Cases(steps_of_sharding, specs, SLOW_OTHERWISE)
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_ways_to_shard_change_no_number(case: str, deep: Path, otherwise: Cases[list[Step]]) -> None:
+@pytest.mark.parametrize("case", often_and_slow(OTHERS, SLOW_OTHERWISE))
+def test_other_ways_to_shard_change_no_number(case: str, otherwise: Cases[list[Step]], references: References) -> None:
     _, _, options, gathers = OTHERS[case]
     spec, of_ranks = otherwise.of(case)
-    truth = reference_steps(deep, spec)
+    truth = references.of(spec, steps_needed(spec))
     for steps in of_ranks:
         assert_parity(steps, truth)
         kinds = Counter(kind for kind, *_ in steps[0].collectives)
@@ -160,19 +175,13 @@ def _parameters_of(group: ShardGroup) -> list[nn.Parameter]:
     return [parameter for module in group.modules for parameter in module.parameters()]
 
 
-def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(deep: Path) -> None:
-    spec = job(deep, 4, BF16, each=8, reshard_after_forward=2)
-    for sizes in run_on_ranks(sizes_of_gathers, 4, spec):
+def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(otherwise: Cases[list[Step]]) -> None:
+    _, of_ranks = otherwise.of("resharded to two of four")
+    for first, *_ in of_ranks:
+        sizes = [ranks for kind, _, _, ranks in first.collectives if kind == "gather"]
         forward, backward = sizes[1 : 1 + LAYERS], sizes[-LAYERS:]
         assert forward == [4] * LAYERS
         assert backward == [2] * LAYERS
-
-
-def sizes_of_gathers(rank: int, world: int, spec: JobSpec) -> list[int]:
-    built = constructed(spec, world)
-    with counted_collectives() as log:
-        one_step(rank, world, spec, built, dict(adapters(built.peft_model)))
-    return [ranks for kind, _, _, ranks in log if kind == "gather"]
 
 
 def test_ignored_weights_are_whole_and_what_remains_is_sharded(deep: Path) -> None:

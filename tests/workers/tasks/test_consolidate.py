@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 from ft_service.errors import NotFoundError
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Outcome, OutcomeKind, Result, Start
+from ft_service.rundir.documents import Outcome, OutcomeKind, Result
 from ft_service.rundir.manifest import Manifest
 from ft_service.rundir.verify import verify
 from ft_service.spec import JobSpec
 from tests.support.event_files import curves
 from tests.support.ranks import run_on_ranks
-from tests.support.training.attempts import attempt_on_rank
+from tests.support.training.attempts import attempt_on_rank, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
 from workers.exports import gguf_vocabulary
@@ -59,9 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     )
     run = RunDir(folder / "run")
     run.write("spec.json", spec)
-    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=2, generation=1, checkpoint=None))
-    outcomes = run_on_ranks(attempt_with_adapters, 2, str(run.root), 1)
-    assert outcomes[0] == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert run_attempt(run, 1, 2, on_rank=attempt_with_adapters) == Outcome(kind=OutcomeKind.SUCCEEDED)
     return run
 
 

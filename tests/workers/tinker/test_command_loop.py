@@ -58,6 +58,11 @@ def trained(folder: Path, base: Path, ranks: int, parts: int) -> tuple[RunDir, S
     return run, script, calls
 
 
+def near(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether they are the same but for the order in which ranks of another number add up."""
+    return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], rtol=0, atol=1e-6) for name in one)
+
+
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -81,8 +86,7 @@ def test_a_call_of_eight_is_two_calls_of_four(whole: tuple[RunDir, Script, list[
 def test_any_number_of_ranks(whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path, ranks: int) -> None:
     run, script, calls = whole
     other_run, other, _ = trained(tmp_path, base, ranks, 1)
-    for name, tensor in adapter(run).items():
-        torch.testing.assert_close(adapter(other_run)[name], tensor, rtol=0, atol=1e-6)
+    assert near(adapter(other_run), adapter(run))
     for call in calls:
         assert other.output(call)[0] == pytest.approx(script.output(call)[0], abs=1e-4)
 
@@ -125,7 +129,7 @@ def sum_of_losses(model: nn.Module, ids: np.ndarray, arrays: dict[str, np.ndarra
 def test_an_attempt_goes_on_where_another_was_stopped_or_killed(
     whole: tuple[RunDir, Script, list[int]], base: Path, tmp_path: Path
 ) -> None:
-    stopped_run, killed_run = new_run(tmp_path / "stopped", base, 2), new_run(tmp_path / "killed", base, 2)
+    stopped_run, killed_run = new_run(tmp_path / "stopped", base, 2), new_run(tmp_path / "killed", base, 1)
     stopped, killed = Script(stopped_run), Script(killed_run)
     for script in (stopped, killed):
         script.losses(examples(8, seed=1))
@@ -138,11 +142,12 @@ def test_an_attempt_goes_on_where_another_was_stopped_or_killed(
     for seq, result in enumerate(before):  # as if the other had died before it wrote a checkpoint
         assert result is not None
         killed.log.put_result(seq, result)
-    for run, script, checkpoint in ((stopped_run, stopped, outcome.checkpoint), (killed_run, killed, None)):
+    for run, script, ranks, checkpoint in ((stopped_run, stopped, 2, outcome.checkpoint), (killed_run, killed, 1, None)):
         script.step()
         script.add("finish")
-        assert run_attempt(run, 2, 2, checkpoint).kind is OutcomeKind.SUCCEEDED
-        assert same(adapter(run), adapter(whole[0]))
+        assert run_attempt(run, 2, ranks, checkpoint).kind is OutcomeKind.SUCCEEDED
+        assert near(adapter(run), adapter(whole[0]))
+        assert ranks == 1 or same(adapter(run), adapter(whole[0]))
         assert [script.log.result(seq) for seq in range(4)] == before, "answers stay"
         result = run.read("result.json", Result)
         assert result is not None
@@ -272,11 +277,11 @@ def test_saved_weights_are_loaded_with_their_optimizer_or_without(
     assert same(adapter(going_on), adapter(whole[0])), "as if it had not been interrupted"
     assert script.log.result(loaded) is not None
 
-    without = new_run(tmp_path / "three", base, 2)
+    without = new_run(tmp_path / "three", base, 1)
     script = Script(without)
     script.add("load_weights", {**path, "optimizer": False})
     script.losses(examples(8, seed=2))
     script.step()
     script.add("finish")
-    assert run_attempt(without, 1, 2).kind is OutcomeKind.SUCCEEDED
-    assert not same(adapter(without), adapter(whole[0])), "its moments begin again"
+    assert run_attempt(without, 1, 1).kind is OutcomeKind.SUCCEEDED
+    assert not near(adapter(without), adapter(whole[0])), "its moments begin again"

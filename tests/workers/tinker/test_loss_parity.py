@@ -106,7 +106,7 @@ def plain(base: Path) -> nn.Module:
     return reference(base, loop_spec(base, **OPTIONS))
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_it_is_plain_pytorch(on_ranks: Callable[[int], Any], plain: nn.Module, name: str, world: int) -> None:
     run, script, calls = on_ranks(world)

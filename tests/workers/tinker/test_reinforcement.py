@@ -102,7 +102,7 @@ def test_it_is_the_policy_gradient_of_the_groups(on_two: RunDir, base: Path) -> 
 
 
 def test_adamw_has_the_numbers_of_the_job(base: Path, tmp_path: Path) -> None:
-    run = trained(tmp_path, base, 2, adam={"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3})
+    run = trained(tmp_path, base, 1, adam={"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3})
     assert_follows_gradient(run, base, betas=(0.5, 0.8), eps=1e-3)
 
 
@@ -222,8 +222,22 @@ def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path,
     assert any(not segment.events for segment in read_segments(second, 1)), "who waits for commands is not taken to be stuck"
 
 
-@pytest.mark.parametrize("paused", [False, True], ids=["at once", "paused while the best step was validated"])
-def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path, paused: bool) -> None:
+@pytest.fixture(scope="module")
+def after_one_step(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The adapter of a job of one step, on one rank."""
+    run, spec, _ = new_run(tmp_path_factory.mktemp("one"), base, 1)
+    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 1})})
+    run.write("spec.json", spec)
+    records = [record(1, random_groups(3, 4, VOCABULARY, seed=0), first_seq=2), record(2, [], first_seq=5, ends=True)]
+    give(run, spec, RolloutSchedule.of(spec, 6, 2), records)
+    assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
+    return adapter(run)
+
+
+@pytest.mark.parametrize("paused", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "paused in between"])
+def test_the_best_step_by_reward_is_published(
+    base: Path, after_one_step: dict[str, Tensor], tmp_path: Path, paused: bool
+) -> None:
     run, spec, schedule = new_run(tmp_path, base, 1)
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"load_best_model_at_end": True})})
     run.write("spec.json", spec)
@@ -244,13 +258,7 @@ def test_the_best_step_by_reward_is_published(base: Path, tmp_path: Path, paused
     markers = {name: run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker) for name in complete_checkpoints(run)}
     criteria = {name: marker.criterion for name, marker in markers.items() if marker}
     assert criteria == {f"step-1-a{attempt}": -1.0, f"step-2-a{attempt}": 0.0}
-    first, _, _ = new_run(tmp_path / "one", base, 1)
-    one_step = spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 1})})
-    first.write("spec.json", one_step)
-    schedule = RolloutSchedule.of(one_step, 6, 2)
-    give(first, one_step, schedule, [records[0], record(2, [], first_seq=5, ends=True)])
-    run_attempt(first, 1, 1)
-    assert all(torch.equal(tensor, adapter(first)[name]) for name, tensor in adapter(run).items())
+    assert all(torch.equal(tensor, after_one_step[name]) for name, tensor in adapter(run).items())
 
 
 def test_a_step_without_variance_changes_nothing(base: Path, tmp_path: Path) -> None:

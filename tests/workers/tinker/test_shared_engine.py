@@ -17,6 +17,7 @@ from tests.support.training.engine_runs import engine_on_rank, new_engine, prepa
 from tests.support.training.models import save_chat_base
 
 PRECISION = {"default": "nf4", "compute": "fp32"}
+STEPS = 2
 
 
 def spec_of(base: Path, number: int) -> JobSpec:
@@ -36,7 +37,7 @@ def test_two_clients_that_take_turns_train_what_each_trains_alone(tmp_path: Path
         run = RunDir(tmp_path / f"alone-{number}")
         run.write("spec.json", spec_of(base, number))
         script = Script(run)
-        for step in range(3):
+        for step in range(STEPS):
             put(script, number, step)
         script.add("finish")
         assert run_attempt(run, 1, 2).kind is OutcomeKind.SUCCEEDED
@@ -50,7 +51,7 @@ def test_two_clients_that_take_turns_train_what_each_trains_alone(tmp_path: Path
     def clients() -> None:
         """The second client's next command comes when the first one's last is answered, and the other way round."""
         scripts = [Script(run) for run in runs]
-        for step in range(3):
+        for step in range(STEPS):
             for script, number in zip(scripts, (1, 2), strict=True):
                 put(script, number, step)
                 while not script.log.has_result(script.seq):

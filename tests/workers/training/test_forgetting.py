@@ -19,6 +19,7 @@ from ft_service.rundir.evaluations import Forgetting, read_forgetting
 from ft_service.rundir.events import read_segments
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank, run_spec
+from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.training import forgetting
 
@@ -36,6 +37,7 @@ def job(folder: Path, world: int, share: float, **options: Any) -> RunDir:
     run.write("spec.json", spec_for(base, save_chats(folder / "train.jsonl", 8), ranks=world, **given))
     start = Start(job_id=run_spec(run).job_id, attempt=1, world_size=world, generation=1, checkpoint=None)
     run.write("attempts/1/start.json", start)
+    give_tokens(run, run_spec(run))
     outcomes = run_on_ranks(with_time, world, str(run.root), share)
     assert all(outcome == Outcome(kind=OutcomeKind.SUCCEEDED) for outcome in outcomes)
     return run

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +31,10 @@ from workers.training.step import Sums, forward_backward
 CPU = torch.device("cpu")
 
 
+def check_each(rank: int, world: int, cases: list[tuple[JobSpec, str]]) -> list[str]:
+    return [check_on_rank(rank, world, spec, fault) for spec, fault in cases]
+
+
 def check_on_rank(rank: int, world: int, spec: JobSpec, fault: str) -> str:
     """Build, load and check; the error's text, if any. The fault is of one rank only."""
     built = build(spec, CPU)
@@ -36,16 +42,15 @@ def check_on_rank(rank: int, world: int, spec: JobSpec, fault: str) -> str:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     shard(built.peft_model, built.layers, mesh, spec.distributed, dtype)
     load(built.peft_model, spec.model.path, seed=1, compute_dtype=dtype, device=CPU)
-    if rank == world - 1:
-        break_gather(fault)
     try:
-        check_gathered_weights(built.peft_model, dtype)
+        with broken_gather(fault if rank == world - 1 else ""):
+            check_gathered_weights(built.peft_model, dtype)
     except TrainingError as error:
         return error.message
     return ""
 
 
-def break_gather(fault: str) -> None:
+def broken_gather(fault: str) -> AbstractContextManager[Any]:
     original = RowQuantized.fsdp_post_all_gather
 
     def broken(self: RowQuantized, outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,22 +60,22 @@ def break_gather(fault: str) -> None:
             outputs[0].copy_(outputs[0].flip(0))
         return original(self, outputs, *args, **kwargs)
 
-    if fault:
-        RowQuantized.fsdp_post_all_gather = broken
+    return patch.object(RowQuantized, "fsdp_post_all_gather", broken)
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-@pytest.mark.parametrize("fault", ["", "a bit", "the order of the shards"])
-def test_gathered_weights_are_those_that_were_read(tmp_path: Path, fault: str, compute: str) -> None:
+def test_gathered_weights_are_those_that_were_read(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY + 1, intermediate_size=200)
     overrides = {".*q_proj": "fp8", ".*up_proj": "bf16"}
-    spec = spec_for(model, ranks=3, precision={"default": "nf4", "overrides": overrides, "compute": compute})
-    messages = run_on_ranks(check_on_rank, 3, spec, fault)
-    if not fault:
-        assert messages == ["", "", ""]
-    else:
+    specs = {
+        compute: spec_for(model, ranks=3, precision={"default": "nf4", "overrides": overrides, "compute": compute})
+        for compute in ("bf16", "fp32")
+    }
+    cases = {(compute, fault): spec for compute, spec in specs.items() for fault in ("a bit", "the order of the shards", "")}
+    of_ranks = run_on_ranks(check_each, 3, [(spec, fault) for (_, fault), spec in cases.items()])
+    for (compute, fault), *messages in zip(cases, *of_ranks, strict=True):
         assert len(set(messages)) == 1, "all ranks say the same"
-        assert "are not what was read" in messages[0]
+        assert ("are not what was read" if fault else "") in messages[0], f"{compute}: {fault}"
+        assert bool(messages[0]) == bool(fault), f"{compute}: {fault}"
 
 
 def test_checksum_sees_values_and_positions() -> None:

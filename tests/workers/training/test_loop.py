@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
-from ft_service.rundir.documents import Control, Desired, Outcome, OutcomeKind, Start
+from ft_service.rundir.documents import Control, Desired, Outcome, OutcomeKind
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt
@@ -89,16 +89,15 @@ def late_attempt(rank: int, world: int, root: str, attempt: int) -> Outcome:
         return attempt_on_rank(rank, world, root, attempt)
 
 
-def late(run: RunDir, spec: JobSpec) -> Outcome:
+def late(run: RunDir, spec: JobSpec, ranks: int) -> Outcome:
     run.write("spec.json", spec)
-    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=2, generation=1, checkpoint=None))
-    return run_on_ranks(late_attempt, 2, str(run.root), 1)[0]
+    return run_attempt(run, 1, ranks, on_rank=late_attempt)
 
 
 def test_numbers_that_are_read_late_are_the_same(spec: JobSpec, tmp_path: Path) -> None:
     early, behind = RunDir(tmp_path / "early"), RunDir(tmp_path / "late")
     early.write("spec.json", spec)
-    assert run_attempt(early, 1, 2) == late(behind, spec) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert run_attempt(early, 1, 1) == late(behind, spec, 1) == Outcome(kind=OutcomeKind.SUCCEEDED)
     for column in ("train_loss", "valid_loss", "grad_norm", "tokens", "trained_tokens", "train_accuracy"):
         assert losses(behind, column) == losses(early, column), column
     assert list(losses(behind)) == list(range(1, 8))
@@ -111,7 +110,7 @@ def test_numbers_that_are_read_late_are_the_same(spec: JobSpec, tmp_path: Path) 
 def test_a_stop_is_agreed_on_while_the_next_step_is_on_its_way(spec: JobSpec, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     Attempt(run, 1).write_control(Control(generation=2, desired=Desired.PAUSE))
-    assert late(run, spec) == Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-2-a1")
+    assert late(run, spec, 2) == Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-2-a1")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), UnreadableDocumentError("control", "torn")])

@@ -14,8 +14,8 @@ from transformers.masking_utils import chunked_causal_mask_function
 from transformers.models.llama import modeling_llama
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import run_on_ranks
-from tests.support.training.models import OF_EXPERTS, family_params, save_tiny, save_tiny_llama, spec_for
+from tests.support.ranks import Cases, run_on_ranks
+from tests.support.training.models import FAMILIES, OF_EXPERTS, RARE, family_params, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
 from workers.layers.segment_attention import NAME
@@ -45,26 +45,40 @@ def packed_and_apart(model: nn.Module) -> tuple[str | None, list[Tensor], list[T
     return reason, list(together), apart
 
 
+def packed_and_apart_on_rank(rank: int, world: int, spec: JobSpec) -> tuple[str | None, list[Tensor], list[Tensor]]:
+    try:
+        return built(rank, world, spec, packed_and_apart)
+    finally:
+        CURRENT.use(None)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Cases[tuple[str | None, list[Tensor], list[Tensor]]]:
+    def spec_of(family: str) -> JobSpec:
+        lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
+        return spec_for(save_tiny(family, tmp_path_factory.mktemp(family)), precision=FP32, lora=lora)
+
+    return Cases(packed_and_apart_on_rank, {family: spec_of(family) for family in FAMILIES}, RARE)
+
+
 @pytest.mark.parametrize("family", family_params())
-def test_packed_samples_are_computed_as_they_are_apart(family: str, tmp_path: Path) -> None:
+def test_packed_samples_are_computed_as_they_are_apart(
+    family: str, families: Cases[tuple[str | None, list[Tensor], list[Tensor]]]
+) -> None:
     """Token by token, in every family: with windows, soft caps and experts; and the trial says so."""
-    lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
-    spec = spec_for(save_tiny(family, tmp_path / "base"), precision=FP32, lora=lora)
-    reason, together, apart = on_one(spec, packed_and_apart)
+    _, [(reason, together, apart)] = families.of(family)
     assert reason is None
     for ours, alone in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps_of_packed_samples_are_those_of_padded_ones(world: int, tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "base", sliding_window=7)
     spec = spec_for(model, ranks=world, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4})
-    packed, padded = (
-        run_on_ranks(train_steps, world, spec_with(spec, packing=packing, tokens_per_micro_batch=40))[0]
-        for packing in (True, False)
-    )
-    assert_parity(packed, padded)
+    either = {f"{packing}": spec_with(spec, packing=packing, tokens_per_micro_batch=40) for packing in (True, False)}
+    trained = Cases(train_steps, either)
+    assert_parity(trained.of("True")[1][0], trained.of("False")[1][0])
 
 
 def spec_with(spec: JobSpec, **training: Any) -> JobSpec:

@@ -30,17 +30,12 @@ from workers.ranks.runtime import COMPUTE_DTYPE
 
 FORMATS = {name: {"default": name} for name in get_args(WeightFormat)} | {"mixed": MIXED}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "nf4 on one rank": (1, {"default": "nf4"}, {}),
     "nf4 on two": (2, {"default": "nf4"}, {}),
-    "bf16 on two": (2, {"default": "bf16"}, {}),
-    "rows that do not divide": (3, {"default": "nf4"}, {"vocab_size": VOCABULARY + 2, "intermediate_size": 200}),
     "fewer rows than ranks": (4, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}),
     "nf4 with fp32 scales, on two": (2, {"default": "nf4_fp32"}, {}),
-    "fp8 on two": (2, {"default": "fp8"}, {}),
-    "all three formats in one layer": (2, MIXED, {}),
-    "all three, rows that do not divide": (3, MIXED, {"intermediate_size": 200}),
-    "tied embeddings": (2, {"default": "nf4"}, {"tie_word_embeddings": True}),
 }
+"""Beside those of tests/workers/test_parity_matrix.py, every format on one to four ranks and rows that these do not divide, and
+those of tests/workers/ranks/test_sharding.py, tied embeddings."""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -67,9 +62,7 @@ def test_loss_and_gradients_equal_the_unsharded_reference(case: str, trained: Ca
         assert_parity(steps, truth)
 
 
-@pytest.mark.parametrize(
-    "storage", [pytest.param(one, marks=() if one in ("nf4", "mixed") else pytest.mark.slow) for one in FORMATS]
-)
+@pytest.mark.parametrize("storage", [pytest.param(one, marks=() if one == "mixed" else pytest.mark.slow) for one in FORMATS])
 def test_in_bf16_loss_and_gradients_are_as_near_as_those_of_stock_parts(storage: str, tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "base")
     precision = {**FORMATS[storage], "compute": "bf16"}
@@ -80,7 +73,7 @@ def test_in_bf16_loss_and_gradients_are_as_near_as_those_of_stock_parts(storage:
             assert_parity_in_bf16(found, stock[:steps], truth[:steps])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_path: Path) -> None:
     """NF4 weights put at most 0.58 bytes a parameter into a gather, padding rows included; the rest is adapters and norms."""
     changes = {"hidden_size": 128, "intermediate_size": 344, "vocab_size": VOCABULARY + 1}  # rows that 3 does not divide

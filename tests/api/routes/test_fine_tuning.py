@@ -539,7 +539,7 @@ def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.Op
 def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may hold thousands of patterns, to be read and to be matched with a base."""
+    """It may hold hundreds of patterns, to be read and to be matched with a base."""
     reading, matching, released = threading.Event(), threading.Event(), threading.Event()
     read, new_job = admission.read, admission.new_job
 
@@ -558,7 +558,7 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     monkeypatch.setattr(admission, "read", slow_read)
     monkeypatch.setattr(admission, "new_job", slow_new_job)
     body: dict[str, Any] = {"model": "tiny", "training_file": training_file}
-    patterns = {f"[ab]{number}": 8 for number in range(1000)}
+    patterns = {f"[ab]{number}": 8 for number in range(200)}
     with ThreadPoolExecutor(2) as pool:
         large = [
             pool.submit(service.http, "POST", "/v1/fine_tuning/jobs", json=body | more)

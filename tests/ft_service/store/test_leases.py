@@ -356,7 +356,8 @@ def test_claims_go_by_their_index(store, store_url, statement, index, values):
 
 
 def _fill_with_ended_and_waiting(connection: Connection) -> None:
-    """Copies of the one job there is: 2,000 that have ended, 400 queued of 2 projects, 20 that train; not committed."""
+    """Copies of the one job there is: 2,000 that have ended, 400 queued of 2 projects, 20 that train, each with metadata; not
+    committed."""
     copied = [column.name for column in jobs.columns if column.name != "position"]
     changed = {
         "id": "'ftjob-' || n",
@@ -371,7 +372,9 @@ def _fill_with_ended_and_waiting(connection: Connection) -> None:
     names = ", ".join(copied)
     connection.execute(text("SET LOCAL session_replication_role = replica"))  # asks for no projects of these names
     connection.execute(text(f"INSERT INTO jobs ({names}) SELECT {values} FROM jobs, generate_series(1, 2420) AS n"))
-    connection.execute(text("ANALYZE jobs"))
+    pairs = "SELECT position, 'k', 'v', project_id FROM jobs"
+    connection.execute(text(f"INSERT INTO job_metadata (job_position, key, value, project_id) {pairs}"))
+    connection.execute(text("ANALYZE jobs, job_metadata"))
 
 
 def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):

@@ -26,6 +26,10 @@ Show = Callable[[EngineDirectory, JobSpec], None]
 """Lets the ranks of an engine see the data of a job."""
 
 
+_HANGS = (Reason.STALLED, Reason.STOP_TIMEOUT)
+"""Reasons to kill a seat whose engine has not let it go on for long (`SeatThread.resume` reports that it does): a rank hangs."""
+
+
 class EngineLauncher:
     """A launcher whose attempts may share engines. For one thread."""
 
@@ -101,9 +105,10 @@ class EngineLauncher:
 
     def kill(self, attempt: Attempt, reason: Reason) -> None:
         """As the inner launcher; a seat is sealed, and the engine drops it at its next round: its processes are those of the
-        other seats too."""
-        if self._engine_of(attempt) is None:
-            self._inner.kill(attempt, reason)
+        other seats too. Where they hang (`_HANGS`) the engine is killed, and its seats are lost with it."""
+        engine = self._engine_of(attempt)
+        if engine is None or (reason in _HANGS and engine.has_order(attempt)):
+            self._inner.kill(attempt if engine is None else engine.attempt, reason)
             return
         result = attempt.read_result()
         attempt.write_exit(killed_exit(reason) if result is None else succeeded_exit(result))

@@ -16,7 +16,7 @@ from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Laun
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
-from ft_service.supervisor.attempt_outcome import exit_of
+from ft_service.supervisor.attempt_outcome import exit_of, killed_exit
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
 
@@ -117,10 +117,19 @@ def test_a_kill_seals_one_seat(tmp_path, launcher, inner) -> None:
     one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
     two.run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None))
     for attempt in (one, two):
-        launcher.kill(attempt, Reason.STALLED)
-    assert ended(launcher.observe(one))[0] is ExitReason.STALLED
+        launcher.kill(attempt, Reason.USER_CANCELLED)
+    assert ended(launcher.observe(one))[0] is ExitReason.CANCELLED
     assert ended(launcher.observe(two))[0] is ExitReason.SUCCEEDED
     assert inner.kills == []
+
+
+@pytest.mark.parametrize("reason", [Reason.STALLED, Reason.STOP_TIMEOUT])
+def test_an_engine_that_hangs_is_killed_and_is_the_failure_of_none_of_its_jobs(tmp_path, launcher, inner, reason) -> None:
+    one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
+    launcher.kill(one, reason)
+    assert inner.kills == [(ENGINE, 1, reason)]
+    inner.end(ENGINE, 1, killed_exit(reason))
+    assert [ended(launcher.observe(each)) for each in (one, two)] == [(ExitReason.ENGINE_LOST, ALONE)] * 2
 
 
 KILLED = exit_of(ExitReason.WORKER_KILLED, "Rank 0 was killed.")

@@ -72,6 +72,7 @@ class SeatThread:
         self._attempt = Attempt(self._run, order.attempt)
         self._fence = Fence(self._run, order.attempt)
         self._stop: StopRequest | None = None
+        self._reporter: Reporter | None = None
         self._stops = self._failed = False
         self._room: str | None = None
         """Sentence for the user if the disk did not take the record of its failure."""
@@ -116,8 +117,12 @@ class SeatThread:
         return False
 
     def resume(self, *given: Any) -> None:
-        """Let it go on until it waits or ends. `given`: the result of the call that it has waited for."""
+        """Let it go on until it waits or ends, and report that it does: its next step may take long beside others. `given`: the
+        result of the call that it has waited for."""
         self._due = None
+        if self._reporter is not None:
+            with suppress(OSError, SealedError):
+                self._reporter.heartbeat()
         self._wait_for(lambda: self._base.model.resume(self._lane, self._thread, *given))
 
     def drop(self) -> None:
@@ -187,21 +192,12 @@ class SeatThread:
         start, host = self._attempt.read_start(), self._host
         assert start is not None, f"attempt {self.order.attempt} has no start.json"
         self.size, self.priority = start.seat, start.priority
-        return Runtime(
-            self._run,
-            read_spec(self._run),
-            start,
-            host.rank,
-            host.world,
-            host.device,
-            host.mesh,
-            self.groups,
-            self._fence,
-        )
+        spec, fence = read_spec(self._run), self._fence
+        return Runtime(self._run, spec, start, host.rank, host.world, host.device, host.mesh, self.groups, fence)
 
     def _prepare(self, runtime: Runtime, reporter: Reporter, probed: Probed | None) -> PreparedModel:
         """The model of a job that shares a base (`Prepare`)."""
-        spec, base = runtime.spec, self._base
+        spec, base, self._reporter = runtime.spec, self._base, reporter
         built = build(spec, runtime.device, base.built.probed)
         first = {
             name: initial_adapter(name, tuple(parameter.shape), spec.seed).to(runtime.device)

@@ -30,7 +30,7 @@ from ft_service.rundir.evaluations import (
     read_evaluation,
 )
 from ft_service.spec import EvaluationOptions
-from workers.base.rank_objects import by_first, from_all
+from workers.base.rank_objects import by_first, from_all, from_first
 from workers.data.batches import make_batch
 from workers.output.publishing import write_document
 from workers.ranks.runtime import Runtime
@@ -108,8 +108,9 @@ class Evaluator:
             self._context.reporter.message(sentence)
         return self._write(evaluation).metrics
 
-    def ask(self, step: int, model: nn.Module | None = None) -> list[str] | None:
-        """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile."""
+    def ask(self, step: int, model: nn.Module | None = None, seconds: float | None = None) -> list[str] | None:
+        """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile, or took more
+        than so many seconds."""
         runtime, model = self._runtime, model or self._context.model
         own = [question.ids for question in self._questions[runtime.rank :: runtime.world]]
         self._reported_at = time.monotonic()
@@ -117,22 +118,27 @@ class Evaluator:
         model.eval()
         with torch.compiler.set_stance("force_eager"):  # every token is of another length
             decoding = GreedyDecoding(self._options.max_new_tokens, self._ends, self._context.limits.packed)
-            written = greedy(runtime, model, own, decoding, self._goes_on(step))
+            written = greedy(runtime, model, own, decoding, self._goes_on(step, seconds))
         model.train(training)
         if written is None:
             return None
         by_rank = from_all([text_of(tokens, self._tokenizer) for tokens in written])
         return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._questions))]
 
-    def _goes_on(self, step: int) -> Callable[[int], bool]:
+    def _goes_on(self, step: int, seconds: float | None) -> Callable[[int], bool]:
         """Return a function of a token's number that says whether to continue. It reports progress: silence means a stall."""
+        began = time.monotonic()
 
         def goes_on(token: int) -> bool:
             if time.monotonic() - self._reported_at >= REPORT_SECONDS:
                 self._reported_at = time.monotonic()
                 most = self._options.max_new_tokens
                 self._context.reporter.message(f"Evaluation at step {step}: the answers have {token} of at most {most} tokens.")
-            return token % LOOK_TOKENS != 0 or not self._context.stop.agreed()
+            if token % LOOK_TOKENS:
+                return True
+            if seconds is not None and from_first(time.monotonic() - began > seconds):
+                return False
+            return not self._context.stop.agreed()
 
         return goes_on
 

@@ -33,6 +33,9 @@ from workers.training.objective import Objective, RankShare
 from workers.training.packing import settle_limits
 from workers.training.step import evaluate
 
+MOST_SECONDS = 60.0
+"""How long other jobs on the base wait for a job's answers where it is served, each way: alone they may take hours."""
+NAMES = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGED: "merged in bf16"}
 MOST_SAMPLES = 64
 """Most samples of the validation file that are compared: the same for all three, which then differ by the weights alone."""
 BOUND = 0.02
@@ -130,9 +133,17 @@ class Comparison:
         return self.valid.read(sums.tolist(), items).mean_loss
 
     def _ask(self, model: nn.Module, way: str, answers: dict[str, list[str]], step: int) -> None:
-        said = self.evaluator.ask(step, model) if self.evaluator is not None else None
+        """Add the answers of a way. Other jobs on the base wait meanwhile, since the model is none of theirs."""
+        if self.evaluator is None:
+            return
+        said = self.evaluator.ask(step, model, MOST_SECONDS if self.shares_base else None)
         if said is not None:
             answers[way] = said
+        elif self.shares_base and not self.context.stop.is_requested:
+            self.context.reporter.message(
+                f"The prompts were not answered {NAMES[way]} to the end: other jobs of the engine wait for it, at most "
+                f"{MOST_SECONDS:g} seconds."
+            )
 
     def _scored(self, answers: Sequence[str]) -> dict[str, float]:
         assert self.evaluator is not None, "there are answers"
@@ -141,8 +152,7 @@ class Comparison:
 
 def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, str]]:
     """(level, sentence) for events. `formats`: other than bf16 that the base was trained on."""
-    names = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGED: "merged in bf16"}
-    losses = ", ".join(f"{names[way]} {loss:.4f}" for way, loss in found.loss.items())
+    losses = ", ".join(f"{NAMES[way]} {loss:.4f}" for way, loss in found.loss.items())
     said: list[tuple[Level, str]] = [
         ("info", f"Validation loss by where it is served, over {found.samples} samples: {losses}.")
     ]
@@ -155,7 +165,7 @@ def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, 
     }
     for way in found.beyond:
         more = found.loss[way] - before
-        text = f"Served {names[way]} the model is worse: its validation loss is {more:.4f} higher than as trained"
+        text = f"Served {NAMES[way]} the model is worse: its validation loss is {more:.4f} higher than as trained"
         said.append(("warn", f"{text}, and more than {BOUND} is no rounding. {instead[way]}"))
     return said
 

@@ -76,6 +76,21 @@ def evaluator(run: RunDir, attempt: int, told: Told, references: tuple[str | Non
     return Evaluator(context, questions, Letters(), options)
 
 
+def test_answers_of_another_model_end_where_their_time_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def greedy(runtime: Any, model: Any, prompts: Any, decoding: GreedyDecoding, goes_on: Any) -> list[list[int]] | None:
+        asked.extend(token for token in range(1, decoding.max_new_tokens + 1) if goes_on(token))
+        return None if len(asked) < decoding.max_new_tokens else [[97] for _ in prompts]
+
+    monkeypatch.setattr(evaluation_answers, "greedy", greedy)
+    own = evaluator(RunDir(tmp_path), 1, Told())
+    assert own.ask(3, torch.nn.Identity(), seconds=-1.0) is None
+    assert 8 not in asked
+    asked.clear()
+    assert own.ask(3, torch.nn.Identity()) == ["a", "a"]
+
+
 def test_each_step_is_asked_once_and_its_document_has_both_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, told = RunDir(tmp_path), Told()
     said: list[list[list[int]] | None] = [[[98], [99]], None, [[49], [123]]]

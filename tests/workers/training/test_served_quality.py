@@ -21,7 +21,7 @@ from ft_service.rundir.events import read_segments
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.training import served_quality
-from workers.training.served_quality import BOUND, lacking_memory, messages
+from workers.training.served_quality import BOUND, MOST_SECONDS, Comparison, lacking_memory, messages
 
 
 def served_job(folder: Path, world: int, **options: Any) -> RunDir:
@@ -97,6 +97,22 @@ def test_a_base_in_bf16_is_merged_in_place_and_the_comparison_can_be_left_out(tm
     assert found.loss.keys() == {AS_TRAINED, MERGED}
     off = served_job(tmp_path / "off", 1, precision={"compute": "fp32", "compare_served": "off"})
     assert off.get(SERVED) is None
+
+
+def test_other_jobs_of_an_engine_wait_a_minute_for_its_answers_and_the_job_says_so() -> None:
+    asked: list[float | None] = []
+    told: list[str] = []
+    evaluator = SimpleNamespace(ask=lambda step, model, seconds: asked.append(seconds))
+    context: Any = SimpleNamespace(
+        stop=SimpleNamespace(is_requested=False), reporter=SimpleNamespace(message=lambda text: told.append(text))
+    )
+    nothing: Any = None
+    for shares in (False, True):
+        parts: Any = {"evaluator": evaluator, "shares_base": shares}
+        Comparison(context, nothing, nothing, nothing, construct=nothing, **parts)._ask(torch.nn.Identity(), MERGED, {}, 3)
+    assert asked == [None, MOST_SECONDS]
+    assert len(told) == 1
+    assert "not answered merged in bf16 to the end" in told[0]
 
 
 def test_a_loss_beyond_the_bound_is_a_warning_with_what_to_do() -> None:

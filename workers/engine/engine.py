@@ -203,6 +203,8 @@ class TrainingEngine:
             self.seats.remove(seat)
             if set(states) == {SeatState.ENDED}:
                 self._free_groups.append(seat.groups)  # nothing of it is on its way
+            else:
+                seat.groups.destroy()
             if self.runtime.rank == 0:
                 self._left.append(seat)
         self._conclude()

@@ -83,6 +83,12 @@ class Groups:
         timeout = _timeout(spec)
         return cls(_gloo_group(timeout) if world > 1 else None, _gloo_group(timeout))
 
+    def destroy(self) -> None:
+        """Close their connections. What still waits in them on this rank, such as the writer of a checkpoint, fails."""
+        for group in (self.stop, self.save):
+            if group is not None:
+                dist.destroy_process_group(group)
+
 
 @dataclass(frozen=True)
 class Runtime:

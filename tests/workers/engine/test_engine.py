@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _world
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint
@@ -38,6 +39,7 @@ from tests.support.training.models import save_chat_base, save_chats, save_pairs
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
 from workers.engine.engine import TrainingEngine
+from workers.ranks.runtime import Groups
 from workers.training import forgetting
 
 STEPS = 6
@@ -92,7 +94,12 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     digest_of = FileDigest.of
     FileDigest.of = lambda path: read.append(path.name) or digest_of(path)
     seat_thread.initial_adapter = values
+    destroyed: list[Groups] = []
+    destroy = Groups.destroy
+    Groups.destroy = lambda self: destroyed.append(self) or destroy(self)
     engine_on_rank(rank, world, root)
+    assert len(destroyed) == 3, "of those that failed or were cancelled: an engine would come to have too many open files"
+    assert not any(groups.save in _world.pg_map or groups.stop in _world.pg_map for groups in destroyed)
     assert len([name for name in read if name == "config.json"]) <= 1, (
         "the base's files are read for the engine, not for each job"
     )

@@ -27,7 +27,7 @@ Show = Callable[[EngineDirectory, JobSpec], None]
 
 
 _HANGS = (Reason.STALLED, Reason.STOP_TIMEOUT)
-"""Reasons to kill a seat whose engine has not let it go on for long (`SeatThread.resume` reports that it does): a rank hangs."""
+"""Reasons to kill a seat whose engine has not let it go on for long, which `SeatThread.resume` would report: a rank hangs."""
 
 
 class EngineLauncher:

@@ -240,7 +240,11 @@ class QueueState:
         return None
 
     def open_engine(self, job: QueuedJob) -> LiveEngine | None:
-        """The engine in which a job may take a seat now, of several the one with fewest jobs; None: there is none."""
+        """The engine in which a job may take a seat now, of several the one with fewest jobs; None: there is none, or the
+        project's limit was lowered below what it runs."""
+        limit = self._limit(job.project)
+        if limit is not None and self.ranks[job.project] > limit:
+            return None
         found = [engine for engine in self._engines if _is_open(engine) and _may_share(job, engine) and _has_room(job, engine)]
         return min(found, key=lambda engine: (engine.seats, engine.id), default=None)
 

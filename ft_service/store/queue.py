@@ -141,10 +141,12 @@ class QueueStore(StorePart):
         waiting: list[QueuedJob] = []
         with self._database.reading() as connection:
             now, running, shares, live = _read_running(connection)
-            sharing = {engine.sharing.project for engine in live}  # whose jobs may need no slots
+            sharing = {engine.sharing.project for engine in live}  # whose jobs may need no slots, within the project's limit
             for project in connection.scalars(_PROJECTS).all():
-                share = None if project in sharing else shares.get(project)
-                limit = share and share.max_slots
+                limit = shares[project].max_slots if project in shares else None
+                held = sum(job.slots for job in running if job.project == project)
+                if limit is not None and project in sharing and held <= limit:
+                    limit = None
                 of_project = {"of_project": project, "project_slots": host.slots if limit is None else limit}
                 rows = connection.execute(_FIRST_OF_PROJECT, {**values, **of_project}).mappings()
                 waiting += [_waiting(row, paces) for row in rows]

@@ -244,6 +244,13 @@ def test_a_seat_needs_no_slots_and_is_of_no_account_for_the_projects_limit() -> 
     assert (start.job.id, start.engine, start.new_engine) == ("w", "e", False)
 
 
+def test_an_engine_larger_than_its_projects_lowered_limit_takes_no_more_jobs_and_ends_when_idle() -> None:
+    waiting = sharer("w"), job("small", 1, project="a")
+    assert next_start(with_engines(*waiting, total=4, a=Share(max_slots=1))) is None
+    (closed,) = choose_closing(with_engines(*waiting, engines=(engine(seats=0),), a=Share(max_slots=1)))
+    assert closed.id == "e"
+
+
 @pytest.mark.parametrize(
     ("waiting", "live"),
     [

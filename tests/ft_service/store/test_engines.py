@@ -223,3 +223,11 @@ def test_ended_engines_are_told_from_others(store):
     store.engines.end_engine("engine-1")
     assert store.engines.ended_engines(["engine-1", "engine-2", "engine-3"], -1.0) == {"engine-1"}
     assert store.engines.ended_engines(["engine-1"], 1000.0) == set()
+
+
+def test_beside_an_engine_beyond_a_lowered_limit_larger_jobs_hide_none_behind_them(store) -> None:
+    found(store, queued(store))
+    queued(store, slots=4)
+    for most, waiting in ((1, 0), (2, 1)):
+        store.projects.update_project(PROJECT, limits={"max_slots": most})
+        assert len(snapshot(store).waiting) == waiting

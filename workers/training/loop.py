@@ -264,11 +264,16 @@ class Trainer:
         return self.valid.read(sums.tolist(), items)
 
     def _mine(self, objective: Objective, items: Sequence[int], step: int | None = None) -> Iterator[Any]:
-        """This rank's micro-batches of a global batch. `step`: the optimizer step (from 0) that trains on it, if one does."""
+        """Yield this rank's micro-batches of a global batch. `step`: the optimizer step (from 0) that trains on it, if any.
+
+        That it goes on is reported meanwhile: a step or a validation may take longer than a job may be silent.
+        """
         spec, runtime = self.runtime.spec, self.runtime
         random = spec.lora.lora_dropout > 0 or spec.training.neftune_noise_alpha is not None
         key = partial(key_of, "sample", spec.seed, step) if random and step is not None else None
-        return RankShare.of(runtime, self.context.limits).batches(objective, items, key)
+        for batch in RankShare.of(runtime, self.context.limits).batches(objective, items, key):
+            self.context.reporter.heartbeat()
+            yield batch
 
 
 def _together(

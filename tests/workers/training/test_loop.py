@@ -26,6 +26,7 @@ from workers.base.load import adapters
 from workers.job.training_state import JobState
 from workers.model.head import set_works_in_chunks
 from workers.model.multimodal import causal_model
+from workers.output.report import Reporter
 from workers.ranks.runtime import Runtime
 from workers.training.context import StopRequest
 from workers.training.step import forward_backward
@@ -84,9 +85,15 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
 
 
 def late_attempt(rank: int, world: int, root: str, attempt: int) -> Outcome:
-    """An attempt as on GPUs: the next step is begun before the last one's numbers are read."""
-    with patch.object(Runtime, "reads_late", PropertyMock(return_value=True)):
-        return attempt_on_rank(rank, world, root, attempt)
+    """An attempt as on GPUs: the next step is begun before the last one's numbers are read. With each micro-batch it can tell
+    that it goes on, as the first steps may take longer than a job may be silent."""
+    with (
+        patch.object(Runtime, "reads_late", PropertyMock(return_value=True)),
+        patch.object(Reporter, "heartbeat", autospec=True) as told,
+    ):
+        outcome = attempt_on_rank(rank, world, root, attempt)
+    assert told.call_count >= 2
+    return outcome
 
 
 def late(run: RunDir, spec: JobSpec, ranks: int) -> Outcome:

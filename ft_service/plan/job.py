@@ -258,8 +258,9 @@ def _candidates(base: Description, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
-    wider = [s for s in _converted(base, spec) if FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits]
-    if spec.precision.default not in (AUTO, AS_PUBLISHED) and wider:
+    if spec.precision.default not in (AUTO, AS_PUBLISHED) and any(
+        FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits for s in _converted(base, spec)
+    ):
         yield {"precision.default": AS_PUBLISHED, "precision.overrides": {}}
     if spec.precision.default != AUTO and any(FORMATS[f].code_bits > 4 for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}

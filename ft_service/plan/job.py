@@ -14,7 +14,7 @@ from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, as
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.quantities import bytes_text
-from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.sample_lengths import SampleLengths, items_of_steps
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
     CollectiveBytes,
@@ -135,11 +135,13 @@ def plan_job(base: Description, spec: JobSpec, machine: Machine, lengths: Sample
 
 
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
-    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely, of mean length."""
+    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely, of mean length. `examples`:
+    units of training.batch_size in an epoch, at least 1; a step has fewer than the batch where they do not fill it."""
     options = spec.training
     steps = options.max_steps or options.epochs * -(-examples // options.batch)
+    whole_steps = items_of_steps(steps, options.batch, examples) / options.batch
     most, likely = (
-        None if cost is None or cost.speed is None else steps * cost.speed.step_seconds for cost in (plan, plan.likely)
+        None if cost is None or cost.speed is None else whole_steps * cost.speed.step_seconds for cost in (plan, plan.likely)
     )
     return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
 

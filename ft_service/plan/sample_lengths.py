@@ -45,8 +45,14 @@ class SampleLengths:
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:
         """The samples of reinforcement learning: the answers to each prompt, each with it and as long as it may be. `counts`:
         counts of the prompts."""
+        return cls.counted(counts).with_answers(spec)
+
+    def with_answers(self, spec: JobSpec) -> SampleLengths:
+        """The samples of reinforcement learning, if these are the lengths of its prompts, whose number is known."""
+        assert self.samples is not None, "the prompts are counted"
         group, answer = spec.samples_of_item, spec.longest_answer
-        return cls(group * (counts.tokens + counts.samples * answer), group * counts.samples, counts.longest + answer)
+        longest = None if self.longest is None else self.longest + answer
+        return SampleLengths(group * (self.tokens + self.samples * answer), group * self.samples, longest)
 
     @classmethod
     def of_size(cls, size: int) -> SampleLengths:
@@ -61,5 +67,15 @@ class SampleLengths:
             return training.epochs * prompts * spec.samples_of_item * (PROMPT_TOKENS + spec.longest_answer)
         if training.max_steps is None:
             return training.epochs * self.tokens
-        samples = training.max_steps * training.batch * spec.samples_of_item
+        if not self.samples:
+            return training.max_steps * training.batch * spec.samples_of_item * training.max_length
+        items = max(1, self.samples // spec.samples_of_item)
+        samples = items_of_steps(training.max_steps, training.batch, items) * spec.samples_of_item
         return samples * (self.mean or training.max_length)
+
+
+def items_of_steps(steps: int, batch: int, items: int) -> int:
+    """The units of training.batch_size that a number of steps takes: the last step of an epoch takes those that are left.
+    `items`: those of an epoch, at least 1."""
+    epochs, rest = divmod(steps, -(-items // batch))
+    return epochs * items + min(rest * batch, items)

@@ -156,10 +156,10 @@ def _seconds_in_engine(
 ) -> float | None:
     """Return the likely seconds of jobs that share one engine; None: they do not all share one, or the speed is not known."""
     keys = {share_key(spec, its_plan.seat) for spec, (its_plan, _) in zip(specs, planned, strict=True)}
-    usual = [(its_plan.likely or its_plan, time["steps"]) for its_plan, time in planned]
+    usual = [(its_plan.likely or its_plan, time["seconds_likely"] or time["seconds_at_most"]) for its_plan, time in planned]
     if most_jobs == 0 or len(keys) > 1 or None in keys:
         return None
-    trainings = [(cost.speed, steps * cost.speed.step_seconds) for cost, steps in usual if cost.speed is not None]
+    trainings = [(cost.speed, seconds) for cost, seconds in usual if cost.speed is not None]
     seats = [its_plan.seat for its_plan, _ in planned[:most_jobs]]
     lanes = lanes_of(seats, max(cost.batches.tokens for cost, _ in usual), specs[0])
     return engine_seconds(trainings, lanes) if len(trainings) == len(usual) else None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ft_service.plan.job import training_time
 from ft_service.plan.machines import GIB, Machine
 from tests.support.bases import LLAMA_8B, plan_of, save_base, save_fp8_index, spec_on
 from tests.support.plans import H100, plan_8b
@@ -58,3 +59,11 @@ def test_warnings_name_what_to_change(tmp_path: Path) -> None:
     fields = [warning.split(" ")[0] for warning in plan.warnings]
     assert fields == ["lora.r", "training.max_length", "training.batch_size"]
     assert plan_of(spec_on(folder, lora={"r": 16}), H100).warnings == ()
+
+
+def test_a_step_takes_as_long_as_the_samples_that_there_are(tmp_path: Path) -> None:
+    spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), training={"batch_size": 40, "n_epochs": 2})
+    plan = plan_of(spec, H100)
+    assert plan.speed is not None
+    time = training_time(plan, spec, 10)
+    assert (time["steps"], time["seconds_at_most"]) == (2, plan.speed.step_seconds * 2 * 10 / 40)

@@ -536,6 +536,16 @@ def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.Op
     assert (time["examples"], time["steps"]) == (6, 3)
 
 
+def test_a_plan_sets_the_tokens_of_the_validation_split_aside_with_its_samples(service: Service, client: openai.OpenAI) -> None:
+    file_id = client.files.create(file=("train.jsonl", TRAINING * 4), purpose="fine-tune").id
+    body = {"model": "tiny", "training_file": file_id}
+    whole, rest = (
+        service.http("POST", "/v1/fine_tuning/plan", json=body | split).json()["likely"]["batches"]["length"]
+        for split in ({}, {"validation_split": 0.5})
+    )
+    assert rest == whole
+
+
 def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

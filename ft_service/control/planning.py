@@ -79,6 +79,8 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
         return None, SampleLengths.of_size(size)
     samples = records - int(records * (spec.validation_split or 0))
     tokens, training = size // BYTES_PER_TOKEN * samples // records, spec.training
+    if spec.reinforcement is not None:
+        return samples, SampleLengths(tokens, samples).with_answers(spec)
     together = 1 if spec.dpo is None else 2  # each sample of a pair may have most of the pair's tokens
     return samples, SampleLengths(together * tokens, together * samples)
 

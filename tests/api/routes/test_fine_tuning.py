@@ -546,6 +546,17 @@ def test_a_plan_sets_the_tokens_of_the_validation_split_aside_with_its_samples(s
     assert rest == whole
 
 
+def test_a_plan_of_reinforcement_learning_counts_the_answers(service: Service, client: openai.OpenAI) -> None:
+    prompt = b'{"messages": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}\n'
+    file_id = client.files.create(file=("prompts.jsonl", prompt * 10), purpose="fine-tune").id
+    grader = {"type": "string_check", "name": "x", "operation": "eq", "input": "{{sample.output_text}}", "reference": "4"}
+    method = {"grader": grader, "hyperparameters": {"batch_size": 5, "max_completion_length": 40}}
+    body = {"model": "tiny", "training_file": file_id, "method": {"type": "reinforcement", "reinforcement": method}}
+    plan = service.http("POST", "/v1/fine_tuning/plan", json=body).json()
+    assert plan["likely"]["batches"]["length"] == len(prompt) // 5 + 40
+    assert plan["time"]["steps"] == 2
+
+
 def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -557,6 +557,20 @@ def test_a_plan_of_reinforcement_learning_counts_the_answers(service: Service, c
     assert plan["time"]["steps"] == 2
 
 
+@pytest.mark.parametrize(("packing", "rows"), [(True, 10), (False, 50)])
+def test_a_plan_counts_the_rows_that_texts_fill(service: Service, client: openai.OpenAI, packing: bool, rows: int) -> None:
+    long, short = b'{"text": "%s"}\n' % (b"word " * 598), b'{"text": "%s"}\n' % (b"word " * 9)
+    training = {"max_length": 64, "batch_size": 1, "n_epochs": 1, "packing": packing}
+
+    def planned(texts: bytes) -> int:
+        file_id = client.files.create(file=("texts.jsonl", texts), purpose="fine-tune").id
+        body = {"model": "tiny", "training_file": file_id, "training": training}
+        return service.http("POST", "/v1/fine_tuning/plan", json=body).json()["time"]["examples"]
+
+    assert planned(long) == 10, "windows of one long text"
+    assert planned(short * 50) == rows
+
+
 def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

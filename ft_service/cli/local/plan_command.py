@@ -76,7 +76,7 @@ def plan(
         machine = replace(machine, memory=parse_size(memory))
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, sweep=None)
-    found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
+    found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine))
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
     resolved = within_context(base, found)
     plan_job(base, resolved, machine)  # an unusable base is reported before the data is read
@@ -113,7 +113,7 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     settled: list[JobSpec] = []
     for job in sweep.jobs:
         its_spec = replace(spec, request=job.request)
-        own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first)
+        own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first, gpus=_gpus(machine))
         own = within_context(base, own)
         its_plan = plan_job(base, own, machine, data.lengths(own))
         planned.append((its_plan, training_time(its_plan, own, examples)))
@@ -175,6 +175,11 @@ def _fit(plan: Plan) -> str:
     return "not known" if plan.fits is None else "yes" if plan.fits else "no"
 
 
+def _gpus(machine: Machine) -> int:
+    """Return the number of GPUs of a host of such machines: this host's, or 1 if it has none."""
+    return 0 if machine.shared_memory else max(1, gpu_count())
+
+
 def _examples(data: JobData) -> int:
     return data.statistics.items if data.statistics else data.reports["training_file"].examples
 
@@ -191,7 +196,7 @@ def _largest(
     options = spec.distributed
     if options.max_nnodes is None and options.max_nproc_per_node is None:
         return None
-    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, gpu_count())[0]
+    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, _gpus(machine))[0]
     there = spec.on(*most)
     plan = plan_job(base, there, machine, lengths)
     return plan, there.world_size, training_time(plan, there, examples)

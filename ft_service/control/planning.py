@@ -9,7 +9,7 @@ from typing import Any
 from ft_service.bases.describing import Descriptions
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, file_ids, read, resolve_parsed
-from ft_service.control.capacity import capacity_of, machine_of
+from ft_service.control.capacity import capacity_of
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import estimate_samples, open_data
@@ -46,7 +46,8 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     size = None if file_id is None else files[file_id].bytes
     path = None if file_id is None else places.file(file_id)
     base = context.catalogue.descriptions.description(Path(spec.model.path))
-    return _document(base, spec, capacity.machine or this_host(), path, size)
+    most = capacity.most_per_node(spec.distributed.nnodes, context.principal.limits.max_slots)
+    return _document(base, spec, capacity.machine or this_host(), path, size, most)
 
 
 def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Descriptions) -> dict[str, Any]:
@@ -55,16 +56,19 @@ def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Desc
     file_id = job.request["training_file"]
     path = None if file_id is None else places.file(file_id)
     size = path.stat().st_size if path is not None and path.is_file() else None
-    return _document(
-        base, job.spec, machine_of(settings, job.spec.distributed.profile), path if size is not None else None, size
-    )
+    capacity = capacity_of(settings, job.spec.distributed.profile)
+    machine, most = capacity.machine or this_host(), capacity.most_per_node(job.nodes, None)
+    return _document(base, job.spec, machine, path if size is not None else None, size, most)
 
 
-def _document(base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:
+def _document(
+    base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None, most_per_host: int
+) -> dict[str, Any]:
     spec = within_context(base, spec)
-    known = path is not None and size is not None and path.is_file()
-    examples, lengths = _guessed(path, size, spec) if known else (None, None if size is None else SampleLengths.of_size(size))
-    plan = plan_job(base, spec, machine, lengths)
+    examples, lengths = None, None if size is None else SampleLengths.of_size(size)
+    if path is not None and size is not None and path.is_file():
+        examples, lengths = _guessed(path, size, spec)
+    plan = plan_job(base, spec, machine, lengths, most_per_host)
     document = plan.as_dict()
     del document["modules"]
     for change, shown in zip(plan.changes, document["changes"], strict=True):

@@ -19,11 +19,11 @@ from ft_service.cli.output import Json, print_fields, print_json, print_note, pr
 from ft_service.client.responses import shown
 from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
-from ft_service.host.hardware import gpu_count
+from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.ids import new_id
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.auto_options import settle_on, within_context
-from ft_service.plan.job import Plan, plan_job, training_time
+from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
 from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
 from ft_service.plan.quantities import bytes_text
@@ -84,7 +84,9 @@ def plan(
     if loaded.sweep is not None:
         _plan_sweep(loaded, resolved, settings, machine, data, as_json)
         return
-    its_plan = plan_job(base, resolved, machine, data.lengths(resolved))
+    # Another host than this one may have any number of ranks.
+    most = MOST_PER_HOST if hardware else settings.slots or default_slots()
+    its_plan = plan_job(base, resolved, machine, data.lengths(resolved), most)
     examples = _examples(data)
     duration = training_time(its_plan, resolved, examples)
     largest = _largest(base, resolved, machine, data.lengths(resolved), examples)
@@ -113,7 +115,9 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     settled: list[JobSpec] = []
     for job in sweep.jobs:
         its_spec = replace(spec, request=job.request)
-        own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first, gpus=_gpus(machine))
+        own = resolve_spec_file(
+            its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first, gpus=_gpus(machine)
+        )
         own = within_context(base, own)
         its_plan = plan_job(base, own, machine, data.lengths(own))
         planned.append((its_plan, training_time(its_plan, own, examples)))

@@ -11,7 +11,11 @@ from tests.support.bases import save_base, spec_on
 
 @pytest.mark.parametrize(
     ("training", "tokens"),
-    [({"n_epochs": 2, "batch_size": 4}, 2 * 1001), ({"max_steps": 3, "batch_size": 4}, 10 * 101), ({"max_steps": 2, "batch_size": 64}, 20 * 101)],
+    [
+        ({"n_epochs": 2, "batch_size": 4}, 2 * 1001),
+        ({"max_steps": 3, "batch_size": 4}, 10 * 101),
+        ({"max_steps": 2, "batch_size": 64}, 20 * 101),
+    ],
 )
 def test_a_training_takes_the_tokens_of_its_epochs_or_steps(training: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     assert SampleLengths(1001, 10).of_training(spec_on(save_base(tmp_path), training=training)) == tokens

@@ -246,6 +246,11 @@ def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, leng
             f"Times are those of training alone. Sampling comes on top: a step's {answers:,} answers of at most {longest:,} "
             f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
+    if spec.dpo is not None:
+        yield (
+            "Times are those of the steps alone. Before them the reference's log-probabilities of all pairs are computed once, "
+            "which takes about half as long as an epoch."
+        )
     if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
         return
     options = {"distributed.replicate": -1, "distributed.offload": False}

@@ -82,3 +82,10 @@ def test_no_change_is_proposed_that_would_be_refused(tmp_path: Path) -> None:
     assert {ranks, formats} & proposed(3) == {formats}
     assert ranks not in proposed(max_nproc_per_node=3)
     assert {ranks, formats} & proposed(world=1, reshard_after_forward=2) == set()
+
+
+def test_what_comes_before_the_steps_of_preferences_is_said(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "8b", LLAMA_8B)
+    hints = plan_of(spec_on(folder, method={"type": "dpo"}), H100).hints
+    assert [hint for hint in hints if "reference's log-probabilities" in hint]
+    assert not [hint for hint in plan_of(spec_on(folder), H100).hints if "reference" in hint]

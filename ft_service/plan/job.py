@@ -9,13 +9,14 @@ from typing import Any
 
 from ft_service.bases.description import Description
 from ft_service.bases.module_rules import ROUTERS, converted, named_apart, staying
+from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle_on
 from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.quantities import bytes_text
-from ft_service.plan.sample_lengths import SampleLengths, items_of_steps
+from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
     CollectiveBytes,

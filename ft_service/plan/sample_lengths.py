@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ft_service.data.data_file import Counts
-from ft_service.data.statistics import DataStatistics
+from ft_service.data.statistics import DataStatistics, items_of_steps
 from ft_service.spec import JobSpec
 
 BYTES_PER_TOKEN = 5
@@ -72,10 +72,3 @@ class SampleLengths:
         items = max(1, self.samples // spec.samples_of_item)
         samples = items_of_steps(training.max_steps, training.batch, items) * spec.samples_of_item
         return samples * (self.mean or training.max_length)
-
-
-def items_of_steps(steps: int, batch: int, items: int) -> int:
-    """The units of training.batch_size that a number of steps takes: the last step of an epoch takes those that are left.
-    `items`: those of an epoch, at least 1."""
-    epochs, rest = divmod(steps, -(-items // batch))
-    return epochs * items + min(rest * batch, items)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ft_service.plan.sample_lengths import SampleLengths, items_of_steps
+from ft_service.data.statistics import items_of_steps
+from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import save_base, spec_on
 
 

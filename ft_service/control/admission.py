@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions, NotDescribedError
 from ft_service.control import tuned_models
-from ft_service.control.capacity import Capacity, capacity_of, machine_of, refuse_too_many
+from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
 from ft_service.control.reinforcement_admission import refuse_unless_graded
 from ft_service.control.tracking.integration_check import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
@@ -184,7 +184,8 @@ def planned(
     """
     base = descriptions.description(Path(job.spec.model.path))
     lengths = None if size is None else SampleLengths.of_size(size)
-    admitted = admit(base, job.spec, capacity.machine or this_host(), lengths)
+    most = capacity.most_per_node(job.nodes, limits.max_slots)
+    admitted = admit(base, job.spec, capacity.machine or this_host(), lengths, most)
     settled = replace(
         job,
         stored_spec=StoredSpec.of(admitted.spec),
@@ -222,7 +223,9 @@ class LateAdmission:
     def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
         """Choose the values of "auto" options from the counted samples of a planned job. Raises as `planned`."""
         base = self.descriptions.description(Path(spec.model.path))
-        return settle_counted(base, spec, machine_of(self.settings, spec.distributed.profile), lengths)
+        capacity = capacity_of(self.settings, spec.distributed.profile)
+        most = capacity.most_per_node(spec.distributed.nnodes, None)
+        return settle_counted(base, spec, capacity.machine or this_host(), lengths, most)
 
 
 def _first_events(request: JobRequest, spec: JobSpec, capacity: Capacity, priority: int) -> list[NewEvent]:

@@ -41,6 +41,10 @@ class Capacity:
     profile: str | None = None
     """Name of the pod profile; None: there is only one kind of place."""
 
+    def most_per_node(self, nodes: int, max_slots: int | None) -> int:
+        """Ranks that each of a job's nodes may have. `max_slots`: limit of the job's project; None: none."""
+        return min(self.ranks_per_node, min(self.slots, max_slots or self.slots) // nodes)
+
     @property
     def host(self) -> str | None:
         """The only host (`Launcher.host`) that may start a job with this profile; None: any."""

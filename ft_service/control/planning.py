@@ -9,8 +9,9 @@ from typing import Any
 from ft_service.bases.describing import Descriptions
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, file_ids, read, resolve_parsed
-from ft_service.control.capacity import capacity_of, machine_of
-from ft_service.data.formats.detect_format import Container
+from ft_service.control.capacity import capacity_of
+from ft_service.data.formats.columns import Columns
+from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.jobs.states import Job
 from ft_service.plan.auto_options import within_context
@@ -45,7 +46,8 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     size = None if file_id is None else files[file_id].bytes
     path = None if file_id is None else places.file(file_id)
     base = context.catalogue.descriptions.description(Path(spec.model.path))
-    return _document(base, within_context(base, spec), capacity.machine or this_host(), path, size)
+    most = capacity.most_per_node(spec.distributed.nnodes, context.principal.limits.max_slots)
+    return _document(base, spec, capacity.machine or this_host(), path, size, most)
 
 
 def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Descriptions) -> dict[str, Any]:
@@ -54,30 +56,50 @@ def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Desc
     file_id = job.request["training_file"]
     path = None if file_id is None else places.file(file_id)
     size = path.stat().st_size if path is not None and path.is_file() else None
-    return _document(
-        base, job.spec, machine_of(settings, job.spec.distributed.profile), path if size is not None else None, size
-    )
+    capacity = capacity_of(settings, job.spec.distributed.profile)
+    machine, most = capacity.machine or this_host(), capacity.most_per_node(job.nodes, None)
+    return _document(base, job.spec, machine, path if size is not None else None, size, most)
 
 
-def _document(base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:
-    samples = None if path is None or size is None or not path.is_file() else _samples(path, size)
-    if samples is not None and spec.validation_split is not None:
-        samples -= int(samples * spec.validation_split)
-    lengths = None if size is None else SampleLengths(size // BYTES_PER_TOKEN, samples or None)
-    plan = plan_job(base, spec, machine, lengths)
+def _document(
+    base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None, most_per_host: int
+) -> dict[str, Any]:
+    spec = within_context(base, spec)
+    examples, lengths = None, None if size is None else SampleLengths.of_size(size)
+    if path is not None and size is not None and path.is_file():
+        examples, lengths = _guessed(path, size, spec)
+    plan = plan_job(base, spec, machine, lengths, most_per_host)
     document = plan.as_dict()
     del document["modules"]
     for change, shown in zip(plan.changes, document["changes"], strict=True):
         shown["text"] = change_text(change)
-    return document | {"time": training_time(plan, spec, samples) if samples else None}
+    return document | {"time": training_time(plan, spec, examples) if examples else None}
+
+
+def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLengths]:
+    """(units of training.batch_size in an epoch, lengths of its samples), by the size of a stored file of `size` bytes."""
+    records, is_text = _records(path, size, Columns(spec.data.pairs, of_prompts=spec.reinforcement is not None))
+    if not records:
+        return None, SampleLengths.of_size(size)
+    samples = records - int(records * (spec.validation_split or 0))
+    tokens, training = size // BYTES_PER_TOKEN * samples // records, spec.training
+    if spec.reinforcement is not None:
+        return samples, SampleLengths(tokens, samples).with_answers(spec)
+    if spec.dpo is None and (is_text or training.train_on == "everything"):  # split into windows, which fill rows if packed
+        windows = -(-tokens // training.max_length)
+        samples = max(1, windows if training.packing else max(samples, windows))
+    together = 1 if spec.dpo is None else 2  # each sample of a pair may have most of the pair's tokens
+    return samples, SampleLengths(together * tokens, together * samples)
 
 
 @lru_cache(maxsize=256)
-def _samples(path: Path, size: int) -> int:
-    """Number of samples of a stored file, which never changes: counted for JSON lines, else estimated."""
-    reader = open_data(path)
+def _records(path: Path, size: int, columns: Columns) -> tuple[int, bool]:
+    """(number of records, whether they are plain text) of a stored file, which never changes: counted for JSON lines, else
+    estimated."""
+    reader = open_data(path, (), columns)
     reader.look()
+    is_text = reader.shape.format is Format.TEXT
     if reader.shape.container is not Container.LINES or reader.shape.compression is not None:
-        return estimate_samples(path, most=COUNTED)
+        return estimate_samples(path, (), columns, most=COUNTED), is_text
     with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b"")), is_text

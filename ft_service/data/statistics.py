@@ -136,6 +136,13 @@ class Measure:
         return cls(spec.training_data, spec.validation_data, spec.training, spec.validation_split, spec.seed)
 
 
+def items_of_steps(steps: int, batch: int, items: int) -> int:
+    """The units of training.batch_size that a number of steps takes: the last step of an epoch takes those that are left.
+    `items`: those of an epoch, at least 1."""
+    epochs, rest = divmod(steps, -(-items // batch))
+    return epochs * items + min(rest * batch, items)
+
+
 class Records:
     """Counts the records of a file and finds duplicates, without a base's tokenizer. 8 bytes a record."""
 

@@ -227,11 +227,18 @@ def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def resolve_spec_file(
-    spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True, like: JobSpec | None = None
+    spec: SpecFile,
+    settings: Settings,
+    *,
+    job_id: str,
+    seed: int,
+    to_train: bool = True,
+    like: JobSpec | None = None,
+    gpus: int | None = None,
 ) -> JobSpec:
     """Return the resolved spec for a worker on this host, with paths of model and data. `seed`: for a SPEC without one.
     `to_train`: False: only the base's config.json is needed. `like`: another job on the same files, which are not read
-    again.
+    again. `gpus`: those of the host that would train; None: of this one.
 
     Raises SpecError for a missing model or file; a tuned model must have been trained in this FT_HOME.
     """
@@ -250,7 +257,7 @@ def resolve_spec_file(
         training_data=training_data,
         validation_data=validation_data,
         seed=seed,
-        gpus=gpu_count(),
+        gpus=gpu_count() if gpus is None else gpus,
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
         samples=estimate_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,

@@ -13,7 +13,7 @@ from ft_service.bases.safetensors_folder import weight_files
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle
 from ft_service.plan.fitting_settings import AUTO, COMPILE, FITTED, with_options
-from ft_service.plan.job import Plan, plan_job
+from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job
 from ft_service.plan.machines import Machine, this_host
 from ft_service.plan.plan_text import change_text, summary
 from ft_service.plan.quantities import bytes_text
@@ -40,9 +40,16 @@ class Admitted:
     """The job in an engine. None: not planned."""
 
 
-def admit(base: Description, spec: JobSpec, machine: Machine | None = None, lengths: SampleLengths | None = None) -> Admitted:
+def admit(
+    base: Description,
+    spec: JobSpec,
+    machine: Machine | None = None,
+    lengths: SampleLengths | None = None,
+    most_per_host: int = MOST_PER_HOST,
+) -> Admitted:
     """Plan a job for a machine (None: this host). `lengths`: lengths of its samples. Until they are counted (`settle_counted`),
     options that depend on them are chosen for the longest possible samples, and the events do not mention them.
+    `most_per_host`: as in `plan_job`.
 
     Raises SpecError for a base whose weights are not downloaded or whose tokenizer does not fit, for patterns and names that
     match nothing in it, for a job that cannot fit, and for precision.default "auto" on a machine whose memory is not known.
@@ -54,24 +61,26 @@ def admit(base: Description, spec: JobSpec, machine: Machine | None = None, leng
     without_effect = {"job_id": "", "tuned_name": "", "seed": 0, "training_data": no_file, "parent": None}
     options = spec.model_copy(update=without_effect | {"validation_data": spec.validation_data and no_file})
     given = options.model_dump_json(exclude_unset=True)  # some warnings concern only options that the user has set
-    admitted = _admitted(base, given, machine or this_host(), lengths)
+    admitted = _admitted(base, given, machine or this_host(), lengths, most_per_host)
     sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}
     return replace(admitted, spec=spec.model_copy(update=sections))
 
 
-def settle_counted(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths) -> Admitted:
+def settle_counted(
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths, most_per_host: int = MOST_PER_HOST
+) -> Admitted:
     """`admit` again for a job that has not begun, now that its samples are counted: options that were chosen for it are chosen
     by their lengths, as a plan of the same data and its ranks choose. Raises SpecError as `admit`."""
     again = dict.fromkeys((option for option in spec.chosen if option in (*FITTED, COMPILE)), AUTO)
     chosen = {option: why for option, why in spec.chosen.items() if option not in again}
-    return admit(base, with_options(spec.model_copy(update={"chosen": chosen}), again), machine, lengths)
+    return admit(base, with_options(spec.model_copy(update={"chosen": chosen}), again), machine, lengths, most_per_host)
 
 
 @lru_cache(maxsize=128)
-def _admitted(base: Description, options: str, machine: Machine, lengths: SampleLengths | None) -> Admitted:
+def _admitted(base: Description, options: str, machine: Machine, lengths: SampleLengths | None, most_per_host: int) -> Admitted:
     """`admit`, cached since scripts submit the same options again and again."""
     spec = settle(base, JobSpec.model_validate_json(options), machine, lengths).spec
-    plan = plan_job(base, spec, machine, lengths)
+    plan = plan_job(base, spec, machine, lengths, most_per_host)
     _refuse_what_cannot_fit(plan)
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
     is_counted = lengths is not None and lengths.samples is not None
@@ -104,7 +113,7 @@ def _refuse_what_cannot_fit(plan: Plan) -> None:
         return
     assert plan.memory is not None, "what is not known cannot be too little"
     enough = [change for change in plan.changes if change.fits]
-    ways = "; ".join(change_text(change) for change in enough or plan.changes)
+    ways = "; ".join(change_text(change) for change in enough or plan.changes) or "take a smaller base"
     raise SpecError(
         f"The job does not fit {plan.machine}: its weights, adapters and optimizer alone take "
         f"{bytes_text(plan.rank.resident)} per rank, {bytes_text(plan.memory)} are usable. "

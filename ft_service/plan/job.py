@@ -9,6 +9,8 @@ from typing import Any
 
 from ft_service.bases.description import Description
 from ft_service.bases.module_rules import ROUTERS, converted, named_apart, staying
+from ft_service.data.statistics import items_of_steps
+from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle_on
 from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
 from ft_service.plan.machines import Machine, usable_bytes
@@ -28,13 +30,16 @@ from ft_service.plan.speed import (
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorage, layout_of, stored_weights
 from ft_service.rundir.engine import SeatSize
-from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat
+from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat, check_distributed
+from ft_service.spec.options import DistributedOptions
 
 WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
 PICKLED = (
     "The base cannot be trained on: its folder holds no weights in safetensors, only {name}, which is pickled and never read. "
     "Their shapes are taken from its config.json."
 )
+MOST_PER_HOST = 64
+"""Ranks that a job may have on a host, whatever the machine."""
 _SHORT = 256
 """Tokens below which a plan does not propose to cut samples."""
 
@@ -113,8 +118,15 @@ class Plan(Cost):
         return None if self.memory is None else self.rank.resident <= self.memory
 
 
-def plan_job(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None) -> Plan:
+def plan_job(
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    lengths: SampleLengths | None = None,
+    most_per_host: int = MOST_PER_HOST,
+) -> Plan:
     """A job's plan, with "auto" options chosen for the machine. `lengths`: lengths of the training data, if it was read.
+    `most_per_host`: ranks that the job may have on a host; no change asks for more.
 
     Raises SpecError for a base whose tokenizer has ids without a row, and for a pattern or module name that matches nothing.
     """
@@ -131,15 +143,17 @@ def plan_job(base: Description, spec: JobSpec, machine: Machine, lengths: Sample
         return replace(draft, hints=tuple(_hints(base, spec, machine, draft, lengths)))
     if draft.fits is None:
         return draft
-    return replace(draft, changes=tuple(_changes(base, _opened(spec), machine, lengths)))
+    return replace(draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host)))
 
 
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
-    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely, of mean length."""
+    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely, of mean length. `examples`:
+    units of training.batch_size in an epoch, at least 1; a step has fewer than the batch where they do not fill it."""
     options = spec.training
     steps = options.max_steps or options.epochs * -(-examples // options.batch)
+    whole_steps = items_of_steps(steps, options.batch, examples) / options.batch
     most, likely = (
-        None if cost is None or cost.speed is None else steps * cost.speed.step_seconds for cost in (plan, plan.likely)
+        None if cost is None or cost.speed is None else whole_steps * cost.speed.step_seconds for cost in (plan, plan.likely)
     )
     return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
 
@@ -208,11 +222,13 @@ def _opened(spec: JobSpec) -> JobSpec:
     return with_options(spec.model_copy(update={"chosen": {}}), dict.fromkeys(again, AUTO))
 
 
-def _changes(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> Iterator[OptionChange]:
+def _changes(
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None, most_per_host: int
+) -> Iterator[OptionChange]:
     """Single changes in the order of preference; then, if no single one is enough, all of them together."""
     combined, options = spec, dict[str, Any]()
     enough = False
-    for change in _candidates(base, spec):
+    for change in _candidates(base, spec, most_per_host):
         tried = _tried(base, with_options(spec, change), machine, change, lengths)
         yield tried
         enough = enough or tried.fits
@@ -231,6 +247,11 @@ def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, leng
             f"Times are those of training alone. Sampling comes on top: a step's {answers:,} answers of at most {longest:,} "
             f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
+    if spec.dpo is not None:
+        yield (
+            "Times are those of the steps alone. Before them the reference's log-probabilities of all pairs are computed once, "
+            "which takes about half as long as an epoch."
+        )
     if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
         return
     options = {"distributed.replicate": -1, "distributed.offload": False}
@@ -245,8 +266,9 @@ def _tried(
     return OptionChange(options, plan.rank.total, bool(plan.fits))
 
 
-def _candidates(base: Description, spec: JobSpec) -> Iterator[dict[str, Any]]:
-    """Changes of options that are not "auto", since "auto" ones have the best value already."""
+def _candidates(base: Description, spec: JobSpec, most_per_host: int) -> Iterator[dict[str, Any]]:
+    """Changes of options that are not "auto", since "auto" ones have the best value already. None that the options beside it
+    refuse: FSDP2 reshards to a number of ranks only plain weights."""
     training, distributed = spec.training, spec.distributed
     if distributed.activation_checkpointing not in ("full", AUTO):
         yield {"distributed.activation_checkpointing": AUTO}
@@ -258,12 +280,27 @@ def _candidates(base: Description, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
-    wider = [s for s in _converted(base, spec) if FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits]
-    if spec.precision.default not in (AUTO, AS_PUBLISHED) and wider:
+    plain = distributed.reshard_size is not None
+    if (
+        not plain
+        and spec.precision.default not in (AUTO, AS_PUBLISHED)
+        and any(FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits for s in _converted(base, spec))
+    ):
         yield {"precision.default": AS_PUBLISHED, "precision.overrides": {}}
-    if spec.precision.default != AUTO and any(FORMATS[f].code_bits > 4 for f in _formats(base, spec)):
+    if not plain and spec.precision.default != AUTO and any(FORMATS[f].code_bits > 4 for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
-    yield {"distributed.nproc_per_node": 2 * spec.world_size // distributed.nnodes}
+    ranks = 2 * spec.world_size // distributed.nnodes
+    if ranks <= min(most_per_host, distributed.max_nproc_per_node or most_per_host) and _may_have(distributed, ranks):
+        yield {"distributed.nproc_per_node": ranks}
+
+
+def _may_have(options: DistributedOptions, ranks: int) -> bool:
+    """Whether options allow a number of ranks on a host."""
+    try:
+        check_distributed(options, options.nnodes * ranks, gpus=ranks)
+    except SpecError:
+        return False
+    return True
 
 
 def _converted(base: Description, spec: JobSpec) -> list[WeightStorage]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ft_service.data.data_file import Counts
-from ft_service.data.statistics import DataStatistics
+from ft_service.data.statistics import DataStatistics, items_of_steps
 from ft_service.spec import JobSpec
 
 BYTES_PER_TOKEN = 5
@@ -45,8 +45,14 @@ class SampleLengths:
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:
         """The samples of reinforcement learning: the answers to each prompt, each with it and as long as it may be. `counts`:
         counts of the prompts."""
+        return cls.counted(counts).with_answers(spec)
+
+    def with_answers(self, spec: JobSpec) -> SampleLengths:
+        """The samples of reinforcement learning, if these are the lengths of its prompts, whose number is known."""
+        assert self.samples is not None, "the prompts are counted"
         group, answer = spec.samples_of_item, spec.longest_answer
-        return cls(group * (counts.tokens + counts.samples * answer), group * counts.samples, counts.longest + answer)
+        longest = None if self.longest is None else self.longest + answer
+        return SampleLengths(group * (self.tokens + self.samples * answer), group * self.samples, longest)
 
     @classmethod
     def of_size(cls, size: int) -> SampleLengths:
@@ -61,5 +67,8 @@ class SampleLengths:
             return training.epochs * prompts * spec.samples_of_item * (PROMPT_TOKENS + spec.longest_answer)
         if training.max_steps is None:
             return training.epochs * self.tokens
-        samples = training.max_steps * training.batch * spec.samples_of_item
+        if not self.samples:
+            return training.max_steps * training.batch * spec.samples_of_item * training.max_length
+        items = max(1, self.samples // spec.samples_of_item)
+        samples = items_of_steps(training.max_steps, training.batch, items) * spec.samples_of_item
         return samples * (self.mean or training.max_length)

@@ -19,11 +19,11 @@ from ft_service.cli.output import Json, print_fields, print_json, print_note, pr
 from ft_service.client.responses import shown
 from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
-from ft_service.host.hardware import gpu_count
+from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.ids import new_id
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.auto_options import settle_on, within_context
-from ft_service.plan.job import Plan, plan_job, training_time
+from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
 from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
 from ft_service.plan.quantities import bytes_text
@@ -76,7 +76,7 @@ def plan(
         machine = replace(machine, memory=parse_size(memory))
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, sweep=None)
-    found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
+    found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine))
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
     resolved = within_context(base, found)
     plan_job(base, resolved, machine)  # an unusable base is reported before the data is read
@@ -84,7 +84,9 @@ def plan(
     if loaded.sweep is not None:
         _plan_sweep(loaded, resolved, settings, machine, data, as_json)
         return
-    its_plan = plan_job(base, resolved, machine, data.lengths(resolved))
+    # Another host than this one may have any number of ranks.
+    most = MOST_PER_HOST if hardware else settings.slots or default_slots()
+    its_plan = plan_job(base, resolved, machine, data.lengths(resolved), most)
     examples = _examples(data)
     duration = training_time(its_plan, resolved, examples)
     largest = _largest(base, resolved, machine, data.lengths(resolved), examples)
@@ -113,7 +115,9 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     settled: list[JobSpec] = []
     for job in sweep.jobs:
         its_spec = replace(spec, request=job.request)
-        own = resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first)
+        own = resolve_spec_file(
+            its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first, gpus=_gpus(machine)
+        )
         own = within_context(base, own)
         its_plan = plan_job(base, own, machine, data.lengths(own))
         planned.append((its_plan, training_time(its_plan, own, examples)))
@@ -156,10 +160,10 @@ def _seconds_in_engine(
 ) -> float | None:
     """Return the likely seconds of jobs that share one engine; None: they do not all share one, or the speed is not known."""
     keys = {share_key(spec, its_plan.seat) for spec, (its_plan, _) in zip(specs, planned, strict=True)}
-    usual = [(its_plan.likely or its_plan, time["steps"]) for its_plan, time in planned]
+    usual = [(its_plan.likely or its_plan, time["seconds_likely"] or time["seconds_at_most"]) for its_plan, time in planned]
     if most_jobs == 0 or len(keys) > 1 or None in keys:
         return None
-    trainings = [(cost.speed, steps * cost.speed.step_seconds) for cost, steps in usual if cost.speed is not None]
+    trainings = [(cost.speed, seconds) for cost, seconds in usual if cost.speed is not None]
     seats = [its_plan.seat for its_plan, _ in planned[:most_jobs]]
     lanes = lanes_of(seats, max(cost.batches.tokens for cost, _ in usual), specs[0])
     return engine_seconds(trainings, lanes) if len(trainings) == len(usual) else None
@@ -173,6 +177,11 @@ def _sum(seconds: Iterable[float | None]) -> float | None:
 
 def _fit(plan: Plan) -> str:
     return "not known" if plan.fits is None else "yes" if plan.fits else "no"
+
+
+def _gpus(machine: Machine) -> int:
+    """Return the number of GPUs of a host of such machines: this host's, or 1 if it has none."""
+    return 0 if machine.shared_memory else max(1, gpu_count())
 
 
 def _examples(data: JobData) -> int:
@@ -191,7 +200,7 @@ def _largest(
     options = spec.distributed
     if options.max_nnodes is None and options.max_nproc_per_node is None:
         return None
-    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, gpu_count())[0]
+    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, _gpus(machine))[0]
     there = spec.on(*most)
     plan = plan_job(base, there, machine, lengths)
     return plan, there.world_size, training_time(plan, there, examples)

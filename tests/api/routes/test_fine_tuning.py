@@ -536,6 +536,41 @@ def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.Op
     assert (time["examples"], time["steps"]) == (6, 3)
 
 
+def test_a_plan_sets_the_tokens_of_the_validation_split_aside_with_its_samples(service: Service, client: openai.OpenAI) -> None:
+    file_id = client.files.create(file=("train.jsonl", TRAINING * 4), purpose="fine-tune").id
+    body = {"model": "tiny", "training_file": file_id}
+    whole, rest = (
+        service.http("POST", "/v1/fine_tuning/plan", json=body | split).json()["likely"]["batches"]["length"]
+        for split in ({}, {"validation_split": 0.5})
+    )
+    assert rest == whole
+
+
+def test_a_plan_of_reinforcement_learning_counts_the_answers(service: Service, client: openai.OpenAI) -> None:
+    prompt = b'{"messages": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}\n'
+    file_id = client.files.create(file=("prompts.jsonl", prompt * 10), purpose="fine-tune").id
+    grader = {"type": "string_check", "name": "x", "operation": "eq", "input": "{{sample.output_text}}", "reference": "4"}
+    method = {"grader": grader, "hyperparameters": {"batch_size": 5, "max_completion_length": 40}}
+    body = {"model": "tiny", "training_file": file_id, "method": {"type": "reinforcement", "reinforcement": method}}
+    plan = service.http("POST", "/v1/fine_tuning/plan", json=body).json()
+    assert plan["likely"]["batches"]["length"] == len(prompt) // 5 + 40
+    assert plan["time"]["steps"] == 2
+
+
+@pytest.mark.parametrize(("packing", "rows"), [(True, 10), (False, 50)])
+def test_a_plan_counts_the_rows_that_texts_fill(service: Service, client: openai.OpenAI, packing: bool, rows: int) -> None:
+    long, short = b'{"text": "%s"}\n' % (b"word " * 598), b'{"text": "%s"}\n' % (b"word " * 9)
+    training = {"max_length": 64, "batch_size": 1, "n_epochs": 1, "packing": packing}
+
+    def planned(texts: bytes) -> int:
+        file_id = client.files.create(file=("texts.jsonl", texts), purpose="fine-tune").id
+        body = {"model": "tiny", "training_file": file_id, "training": training}
+        return service.http("POST", "/v1/fine_tuning/plan", json=body).json()["time"]["examples"]
+
+    assert planned(long) == 10, "windows of one long text"
+    assert planned(short * 50) == rows
+
+
 def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from ft_service.errors import SpecError
 from ft_service.plan.admit import admit, settle_counted
+from ft_service.plan.job import plan_job
 from ft_service.plan.machines import GIB, MACHINES, Machine
 from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import LLAMA_8B, describe, save_fp8_index
@@ -19,6 +20,15 @@ def test_a_job_that_cannot_fit_is_refused_with_what_to_change(tmp_path: Path) ->
     ) as caught:
         admit(describe(spec.model.path), spec, Machine("small", 8 * GIB))
     assert caught.value.code == "does_not_fit"
+
+
+def test_a_job_with_an_auto_format_that_cannot_fit_is_refused_too(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b", precision={"default": "auto"})
+    small = Machine("small", 4 * GIB)
+    with pytest.raises(SpecError, match=r"not fit small: .* with distributed\.nproc_per_node: 2: ") as caught:
+        admit(describe(spec.model.path), spec, small)
+    assert caught.value.code == "does_not_fit"
+    assert plan_job(describe(spec.model.path), spec, small).fits is False
 
 
 def test_what_depends_on_the_samples_is_said_once_they_are_counted(tmp_path: Path) -> None:

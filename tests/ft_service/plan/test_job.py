@@ -3,8 +3,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ft_service.plan.job import plan_job, training_time
 from ft_service.plan.machines import GIB, Machine
-from tests.support.bases import LLAMA_8B, plan_of, save_base, save_fp8_index, spec_on
+from tests.support.bases import LLAMA_8B, describe, plan_of, save_base, save_fp8_index, spec_on
 from tests.support.plans import H100, plan_8b
 
 
@@ -58,3 +59,33 @@ def test_warnings_name_what_to_change(tmp_path: Path) -> None:
     fields = [warning.split(" ")[0] for warning in plan.warnings]
     assert fields == ["lora.r", "training.max_length", "training.batch_size"]
     assert plan_of(spec_on(folder, lora={"r": 16}), H100).warnings == ()
+
+
+def test_a_step_takes_as_long_as_the_samples_that_there_are(tmp_path: Path) -> None:
+    spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), training={"batch_size": 40, "n_epochs": 2})
+    plan = plan_of(spec, H100)
+    assert plan.speed is not None
+    time = training_time(plan, spec, 10)
+    assert (time["steps"], time["seconds_at_most"]) == (2, plan.speed.step_seconds * 2 * 10 / 40)
+
+
+def test_no_change_is_proposed_that_would_be_refused(tmp_path: Path) -> None:
+    base, small = save_base(tmp_path / "8b", LLAMA_8B), Machine("small", 4 * GIB)
+
+    def proposed(most_per_host: int = 64, world: int = 2, **distributed: object) -> set[str]:
+        spec = spec_on(base, world, distributed={"replicate": 1, **distributed})
+        plan = plan_job(describe(spec.model.path), spec, small, most_per_host=most_per_host)
+        return {option for change in plan.changes for option in change.options}
+
+    ranks, formats = "distributed.nproc_per_node", "precision.default"
+    assert {ranks, formats} <= proposed()
+    assert {ranks, formats} & proposed(3) == {formats}
+    assert ranks not in proposed(max_nproc_per_node=3)
+    assert {ranks, formats} & proposed(world=1, reshard_after_forward=2) == set()
+
+
+def test_what_comes_before_the_steps_of_preferences_is_said(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "8b", LLAMA_8B)
+    hints = plan_of(spec_on(folder, method={"type": "dpo"}), H100).hints
+    assert [hint for hint in hints if "reference's log-probabilities" in hint]
+    assert not [hint for hint in plan_of(spec_on(folder), H100).hints if "reference" in hint]

@@ -5,16 +5,26 @@ from typing import Any
 
 import pytest
 
+from ft_service.data.statistics import items_of_steps
 from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import save_base, spec_on
 
 
 @pytest.mark.parametrize(
     ("training", "tokens"),
-    [({"n_epochs": 2, "batch_size": 4}, 2 * 1001), ({"max_steps": 3, "batch_size": 4}, 3 * 4 * 101)],
+    [
+        ({"n_epochs": 2, "batch_size": 4}, 2 * 1001),
+        ({"max_steps": 3, "batch_size": 4}, 10 * 101),
+        ({"max_steps": 2, "batch_size": 64}, 20 * 101),
+    ],
 )
 def test_a_training_takes_the_tokens_of_its_epochs_or_steps(training: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     assert SampleLengths(1001, 10).of_training(spec_on(save_base(tmp_path), training=training)) == tokens
+
+
+def test_the_last_step_of_an_epoch_takes_the_samples_that_are_left() -> None:
+    assert [items_of_steps(steps, 4, 10) for steps in range(5)] == [0, 4, 8, 10, 14]
+    assert items_of_steps(3, 64, 10) == 30
 
 
 def test_samples_that_are_not_counted_have_no_mean(tmp_path: Path) -> None:

@@ -7,7 +7,17 @@ import sys
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ft_service.data.statistics import NEAR_EMPTY, SHOWN_LINES, Bucket, DataStatistics, FileStatistics, Lines, Measure, Spread
+from ft_service.data.statistics import (
+    NEAR_EMPTY,
+    SHOWN_LINES,
+    Bucket,
+    DataStatistics,
+    FileStatistics,
+    Lines,
+    Measure,
+    Spread,
+    items_of_steps,
+)
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, content_digests, set_aside
 from ft_service.data.tokens.training_set.windows import are_whole, in_rows, in_windows
@@ -86,15 +96,14 @@ def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | Non
     if training.is_whole:
         items = len(in_rows(lengths.tolist(), options.max_length)) if options.packing else len(lengths)
     steps = options.max_steps or options.epochs * -(-items // options.batch)
-    mean = trained.tokens / max(1, items)
-    epochs_whole = options.max_steps is None
+    taken = items_of_steps(steps, options.batch, max(1, items))
     return DataStatistics(
         training=trained,
         validation=held_out,
         overlap=overlap,
         items=items,
         steps=steps,
-        trained_tokens=options.epochs * trained.tokens if epochs_whole else int(steps * options.batch * mean),
+        trained_tokens=trained.tokens * taken // max(1, items),
         padding_saved=padding(lengths, options),
     )
 

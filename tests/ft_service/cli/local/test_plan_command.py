@@ -88,6 +88,13 @@ def test_a_plan_needs_neither_weights_nor_tokenizer(ft: Ft, spec: Path) -> None:
     assert "safetensors" in ft("run", spec).err
 
 
+def test_offload_is_planned_for_a_machine_with_gpus_on_a_host_without(ft: Ft, spec: Path) -> None:
+    sharded = ("--set", "distributed.nproc_per_node=2", "--set", "distributed.replicate=1", "--set", "distributed.offload=true")
+    plan = json.loads(ft("plan", spec, *sharded, "--hardware", "H100", "--json").out)
+    assert plan["rank"]["offloaded"]
+    assert "this host has no GPU" in ft("plan", spec, *sharded, "--hardware", "cpu").err
+
+
 def test_beside_a_server_its_models_are_known(ft: Ft, spec: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FT_MODELS")
     home.mkdir()

@@ -252,7 +252,7 @@ def _stopped(context: TrainingContext, when: str, checkpoint: str | None = None)
 def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -> PreparedModel:
     """The model of a job that has its ranks to itself (`Prepare`), sharded, with what was done reported."""
     spec, cache = runtime.spec, Cache.from_environment(os.environ)
-    built = construct(spec, runtime.mesh, runtime.device, reporter.warn, cache, probed)
+    built = construct(spec, runtime.mesh, runtime.device, reporter.warn, cache, probed, reporter.heartbeat)
     report_built(spec, built, runtime.device, reporter)
     model = built.peft_model
     check_gathered_weights(model, runtime.compute_dtype)
@@ -360,11 +360,12 @@ def construct(
     warn: Callable[[str], None],
     cache: Cache | None = None,
     probed: Probed | None = None,
+    tell: Callable[[], None] = lambda: None,
 ) -> BuiltModel:
     """The model of a job, sharded over the mesh and loaded. Called by all ranks together.
 
-    `warn` is called with a sentence for each fallback. `cache`: of quantised bases. `probed`: facts about the base; None: it is
-    probed here, which takes seconds.
+    `warn` is called with a sentence for each fallback, `tell` now and then while weights are read. `cache`: of quantised bases.
+    `probed`: facts about the base; None: it is probed here, which takes seconds.
     """
     options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
@@ -383,6 +384,7 @@ def construct(
         device=device,
         offload=options.offload,
         cache=cache,
+        tell=tell,
     )
     return replace(built, loaded=loaded)
 

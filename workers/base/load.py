@@ -7,7 +7,7 @@ base reads them without opening the base's own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,13 +62,15 @@ def load(
     device: torch.device,
     offload: bool = False,
     cache: Cache | None = None,
+    tell: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Replace every parameter on meta by this rank's part: the base from `folder`, adapters from the seed.
 
     Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with `offload`, shards (and only
     shards) are put into the host's memory. `compute_dtype`: dtype of plain frozen weights when the model is not sharded; a
-    sharded weight keeps its storage dtype and is converted when it is gathered. Called by all ranks together. Raises
-    SpecError for tensors that the base does not have, or has in an unknown layout, and for tied ones that differ in its files.
+    sharded weight keeps its storage dtype and is converted when it is gathered. `tell` is called between weights that are read
+    from the base's files, which may take hours. Called by all ranks together. Raises SpecError for tensors that the base does
+    not have, or has in an unknown layout, and for tied ones that differ in its files.
     """
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
@@ -85,7 +87,7 @@ def load(
         base = StoredBase.open(files, folder)
         if _has_buffers(model):
             load_buffers(model, NamedBase(model, base, base_tensor_name), base_tensor_name, device, compute_dtype)
-        loaded = _load_base(model, weights, Path(folder), base, cache)
+        loaded = _load_base(model, weights, Path(folder), base, cache, tell)
         loaded = loaded if loaded.cached else replace(loaded, bytes_read=files.bytes_read)
     for name, weight in weights.items():
         if isinstance(weight.storage, RowQuantized):
@@ -135,15 +137,20 @@ def _has_buffers(model: nn.Module) -> bool:
 
 
 def _load_base(
-    model: nn.Module, weights: dict[str, FrozenWeight], folder: Path, base: StoredBase, cache: Cache | None
+    model: nn.Module,
+    weights: dict[str, FrozenWeight],
+    folder: Path,
+    base: StoredBase,
+    cache: Cache | None,
+    tell: Callable[[], None],
 ) -> Loaded:
     if cache is None or not _is_work(model, weights, base):
-        return _from_files(weights, NamedBase(model, base, base_tensor_name))
+        return _from_files(weights, NamedBase(model, base, base_tensor_name), tell)
     store = BaseCache(cache, folder, weights)
     loaded = store.load()
     if loaded is not None:
         return loaded
-    loaded = _from_files(weights, NamedBase(model, base, base_tensor_name))
+    loaded = _from_files(weights, NamedBase(model, base, base_tensor_name), tell)
     store.save(loaded)
     return replace(loaded, notes=store.notes)
 
@@ -164,13 +171,14 @@ def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
     return type(face) is QUANTIZED[stored.format]
 
 
-def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
+def _from_files(weights: dict[str, FrozenWeight], base: NamedBase, tell: Callable[[], None]) -> Loaded:
     check_complete({name: tuple(weight.parameter.shape) for name, weight in weights.items()}, base)
     _check_ties(weights, base)
     deviations: dict[str, Deviation] = {}
     layouts: dict[str, str] = {}
     by_choice: set[str] = set()
     for name, weight in weights.items():
+        tell()
         deviation = fill(weight.storage, base, name, *weight.rows, weight.face.dtype)
         stored = base.stored(name)
         if deviation is not None:

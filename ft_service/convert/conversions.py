@@ -375,28 +375,29 @@ def needs_validation(value: Any, source: Source, option: str) -> Verdict:
 
 _STANDARD = {"llama3": "llama-3"}
 """Other tools' names of standard chat templates → ours."""
-_WITH_SYSTEM = ("alpaca", "vicuna", "zephyr")
-"""Templates of LLaMA-Factory's that begin chats without a system prompt with one of their own, as those here do not."""
-_OF_NO_BASE = ("default", "empty", "fewshot")
-"""Templates of LLaMA-Factory's that no base has."""
-_OTHERWISE = ("mistral",)
-"""Templates of LLaMA-Factory's that are not those of the same name here: it writes [INST] as newer bases do."""
 
 
 def chat_template(value: Any, source: Source) -> Verdict:
     name = _STANDARD.get(str(value), str(value))
-    if name in ("tokenizer_default", "jinja") or (name == "default" and source.tool != "LLaMA-Factory"):
+    if name in ("tokenizer_default", "jinja", "default"):
         return NoEffect("it is the base's, or the template that is given")
-    if source.tool == "LLaMA-Factory" and name in _WITH_SYSTEM and not source.get("default_system"):
-        return ToDo(
-            "chats without a system prompt begin with LLaMA-Factory's own there: write it into the data, "
-            f"and set chat_template: {name}"
-        )
-    if source.tool == "LLaMA-Factory" and name in _OF_NO_BASE:
-        return ToDo("it is LLaMA-Factory's own, not the base's, which is used here: give its text as chat_template")
-    other = source.tool == "LLaMA-Factory" and name in _OTHERWISE
-    if (name in TEMPLATES and not other) or "{{" in name or "{%" in name:
+    if name in TEMPLATES or "{{" in name or "{%" in name:
         return Taken({"chat_template": name})
+    return base_template(value, source)
+
+
+def template_with_system(value: Any, source: Source) -> Verdict:
+    """A template that begins chats without a system prompt with one of its own, as that of the same name here does not."""
+    if source.get("default_system"):
+        return chat_template(value, source)
+    return ToDo(
+        f"chats without a system prompt begin with {source.tool}'s own there: write it into the data, "
+        f"and set chat_template: {value}"
+    )
+
+
+def base_template(value: Any, source: Source) -> Verdict:
+    """A template that is not one of those here."""
     return ToCheck(
         f"the base's own chat template is used, of which {source.tool}'s is a copy: compare what `ft data show` prints. "
         f"Else chat_template takes {', '.join(TEMPLATES)}, or a template's text"

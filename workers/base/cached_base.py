@@ -6,7 +6,7 @@ never the job's: they become notes, and the base is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,8 +44,9 @@ class BaseCache:
         """(level, text)."""
         self._key = from_first(self._find_key(folder) if self._rank == 0 else "")
 
-    def load(self) -> Loaded | None:
-        """Fill the weights from the cache. None: the cache does not hold them, and nothing is filled."""
+    def load(self, tell: Callable[[], None]) -> Loaded | None:
+        """Fill the weights from the cache. None: the cache does not hold them, and nothing is filled. `tell` is called between
+        weights."""
         entry = self._cache.find(self._key) if self._rank == 0 else None
         folder = from_first(entry.folder if entry else None)
         if folder is None:
@@ -54,7 +55,7 @@ class BaseCache:
         index = self._checked_index(folder)
         if index is not None:
             targets = {name: (weight.storage, weight.rows) for name, weight in self._weights.items()}
-            read = read_rows(folder, index.files, targets)
+            read = read_rows(folder, index.files, targets, tell)
             self.notes.append(("info", "The quantised base was read from the cache; the base's own weights were not opened."))
             weights = {name: getattr(index, name) for name in OF_WEIGHTS}
             loaded = Loaded(**weights, cached=True, bytes_read=read, notes=self.notes)

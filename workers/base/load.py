@@ -68,9 +68,9 @@ def load(
 
     Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with `offload`, shards (and only
     shards) are put into the host's memory. `compute_dtype`: dtype of plain frozen weights when the model is not sharded; a
-    sharded weight keeps its storage dtype and is converted when it is gathered. `tell` is called between weights that are read
-    from the base's files, which may take hours. Called by all ranks together. Raises SpecError for tensors that the base does
-    not have, or has in an unknown layout, and for tied ones that differ in its files.
+    sharded weight keeps its storage dtype and is converted when it is gathered. `tell` is called between weights that are read,
+    which may take hours. Called by all ranks together. Raises SpecError for tensors that the base does not have, or has in an
+    unknown layout, and for tied ones that differ in its files.
     """
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
@@ -147,7 +147,7 @@ def _load_base(
     if cache is None or not _is_work(model, weights, base):
         return _from_files(weights, NamedBase(model, base, base_tensor_name), tell)
     store = BaseCache(cache, folder, weights)
-    loaded = store.load()
+    loaded = store.load(tell)
     if loaded is not None:
         return loaded
     loaded = _from_files(weights, NamedBase(model, base, base_tensor_name), tell)

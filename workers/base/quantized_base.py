@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -160,8 +160,11 @@ def faults(folder: Path, files: Iterable[CacheFile]) -> list[str]:
     return problems
 
 
-def read_rows(folder: Path, files: Sequence[CacheFile], targets: Mapping[str, tuple[Tensor, tuple[int, int]]]) -> int:
-    """Fill every weight's storage with its rows [start, end); the bytes read. The rows must be in the files."""
+def read_rows(
+    folder: Path, files: Sequence[CacheFile], targets: Mapping[str, tuple[Tensor, tuple[int, int]]], tell: Callable[[], None]
+) -> int:
+    """Fill every weight's storage with its rows [start, end); the bytes read. The rows must be in the files. `tell` is called
+    between weights."""
     read = 0
     for file in files:
         mine = {n: target for n, target in targets.items() if _overlap(file.rows.get(n), target[1])}
@@ -169,6 +172,7 @@ def read_rows(folder: Path, files: Sequence[CacheFile], targets: Mapping[str, tu
             continue
         with single_file(folder / file.name) as source:
             for name, (storage, (start, end)) in mine.items():
+                tell()
                 first, last = file.rows[name]
                 low, high = max(start, first), min(end, last)
                 for part, target in _targets(storage):

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,7 +52,11 @@ def load_here(base: Path, cache: Cache | None, **options: Any) -> Outcome:
 
 
 def load_unsharded(model: nn.Module, base: Path, cache: Cache | None) -> Outcome:
-    return outcome_of(model, load(model, base, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache))
+    """It tells that it goes on between weights, from files and from the cache, as a large base takes hours."""
+    tell = Mock()
+    loaded = load(model, base, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache, tell=tell)
+    assert tell.call_count >= len(loaded.changed)
+    return outcome_of(model, loaded)
 
 
 def same_parts(one: Outcome, other: Outcome) -> bool:

@@ -53,7 +53,7 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers import dropout, low_rank, packed_attention
+from workers.layers import cudnn_attention, dropout, low_rank, packed_attention
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.attention import attention_faults
@@ -291,6 +291,10 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
         reporter.message(
             f"Attention is computed sample by sample, more slowly than by the fused kernel for packed rows: {fault}"
         )
+    fault = cudnn_attention.kernel_fault(device) if spec.precision.compute == "bf16" else None
+    if fault is not None:
+        why = f"{fault} (pip install nvidia-cudnn-frontend)" if fault.startswith("ModuleNotFoundError") else fault
+        reporter.message(f"Attention of long rows is computed by PyTorch's kernel, more slowly than by cuDNN's: {why}")
     for what, fault in attention_faults(built.peft_model, device):
         reporter.message(f"Attention with {what} writes its scores, and is slower than a fused kernel: {fault}")
     if built.arithmetic.not_fused is not None:

@@ -19,8 +19,9 @@ from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY, log_normal
 from ft_service.plan.memory import chunk_rows
-from workers.layers import fused, low_rank, packed_attention
-from workers.layers.scored_attention import AttentionPattern
+from workers.layers import cudnn_attention, fused, low_rank, packed_attention
+from workers.layers.scored_attention import AttentionPattern, Kernel
+from workers.layers.segments import Bounds, rounded
 from workers.model import head
 from workers.quant import fp8_products, nf4
 from workers.quant.weights import FP8Weight
@@ -47,6 +48,8 @@ def measure(context: Context) -> None:
             case = f"attention of {len(lengths)} samples in a row{f', {name}' if name else ''}"
             chosen = partial(_attention, device, lengths, *heads, implementation=name, repeatable=repeatable)
             context.rows.run(case + ("" if repeatable else ", gradients in any order"), chosen)
+    for lengths in (even, log_normal(tokens)):
+        context.rows.run(f"attention of {len(lengths)} samples in a row, cuDNN", partial(_by_cudnn, device, lengths, *heads))
     _elementwise(context, device, tokens, llama.hidden, llama.intermediate)
 
 
@@ -146,7 +149,24 @@ def _in_any_order() -> Any:
     return patch.object(packed_attention, "deterministic_mode", nullcontext)
 
 
-def _packed_attention(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:
+def _by_cudnn(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:
+    fault = cudnn_attention.kernel_fault(device) if device.type == "cuda" else "it needs a GPU"
+    if fault is not None:
+        raise SkippedError(fault)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    bounds = Bounds(starts, starts.to(device), rounded(max(lengths)))
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, _: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+        if not cudnn_attention.takes(query, key, value, bounds, pattern):
+            raise SkippedError("cuDNN does not compute it on this GPU")
+        return cudnn_attention.attend_packed(query, key, value, bounds, pattern)
+
+    return _packed_attention(device, lengths, heads, groups, kernel)
+
+
+def _packed_attention(
+    device: torch.device, lengths: Sequence[int], heads: int, groups: int, kernel: Kernel = packed_attention.attend_packed
+) -> dict[str, Any]:
     tokens, longest = sum(lengths), max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     query, key, value = (_drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups))
@@ -154,7 +174,7 @@ def _packed_attention(device: torch.device, lengths: Sequence[int], heads: int, 
     grad = _drawn(device, 1, tokens, heads, 128)
 
     def attend() -> Tensor:
-        return packed_attention.attend_packed(query, key, value, starts, longest, pattern)
+        return kernel(query, key, value, starts, longest, pattern)
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attend(), [query, key, value], grad)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_report/packages.py FOLDER [--python 3.12] [--cuda 130]
 
-FOLDER then holds them in the versions of `constraints.txt`, some 30 MB, with bitsandbytes cut down to its libraries for
+FOLDER then holds them in the versions of `constraints.txt`, some 40 MB, with bitsandbytes cut down to its libraries for
 processors and for one version of CUDA (`torch.version.cuda` without the dot). Take it along, and set PYTHONPATH to it there.
 """
 
@@ -13,7 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("annotated-types", "bitsandbytes", "google-re2", "protobuf", "pydantic", "pydantic_core", "typing-inspection")
+NAMES = (
+    *("annotated-types", "bitsandbytes", "google-re2", "nvidia-cudnn-frontend", "protobuf", "pydantic", "pydantic_core"),
+    "typing-inspection",
+)
 COMPARED = ("torchao",)
 """For comparison alone: no job uses it."""
 LIGER = "liger-kernel==0.8.5"

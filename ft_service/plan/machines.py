@@ -18,9 +18,11 @@ from ft_service.host.hardware import gpu_count, memory_bytes, torch_build, wsl_m
 from ft_service.spec import JobSpec
 
 EFFICIENCY = 0.48
-"""Share of the data sheet's matrix products that training reaches in bf16: an 8B model trained with 482 TFLOP/s on an H200,
-49 % of its 989 (benchmarks/README.md). Published rates on an H100 are 40 to 48 % (NeMo AutoModel's performance summary;
-LoRAFusion, arXiv 2510.00206)."""
+"""Share of the data sheet's matrix products that training reaches in bf16: an 8B model trained with 482 to 501 TFLOP/s on an
+H200 with PyTorch's attention, 49 % of its 989 (benchmarks/README.md). Published rates on an H100 are 40 to 48 % (NeMo
+AutoModel's performance summary; LoRAFusion, arXiv 2510.00206)."""
+EFFICIENCY_BY_CUDNN = 0.54
+"""The same with cuDNN's attention: 553 TFLOP/s in bf16 and 541 in NF4, 56 and 55 %."""
 LINK_EFFICIENCY = 0.8
 USABLE = 0.94
 """Share of the memory that tensors can have: the CUDA context and gaps between blocks take the rest."""
@@ -46,13 +48,22 @@ class Machine:
     fuses: bool = False
     """Whether the workers' fused kernels are known to compute there: they need bf16, and are made for NVIDIA's GPUs. Without
     them layers need more memory."""
+    by_cudnn: bool = False
+    """Whether the workers give attention of long rows to cuDNN, whose backward writes gradients of scores."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of `flops` that training reaches."""
+        return EFFICIENCY_BY_CUDNN if self.by_cudnn else EFFICIENCY
 
 
+_BY_CUDNN = ("GH200", "H200", "H200-NVL", "H100", "H100-NVL", "H100-PCIe")
+"""Of compute capability 9.0."""
 _WITHOUT_KERNELS = ("MI300X", "T4")
 """Not NVIDIA's; without products in bf16."""
 
 MACHINES = {
-    machine.name: replace(machine, fuses=machine.name not in _WITHOUT_KERNELS)
+    machine.name: replace(machine, fuses=machine.name not in _WITHOUT_KERNELS, by_cudnn=machine.name in _BY_CUDNN)
     for machine in (
         Machine("B300", int(267.7 * GIB), 2250e12, 8e12, 900e9, 4500e12),
         Machine("B200", int(178.3 * GIB), 2250e12, 8e12, 900e9, 4500e12),

@@ -53,6 +53,12 @@ CHOICE_BYTES = 4 * 8 + 4 + 4
 GROUPED_BYTES = 2**30
 """Most bytes of experts' matrices that a GPU dequantises at a time for one grouped product; one matrix may have more. 1 GiB
 holds the larger stack of a layer of Qwen3-30B, 768 MiB: in two lots its input and result would be copied twice."""
+ATTENTION_SCORE_BYTES = 2**30
+"""Most bytes of scores' gradients that cuDNN's backward of attention is given room for at a time."""
+ATTENTION_TOKENS = 4096
+"""Tokens of a row from which on cuDNN computes its attention: it takes the host twice as long as PyTorch's kernel."""
+ATTENTION_LENGTH = 1024
+"""Tokens that a sample is taken to have at least in that backward, in a lot with samples of like length."""
 FP8_BACKWARD_BYTES = 3
 """Bytes per number of the gradient that an FP8 product's backward rounds: times the weight's scales, in bf16, and rounded."""
 NORM_BACKWARD_COPIES = 5
@@ -164,7 +170,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     kept = _kept_by_mode(job, batches.tokens, fused)
     by_token = _product_workspace(job, machine) + _copied_by_lots(job, machine)
     extra = _dequantised(job, machine) + by_token * batches.tokens
-    backward = _backward_by_mode(job, batches.tokens, extra, fused)
+    backward = _backward_by_mode(job, batches.tokens, extra, _attention_workspace(job, batches, machine), fused)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
     return RankBytes(
@@ -242,9 +248,9 @@ def _norm_bytes(job: ShardedJob, fused: bool) -> int:
     return (job.compute_bytes if fused else FP32_BYTES) * job.base.dimensions.hidden
 
 
-def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, fused: FusedParts) -> dict[str, int]:
-    """Bytes where the backward needs most: in the last norm, in the last layer's feed-forward, or in the product before that.
-    `extra`: bytes that the product needs in addition to its result.
+def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, of_attention: int, fused: FusedParts) -> dict[str, int]:
+    """Bytes where the backward needs most: in the last norm, in the last layer's feed-forward, in the product before that, or
+    in its attention. `extra`, `of_attention`: bytes that the product and attention need in addition to their results.
     """
     shape, compute = job.base.dimensions, job.compute_bytes
     layer = layer_activation_bytes(job, fused)
@@ -254,7 +260,9 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, fused: FusedPart
     of_norm = tokens * (last_norm + (2 * inputs if fused.last_norm else NORM_BACKWARD_COPIES * last_norm))
     product = tokens * max(common, compute * _routed_width(shape)) + extra
     needed = max(tokens * (2 if shape.gated else 1) * common, tokens * _backward_of_experts(job), product)
-    of_layer = tokens * (layer + inputs + scaled) + needed
+    attention = tokens * (layer - _inner_bytes(job, fused) + inputs + 2 * compute * (shape.q + shape.kv)) + of_attention
+    feed_forward = tokens * (layer + inputs + scaled) + needed
+    of_layer = max(feed_forward, attention if of_attention else 0)
     before = tokens * (shape.layers - 1)
     first = 0 if job.trains_embedding else tokens * norm  # which the first layer's norm does not keep
     same = tokens * norm if norm == inputs else 0  # a norm in fp32, or by a kernel, keeps its input itself, and no copy
@@ -262,8 +270,27 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, fused: FusedPart
     return {
         "none": _casts(job) + before * layer - first + max(of_layer, tokens * layer + of_norm),
         "full": recomputed + max(of_layer, of_norm),
-        "selective": recomputed + before * _product_bytes(job) + max(of_layer, of_norm),
+        "selective": recomputed + before * _product_bytes(job) + max(feed_forward, of_norm),  # by PyTorch's kernel
     }
+
+
+def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machine) -> int:
+    """Bytes in which cuDNN's backward of attention works: gradients of scores, of 2 bytes, for as many samples of the longest
+    as twice the row holds, and with grouped heads gradients of a key and a value for each head, of 4 bytes (`lots_of` in
+    workers/layers/cudnn_attention.py). 0: PyTorch's kernel computes it.
+    """
+    shape, tokens = job.base.dimensions, batches.tokens
+    spec = job.spec
+    wanted = spec.precision.compute == "bf16" and spec.training.packing and spec.distributed.compile is not True
+    if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS:
+        return 0
+    length = max(ATTENTION_LENGTH, _next_power(min(batches.length, tokens)))
+    scores = min(ATTENTION_SCORE_BYTES, 4 * _next_power(tokens) * shape.heads * length)
+    return scores + (2 * FP32_BYTES * _next_power(tokens) * shape.q if shape.kv < shape.q else 0)
+
+
+def _next_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _casts(job: ShardedJob) -> int:
@@ -414,12 +441,18 @@ def layer_activation_bytes(job: ShardedJob, fused: FusedParts) -> int:
     shape, compute = job.base.dimensions, job.compute_bytes
     norms = shape.norms * (_norm_bytes(job, _fuses_norms(shape, fused)) + FP32_BYTES)
     heads = (compute if fused.head_norms else FP32_BYTES) * (shape.q + shape.kv) if shape.head_norms else 0
-    common = _common_width(shape)
-    inputs = (1 + bool(common) + shape.shared_scaled) * compute * shape.hidden
+    inputs = (1 + bool(_common_width(shape)) + shape.shared_scaled) * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
-    inner = compute * ((3 if fused.gate else 4) if shape.gated else 2) * common + _kept_by_experts(job)
+    inner = _inner_bytes(job, fused)
     scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(1, shape.layers)
     return int(norms + heads + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled))
+
+
+def _inner_bytes(job: ShardedJob, fused: FusedParts) -> int:
+    """Those of its feed-forward and experts."""
+    shape = job.base.dimensions
+    kept = (3 if fused.gate else 4) if shape.gated else 2
+    return job.compute_bytes * kept * _common_width(shape) + _kept_by_experts(job)
 
 
 def _accumulation(job: ShardedJob, batches: MicroBatches) -> int:

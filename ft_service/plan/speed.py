@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ft_service.bases.description import Description, Weight
-from ft_service.plan.machines import EFFICIENCY, LINK_EFFICIENCY, Machine
+from ft_service.plan.machines import LINK_EFFICIENCY, Machine
 from ft_service.plan.memory import MicroBatches, multiplied_in_fp8
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 
@@ -141,7 +141,7 @@ def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: in
     mode = job.spec.distributed.checkpointing
     in_fp8 = {s.weight for s in multiplied_in_fp8(job, machine) if s.weight.kind == "linear"}
     flops -= int((1 - 1 / FP8_GAIN) * 2 * PASSES[mode] * sum(weight.numel for weight in in_fp8))
-    compute = batches.step_tokens * flops / (machine.flops * EFFICIENCY)
+    compute = batches.step_tokens * flops / (machine.flops * machine.efficiency)
     moved = dequantised_bytes(job, in_fp8)
     dequantise = batches.rounds * PASSES[mode] * moved / machine.memory_bandwidth
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
@@ -162,7 +162,7 @@ def sampling_seconds(machine: Machine, base: Description, stored: int, answers: 
         return None
     shape = base.dimensions
     met = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable) + shape.vocabulary * shape.hidden
-    return longest * max(stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * EFFICIENCY))
+    return longest * max(stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * machine.efficiency))
 
 
 def _met_by_token(base: Description, numel: int, kind: str) -> int:

@@ -117,8 +117,9 @@ class PrecisionOptions(Strict):
     events say which applies."""
     deterministic_attention: bool = True
     """On GPUs, gradients of attention of packed samples are added up in one order, so that a job that is resumed or repeated on
-    as many ranks ends with the same bits. It takes 3 to 6 % of an 8B model's time on an H200. false: in the order in which they
-    come, which changes from run to run. On processors the order is always the same."""
+    as many ranks ends with the same bits. Where attention is PyTorch's kernel it takes 3 to 6 % of an 8B model's time on an
+    H200; false: in the order in which they come, which changes from run to run. cuDNN's attention and processors always keep
+    to one order."""
     compare_served: AutoOrOff = "auto"
     """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
     base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by

@@ -19,9 +19,9 @@ from tests.support.bases import plan_of
 from tests.support.training.attempts import supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
-from workers.data.batches import collate
+from workers.data.batches import pack
 from workers.job.training_state import JobState
-from workers.layers import dropout, fused, low_rank, packed_attention
+from workers.layers import cudnn_attention, dropout, fused, low_rank, packed_attention
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import build
@@ -66,12 +66,12 @@ def peak_of_two_steps(spec: JobSpec) -> int:
     checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r)
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
     # Compared with others before a job begins.
-    for kernels in (fused, packed_attention, head, nf4, fp8_products, low_rank, dropout):
+    for kernels in (fused, packed_attention, cudnn_attention, head, nf4, fp8_products, low_rank, dropout):
         kernels.kernel_fault(device)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     ids = torch.randint(0, LLAMA.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()
-    batch = collate([Tokens(row, row >= 0) for row in ids], device)
+    batch = pack([Tokens(row, row >= 0) for row in ids], device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         forward_backward(built.peft_model, [batch], 2 * (LENGTH - 1), 1)

@@ -13,7 +13,9 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import adapter, supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.layers import dropout, fused, low_rank, packed_attention
+from workers.layers import cudnn_attention, dropout, fused, low_rank, packed_attention
+from workers.layers.scored_attention import AttentionPattern
+from workers.layers.segments import Bounds
 from workers.model import head
 from workers.quant import fp8, grouped_linear, nf4
 from workers.quant.fp8_products import kernel_fault, why_not
@@ -47,6 +49,36 @@ def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
 @pytest.mark.parametrize("kernels", [fused, packed_attention, head], ids=["layers", "attention", "loss"])
 def test_kernels_compute_what_they_are_compared_with(kernels: Any) -> None:
     assert kernels.kernel_fault(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(32, 8, 128), (8, 8, 96), (14, 2, 64)])
+def test_attention_by_cudnn_is_that_of_pytorch_s_kernel_and_repeats(heads: int, groups: int, width: int) -> None:
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device) != cudnn_attention.CAPABILITY:
+        pytest.skip("not on this GPU")
+    pytest.importorskip("cudnn")
+    assert cudnn_attention.kernel_fault(device) is None
+    starts = torch.tensor([0, 700, 701, 2900, 7100, 7300], dtype=torch.int32)
+    bounds = Bounds(starts, starts.cuda(), 8192)
+    pattern = AttentionPattern(width**-0.5, sinks=torch.linspace(-2, 4, heads, device=device))
+    drawn = (torch.randn(1, n, 7300, width, device=device, dtype=torch.bfloat16) for n in (heads, groups, groups))
+    query, key, value = (tensor.requires_grad_() for tensor in drawn)
+    inputs = query, key, value
+    grad = torch.randn(1, 7300, heads, width, device=device, dtype=torch.bfloat16)
+    assert cudnn_attention.takes(*inputs, bounds, pattern)
+    assert bounds.on_device is not None
+    starts = bounds.on_device
+
+    def both(attend: Any) -> list[torch.Tensor]:
+        out = attend()
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    found = both(lambda: cudnn_attention.attend_packed(*inputs, bounds, pattern))
+    other = both(lambda: packed_attention.attend_packed(*inputs, starts, bounds.longest, pattern))
+    assert [distance(one, right) < 0.01 for one, right in zip(found, other, strict=True)] == [True] * 4
+    for _ in range(3):
+        again = both(lambda: cudnn_attention.attend_packed(*inputs, bounds, pattern))
+        assert all(torch.equal(one, own) for one, own in zip(found, again, strict=True))
 
 
 def test_adapters_parts_are_added_as_by_separate_operations() -> None:

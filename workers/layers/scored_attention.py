@@ -4,7 +4,7 @@ backward are written by hand, since both run inside operators, below autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -104,15 +104,15 @@ def joined(rows: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
-def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device) -> None:
+def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device, windows: Sequence[int] = (0, 50)) -> None:
     """Raise AssertionError if a kernel computes something else than explicit scores, in bf16, forward or backward. A pattern of
-    four heads, with and without a window."""
+    four heads, without a window (0) and with these."""
     generator = torch.Generator().manual_seed(0)
     starts, heads = torch.tensor([0, 70, 300, 301], dtype=torch.int32), (4, 2, 2, 4)
     drawn = (torch.randn(1, n, 301, 64, generator=generator).bfloat16().to(device) for n in heads)
     query, key, value, grad = drawn
     inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
-    for window in (0, 50):
+    for window in windows:
         own = replace(pattern, window=window)
         out = kernel(*inputs, starts.to(device), 256, own)
         found = [out.transpose(1, 2), *torch.autograd.grad(out, inputs, grad.transpose(1, 2))]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers import capped_attention, packed_attention
+from workers.layers import capped_attention, cudnn_attention, packed_attention
 from workers.layers.packed_attention import add_sinks
 from workers.layers.scored_attention import (
     AttentionPattern,
@@ -65,7 +65,9 @@ def segment_attention(
     width = value.shape[-1]
     query, key, value = _of_one_width(tempered(module, query), key, value)
     kernel = _fused_kernel(query, pattern)
-    if kernel is not None and CURRENT.packed:
+    if kernel is not None and CURRENT.packed and cudnn_attention.takes(query, key, value, bounds, pattern):
+        out = cudnn_attention.attend_packed(query, key, value, bounds, pattern)
+    elif kernel is not None and CURRENT.packed:
         assert bounds.on_device is not None, "Segments.fused"
         out = kernel(query, key, value, bounds.on_device, bounds.longest, pattern)
     elif kernel is not None and (not chunk or query.shape[2] <= chunk):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,8 @@ class Bounds:
     """The same where the model computes, as far as it is there."""
     longest: int
     """Tokens of the longest segment; where a fused kernel takes them, rounded up (`rounded`)."""
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What kernels make of it once for all layers."""
 
 
 class Segments:

@@ -16,8 +16,10 @@ AS_WRITTEN = {"enable_fp_fusion": False}
 """Options of a launch by which a product and a sum are rounded one after the other, as PyTorch's separate operations do. Triton
 otherwise makes one instruction of them, in bf16 too, and leaves out the rounding between."""
 
-_RUNS = 7
-"""Of what is timed; the first compile."""
+_WARM_UP = 20
+"""Runs of each before anything is timed: the first compile, and a GPU that had nothing to do takes some time to be fast."""
+_RUNS = 10
+"""Of what is timed."""
 
 Compare = Callable[[Any, torch.device], None]
 """Raises AssertionError if the kernels of a module compute something else than plain operations."""
@@ -26,6 +28,9 @@ Compare = Callable[[Any, torch.device], None]
 def assert_faster(ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device) -> None:
     """Raise AssertionError if `ours` takes longer than `theirs` on a GPU, the best of several runs that it has to itself."""
     best = [float("inf"), float("inf")]
+    for _ in range(_WARM_UP):
+        ours()
+        theirs()
     for _ in range(_RUNS):
         for number, act in enumerate((ours, theirs)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

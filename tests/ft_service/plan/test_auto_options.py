@@ -31,7 +31,7 @@ def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("machine", "fused", "lengths", "compiled", "why"),
     [
-        ("H100", "off", CHATS, True, "training takes about 1 h "),
+        ("H100", "off", CHATS, True, "training takes about 59 min"),
         ("H100", "off", SampleLengths(200_000, 400, 2048), False, "too short to win back the minute"),
         ("H100", "off", None, False, "how long training takes is not known"),
         ("H100", "off", SampleLengths.of_size(10**9), True, "and some 15% less"),

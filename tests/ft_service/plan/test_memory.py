@@ -12,14 +12,25 @@ from ft_service.plan.weight_storage import ShardLayout
 from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import plan_8b
 
+A100 = MACHINES["A100"]
+"""One whose attention PyTorch's kernel computes."""
 
-def in_modes(tmp_path: Path, fused_kernels: str, modes: tuple[str, ...] = ("none", "full", "selective")) -> list[RankBytes]:
+
+def in_modes(
+    tmp_path: Path,
+    fused_kernels: str,
+    modes: tuple[str, ...] = ("none", "full", "selective"),
+    machine: Machine = A100,
+    length: int = 2048,
+) -> list[RankBytes]:
     """A rank's bytes for a micro-batch of 8,192 tokens, by activation checkpointing."""
     options: dict[str, Any] = {
-        "training": {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048},
+        "training": {"batch_size": 8192 // length, "per_device_train_batch_size": 8192 // length, "max_length": length},
         "precision": {"fused_kernels": fused_kernels},
     }
-    return [plan_8b(tmp_path, distributed={"activation_checkpointing": mode}, **options).rank for mode in modes]
+    return [
+        plan_8b(tmp_path, machine=machine, distributed={"activation_checkpointing": mode}, **options).rank for mode in modes
+    ]
 
 
 def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path) -> None:
@@ -50,6 +61,20 @@ def test_fused_kernels_keep_less_for_the_backward(tmp_path: Path) -> None:
         assert without.activations - other.activations == last_norm
         peaks = (rank.activations + rank.workspace for rank in (without, other))
         assert next(peaks) - next(peaks) == 8192 * of_layer + last_norm
+
+
+@pytest.mark.parametrize(("length", "scores"), [(2048, 2**30), (512, 4 * 8192 * 32 * 1024), (128, 4 * 8192 * 32 * 1024)])
+def test_cudnn_s_backward_of_attention_needs_room_for_scores(length: int, scores: int, tmp_path: Path) -> None:
+    """And for a key's and a value's gradient a head, in fp32, of 32 heads with 128 channels; not under a dispatch mode."""
+    h100, a100 = (in_modes(tmp_path, "auto", machine=machine, length=length) for machine in (MACHINES["H100"], A100))
+    norms, inputs, attention = 2 * (2 * 4096 + 4), 2 * 2 * 4096, 2 * (2 * 4096 + 2 * 1024) + 4 * 32
+    kept = norms + inputs + attention + 7 * 2 * 16
+    in_backward = 8192 * (kept + 2 * 4096 + 2 * 2 * (4096 + 1024)) + scores + 8192 * 8 * 4096
+    own, other = (h100[1].activations + h100[1].workspace, a100[1].activations + a100[1].workspace)
+    feed_forward = 8192 * (kept + 3 * 2 * 14_336 + 2 * 4096 + 2 * 2 * 14_336)
+    assert own - other == in_backward - feed_forward
+    assert h100[0].workspace - a100[0].workspace == own - other
+    assert h100[2].workspace == a100[2].workspace
 
 
 @pytest.mark.parametrize(
@@ -125,7 +150,9 @@ def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
     }
     precision = {"default": "fp8", "fused_kernels": "off"}
     plain, fp8, dropped = (
-        plan_8b(tmp_path, precision={**precision, "fp8_products": products}, lora=lora, **options).rank.workspace
+        plan_8b(
+            tmp_path, machine=MACHINES["L40S"], precision={**precision, "fp8_products": products}, lora=lora, **options
+        ).rank.workspace
         for products, lora in (("off", {}), ("auto", {}), ("off", {"lora_dropout": 0.1}))
     )
     inner, dense = 2 * 8192 * 14_336, 2 * 4096 * 14_336

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.plan.machines import EFFICIENCY, Machine
+from ft_service.plan.machines import Machine
 from ft_service.plan.speed import sampling_seconds
 from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import H100, plan_8b
@@ -70,11 +70,11 @@ def test_one_micro_batch_gathers_the_layers_twice(tmp_path: Path) -> None:
     assert plan_8b(tmp_path, 1, **options).wire.total == 0
 
 
-def test_one_h100_trains_8b_at_about_the_published_rate(tmp_path: Path) -> None:
-    """12,473 (NeMo AutoModel) to 14,875 (LoRAFusion) tokens/s."""
+def test_one_h100_trains_8b_at_about_the_measured_rate(tmp_path: Path) -> None:
+    """17,790 tokens/s on an H200, which computes as fast. Published are 12,473 (NeMo AutoModel) to 14,875 (LoRAFusion)."""
     speed = plan_8b(tmp_path, training={"max_length": 4096, "per_device_train_batch_size": 2}).speed
     assert speed is not None
-    assert 12_000 < speed.tokens_per_second < 15_000
+    assert 15_000 < speed.tokens_per_second < 17_790
 
 
 def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) 
     base = describe(str(tmp_path / "8b"))
     few, many, more = (sampling_seconds(H100, base, 16_060_000_000, answers, 512) for answers in (8, 1000, 2000))
     assert few == pytest.approx(512 * 16.06e9 / 3.35e12)
-    assert many == pytest.approx(512 * 1000 * 2 * 7.5e9 / (989e12 * EFFICIENCY), rel=0.01)
+    assert many == pytest.approx(512 * 1000 * 2 * 7.5e9 / (989e12 * H100.efficiency), rel=0.01)
     assert more == pytest.approx(2 * (many or 0.0))
     assert sampling_seconds(Machine("other", None), base, 1, 1, 1) is None
 

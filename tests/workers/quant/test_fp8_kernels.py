@@ -28,7 +28,7 @@ ALIGNED = {(number,): [["tt.divisibility", 16]] for number in range(4)}
 
 def compiled(kernel, types, constants, capability, attrs=None):
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attrs)
-    options = {"num_warps": 16, "enable_fp_fusion": False}
+    options = {"num_warps": 32, "enable_fp_fusion": False}
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
     assert found["cubin"]
     return found["ptx"]

@@ -1,0 +1,222 @@
+"""Attention by cuDNN's graphs: which samples and heads they are given, and that what they make is put together right."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ft_service.plan.memory import ATTENTION_SCORE_BYTES
+from tests.support.fake_cudnn import fake_cudnn
+from tests.support.fused_attention import fused_attention
+from workers.layers import cudnn_attention, packed_attention, segment_attention
+from workers.layers.cudnn_attention import attend_packed, lots_of, takes
+from workers.layers.scored_attention import AttentionPattern
+from workers.layers.segments import CURRENT, Bounds
+
+LENGTHS = (5, 1, 70, 33, 4, 17, 140)
+HEADS, GROUPS, WIDTH, SCALE = 8, 2, 16, 0.3
+SINKS = torch.linspace(-2, 5, HEADS)
+
+
+def bounds_of(lengths: tuple[int, ...] = LENGTHS) -> Bounds:
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Bounds(starts, starts, max(lengths))
+
+
+def drawn(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, laid out as projections leave them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, sum(lengths), heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    query, key, value = (torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes)
+    return query, key, value
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    key, value = (tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (key, value))
+    sample, place = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)), torch.arange(sum(LENGTHS))
+    seen = (sample[:, None] == sample) & (place[:, None] >= place)
+    scores = (query @ key.mT * SCALE).masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)], dim=-1)
+    return (scores.softmax(dim=-1)[..., : sum(LENGTHS)] @ value).transpose(1, 2)
+
+
+def in_small_lots(monkeypatch: pytest.MonkeyPatch, score_bytes: int) -> None:
+    monkeypatch.setattr(cudnn_attention, "ATTENTION_LENGTH", 8)
+    monkeypatch.setattr(cudnn_attention, "ATTENTION_SCORE_BYTES", score_bytes)
+
+
+SCORES = {"all heads": 2 * HEADS * 256**2, "parts of the heads, and one sample by the other kernel": 2 * 4 * 128**2}
+
+
+@pytest.mark.parametrize("score_bytes", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_it_is_the_attention_of_each_sample(sinks: Tensor | None, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_small_lots(monkeypatch, score_bytes)
+    inputs = drawn()
+    grad = torch.randn(1, sum(LENGTHS), HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
+    with fake_cudnn() as ran, fused_attention():
+        ours = attend_packed(*inputs, bounds_of(), AttentionPattern(SCALE, sinks=sinks))
+        found = torch.autograd.grad(ours, inputs, grad)
+    expected = written_out(*inputs, sinks)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+    for one, right in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)
+    heads = [options["q"].known["dim"][1] for options in ran]
+    assert heads[0] == HEADS, "forward takes all"
+    whole = score_bytes == SCORES["all heads"]
+    assert set(heads[1:]) == ({HEADS} if whole else {HEADS, 4})
+    _, long = lots_of(LENGTHS, HEADS, GROUPS)
+    assert long == ([] if whole else [6])
+
+
+def test_layers_of_a_micro_batch_share_what_graphs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    on_device = cudnn_attention._on_device
+    monkeypatch.setattr(cudnn_attention, "_on_device", lambda table, device: (made.append(1), on_device(table, device))[1])
+    bounds = bounds_of()
+    with fake_cudnn():
+        for _ in range(3):
+            attend_packed(*drawn(), bounds, AttentionPattern(SCALE))
+        assert made == [1]
+        attend_packed(*drawn(), bounds_of(), AttentionPattern(SCALE))
+    assert made == [1, 1]
+
+
+def test_pytorch_s_kernel_makes_the_gradients_where_cudnn_has_no_graph() -> None:
+    inputs, sinks = drawn(), SINKS
+    with fake_cudnn(refuses="sdpa_backward") as ran, fused_attention():
+        ours = attend_packed(*inputs, bounds_of(), AttentionPattern(SCALE, sinks=sinks))
+        found = torch.autograd.grad(ours, inputs, torch.ones_like(ours))
+    assert len(ran) == 1
+    expected = written_out(*inputs, sinks)
+    for one, right in zip(found, torch.autograd.grad(expected, inputs, torch.ones_like(ours)), strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(32, 8), (64, 8), (14, 2), (32, 32), (6, 2), (71, 1)])
+def test_lots_are_bounded_and_have_every_sample_once(heads: int, groups: int) -> None:
+    rng = random.Random(heads)
+    for _ in range(50):
+        lengths = [rng.randint(1, rng.choice((40, 700, 3000, 20_000))) for _ in range(rng.randint(1, 60))]
+        lots, long = lots_of(lengths, heads, groups)
+        assert sorted([*long, *(sample for lot in lots for sample in lot.samples)]) == list(range(len(lengths)))
+        for lot in lots:
+            assert len(lot.samples) <= lot.count
+            assert max(lengths[sample] for sample in lot.samples) <= lot.length
+            assert heads % lot.heads == 0
+            assert lot.heads % (heads // groups) == 0, "heads that share a key stay together"
+            assert lot.heads == heads or lot.heads % 4 == 0, "where a part of the heads begins is a multiple of 16 bytes"
+            assert 2 * lot.count * lot.heads * lot.length**2 <= ATTENTION_SCORE_BYTES
+        for sample in long:
+            least = next(part for part in range(groups, 0, -1) if groups % part == 0 and (part == 1 or heads // part % 4 == 0))
+            assert 2 * (heads // least) * lengths[sample] ** 2 > ATTENTION_SCORE_BYTES / 4
+        assert len({(lot.count, lot.length, lot.heads) for lot in lots}) == len({lot.length for lot in lots})
+
+
+def test_an_8b_s_micro_batch_is_three_lots() -> None:
+    lots, long = lots_of([508, 618, 1125, 550, 2141, 151, 766, 203, 572, 462, 461, 90, 545], 32, 8)
+    assert [(len(lot.samples), lot.count, lot.length, lot.heads) for lot in lots] == [
+        (11, 16, 1024, 32),
+        (1, 4, 2048, 32),
+        (1, 1, 4096, 32),
+    ]
+    assert not long
+    assert lots_of([8192], 32, 8)[0][0].heads == 8
+    assert lots_of([16_384], 32, 8) == ([], [0])
+
+
+@pytest.fixture
+def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_attention, "_kernels", lambda device: (SimpleNamespace(), None))
+
+
+def row(
+    tokens: int = 8192, width: int = 128, dtype: torch.dtype = torch.bfloat16, of_value: int | None = None
+) -> tuple[Any, Any, Any]:
+    """Query, key and value on a GPU, as far as is asked for."""
+    shapes = (1, 32, tokens, width), (1, 8, tokens, width), (1, 8, tokens, of_value or width)
+    query, key, value = (
+        SimpleNamespace(shape=shape, is_cuda=True, dtype=dtype, device=torch.device("cpu")) for shape in shapes
+    )
+    return query, key, value
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+def test_what_it_takes() -> None:
+    bounds, plain = Bounds(torch.tensor([0, 8192]), None, 8192), AttentionPattern(SCALE)
+    with fake_cudnn():
+        assert takes(*row(), bounds, plain)
+        assert takes(*row(), bounds, AttentionPattern(SCALE, window=8192, sinks=SINKS))
+        assert not takes(*row(), bounds, AttentionPattern(SCALE, window=128)), "it would compute what a window hides"
+        assert not takes(*row(), bounds, AttentionPattern(SCALE, softcap=30.0))
+        assert not takes(*row(tokens=1024), bounds, plain), "the host would take longer than the GPU saves"
+        assert not takes(*row(width=256), bounds, plain)
+        assert not takes(*row(width=72), bounds, plain)
+        assert not takes(*row(of_value=64), bounds, plain)
+        assert not takes(*row(dtype=torch.float32), bounds, plain)
+        assert not takes(*row(tokens=600_000), bounds, plain), "places are 32 bits"
+    with fake_cudnn(refuses="sdpa"):
+        assert not takes(*row(), bounds, plain)
+
+
+def test_other_devices_have_no_fault() -> None:
+    assert cudnn_attention.kernel_fault(torch.device("cpu")) is None
+    query, key, value = (tensor.bfloat16() for tensor in drawn((5000,)))
+    assert not takes(query, key, value, bounds_of((5000,)), AttentionPattern(SCALE))
+
+
+def test_a_hopper_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_attention, "_is_faster", lambda device: True)
+    monkeypatch.setattr(cudnn_attention, "PACKAGE", "cudnn_that_is_not_here")
+    fault = cudnn_attention.kernel_fault(torch.device("cpu", 7))
+    assert fault == "ModuleNotFoundError: No module named 'cudnn_that_is_not_here'"
+
+
+def test_the_check_finds_a_kernel_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(cudnn_attention, "assert_same", lambda kernel, *rest, **more: checked(kernel, *rest, **more))
+    checked_with: list[Any] = []
+
+    def checked(kernel: Any, pattern: AttentionPattern, device: torch.device, windows: Any) -> None:
+        checked_with.append((pattern.sinks is not None, windows))
+        inputs, bounds = drawn(), bounds_of()
+        pattern = AttentionPattern(SCALE, sinks=None if pattern.sinks is None else SINKS)
+        expected = written_out(*inputs, pattern.sinks)
+        torch.testing.assert_close(kernel(*inputs, bounds.starts, bounds.longest, pattern), expected, rtol=1e-5, atol=2e-6)
+
+    with fake_cudnn(), fused_attention():
+        cudnn_attention._compare(None, device)
+        assert checked_with == [(False, (0,)), (True, (0,))]
+        monkeypatch.setattr(packed_attention, "add_sinks", lambda out, sums, own: sums)
+        with pytest.raises(AssertionError):
+            cudnn_attention._compare(None, device)
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+
+def test_packed_rows_go_to_it_where_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_attention, "_fits_kernel", lambda query: True)
+    starts, taken = bounds_of().starts, True
+    monkeypatch.setattr(cudnn_attention, "takes", lambda *_: taken)
+    inputs = drawn()
+    try:
+        with fake_cudnn() as ran, fused_attention():
+            CURRENT.use(starts, starts, max(LENGTHS))
+            ours, _ = segment_attention.segment_attention(Layer(), *inputs, None, scaling=SCALE)
+            assert len(ran) == 1
+            taken = False
+            other, _ = segment_attention.segment_attention(Layer(), *inputs, None, scaling=SCALE)
+            assert len(ran) == 1
+    finally:
+        CURRENT.use(None)
+    torch.testing.assert_close(ours, other, rtol=1e-5, atol=2e-6)
+    assert [end - start for start, end in pairwise(starts.tolist())] == list(LENGTHS)

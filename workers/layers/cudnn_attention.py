@@ -1,0 +1,404 @@
+"""cuDNN's attention of a row of samples, on the GPUs on which it is faster than PyTorch's kernel, by NVIDIA's package for its
+graphs. Its gradients repeat bit for bit.
+
+For a repeatable backward cuDNN writes the gradients of scores, 2 bytes for each pair of tokens of a sample and head. So it is
+given lots of samples of like length, and parts of the heads, for which that takes a bounded number of bytes; samples of which
+not even a group of heads fits are left to PyTorch's kernel. A graph is built for each shape, which takes most of a second for a
+backward: lots have few shapes, filled up with samples without tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ft_service.plan.memory import ATTENTION_LENGTH, ATTENTION_SCORE_BYTES, ATTENTION_TOKENS
+from workers.layers import packed_attention
+from workers.layers.scored_attention import AttentionPattern, assert_same, joined
+from workers.layers.segments import Bounds, rounded
+from workers.quant import frozen_linear, gpu_kernels
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "cudnn"
+CAPABILITY = (9, 0)
+"""Compute capability of the GPUs on which it was measured."""
+WIDEST = 128
+"""Channels of a head at most."""
+MULTIPLE = 16
+"""Channels of a head are a multiple of this."""
+MOST_SAMPLES = 64
+"""Of a lot."""
+_GRAPHS = 128
+_ALIGNED = 4
+"""Numbers of 4 bytes in 16, at multiples of which a tensor begins."""
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Samples and heads that backward takes at once. All lots of one length have one shape."""
+
+    samples: tuple[int, ...]
+    """Their numbers in the row: at most `count`."""
+    count: int
+    length: int
+    """Tokens of the longest at most."""
+    heads: int
+    """Heads at once: all, or as many of each group as share a key."""
+
+
+def lots_of(lengths: Sequence[int], heads: int, groups: int) -> tuple[list[Lot], list[int]]:
+    """The lots of a row of samples with these numbers of tokens, and the samples that are too long for one.
+
+    A lot's scores of 2 bytes, count · heads · length², take at most ATTENTION_SCORE_BYTES, and at most those of a row that is
+    full of samples of more than half the length.
+    """
+    tokens = rounded_tokens(sum(lengths))
+    by_length: dict[int, list[int]] = {}
+    for sample, length in enumerate(lengths):
+        by_length.setdefault(max(ATTENTION_LENGTH, 1 << (length - 1).bit_length()), []).append(sample)
+    lots, long = list[Lot](), list[int]()
+    for length, samples in sorted(by_length.items()):
+        parts = (part for part in range(1, groups + 1) if groups % part == 0 and (part == 1 or heads // part % _ALIGNED == 0))
+        at_once = next((heads // part for part in parts if _score_bytes(heads // part, length) <= ATTENTION_SCORE_BYTES), None)
+        if at_once is None:
+            long += samples
+            continue
+        full = max(1, 2 * tokens // length)
+        count = min(MOST_SAMPLES, full, ATTENTION_SCORE_BYTES // _score_bytes(at_once, length))
+        lots += [Lot(tuple(samples[i : i + count]), count, length, at_once) for i in range(0, len(samples), count)]
+    return lots, long
+
+
+def rounded_tokens(tokens: int) -> int:
+    """The next power of two: few shapes for rows of many sizes."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def _score_bytes(heads: int, length: int) -> int:
+    return 2 * heads * length**2
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> bool:
+    """Return whether cuDNN computes the attention of a row of samples: query [1, heads, tokens, d], key and value [1, groups,
+    tokens, d]."""
+    _, heads, tokens, width = query.shape
+    if not pattern.is_plain or (pattern.window and pattern.window < bounds.longest) or frozen_linear.watched():
+        return False
+    if not query.is_cuda or query.dtype != torch.bfloat16 or width > WIDEST or width % MULTIPLE or value.shape != key.shape:
+        return False
+    if not ATTENTION_TOKENS <= tokens < 2**31 // (heads * width) or _kernels(query.device)[0] is None:
+        return False
+    return _forward_graph(query.device, _row_shape(bounds, heads, key.shape[1], width), pattern.scale) is not None
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """The reason why PyTorch's kernel computes attention where cuDNN would be faster; None: cuDNN does, or is not."""
+    return _kernels(device)[1] if _is_faster(device) else None
+
+
+def _is_faster(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+def _kernels(device: torch.device) -> tuple[Any, str | None]:
+    return gpu_kernels.checked(PACKAGE, _compare, device) if _is_faster(device) else (None, None)
+
+
+def _compare(_: Any, device: torch.device) -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+        return attend_packed(query, key, value, Bounds(starts.cpu(), starts, longest), pattern)
+
+    for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
+        assert_same(kernel, AttentionPattern(0.2, sinks=sinks), device, windows=(0,))
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
+    """Attention of a row of samples that it `takes`: query [1, heads, tokens, d], key and value [1, groups, tokens, d]
+    → [1, tokens, heads, d]."""
+    return _Attention.apply(query, key, value, pattern.sinks, bounds, pattern.scale)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bounds: Bounds, scale: float
+    ) -> Tensor:
+        query, key, value = (joined(tensor).contiguous() for tensor in (query, key, value))
+        heads, groups, width = query.shape[1], key.shape[1], query.shape[2]
+        out, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        shape = _row_shape(bounds, heads, groups, width)
+        tables = _Tables.of(bounds, shape)
+        graph = _forward_graph(query.device, shape, scale)
+        assert graph is not None, "takes()"
+        tensors = {_Id.Q: query, _Id.K: key, _Id.V: value, _Id.OUT: out, _Id.SUMS: sums}
+        _run(query.device, [(graph, _addresses(tensors) | tables.row)])
+        if sinks is not None:
+            sums = packed_attention.add_sinks(out.transpose(0, 1), sums.t(), sinks).t().contiguous()
+        ctx.save_for_backward(query, key, value, out, sums, bounds.on_device)
+        ctx.rest = tables, bounds.longest, scale
+        return out.unsqueeze(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tables, longest, scale = ctx.rest
+        *saved, starts = ctx.saved_tensors
+        grad = grads[0].flatten(0, 1).contiguous()
+        found = _gradients(grad, saved, tables, scale)
+        if found is None:
+            query, key, value, out, sums = saved
+            sums = sums.t().contiguous()
+            found = packed_attention._gradients(grad, query, key, value, out, sums, starts, longest, scale, 0)
+        return *(tensor.unsqueeze(0).transpose(1, 2) for tensor in found), None, None, None
+
+
+def _gradients(grad: Tensor, saved: Sequence[Tensor], tables: _Tables, scale: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Those of query, key and value, [tokens, heads or groups, d]. None: cuDNN has no graph for one of the lots."""
+    query, key, value, out, sums = saved
+    lots = [(lot, _backward_graph(grad.device, tables.shape_of(lot), scale)) for lot in tables.lots]
+    made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    of_heads = {_Id.Q: query, _Id.OUT: out, _Id.GRAD: grad, _Id.SUMS: sums, _Id.Q_GRAD: made[0]}
+    of_groups = {_Id.K: key, _Id.V: value, _Id.K_GRAD: made[1], _Id.V_GRAD: made[2]}
+    calls: list[tuple[_Built, dict[int, int]]] = []
+    for (lot, graph), places in zip(lots, tables.of_lot, strict=True):
+        if graph is None:
+            return None
+        for head in range(0, tables.heads, lot.heads):
+            group = head * tables.groups // tables.heads
+            calls.append((graph, _addresses(of_heads, head) | _addresses(of_groups, group) | places))
+    _run(grad.device, calls)
+    for (start, end), starts in tables.long:
+        g, q, k, v, o = (tensor[start:end] for tensor in (grad, query, key, value, out))
+        own_sums = sums[start:end].t().contiguous()
+        parts = packed_attention._gradients(g, q, k, v, o, own_sums, starts, rounded(end - start), scale, 0)
+        for whole, part in zip(made, parts, strict=True):
+            whole[start:end] = part
+    return made
+
+
+# What graphs are told of samples -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a graph is built for."""
+
+    samples: int
+    length: int
+    heads: int
+    """Heads of a call."""
+    groups: int
+    row_heads: int
+    """Heads of a token in memory, and its groups."""
+    row_groups: int
+    width: int
+    tokens: int
+    """Of a row at most, for the workspace of a backward; 0 for a forward."""
+
+
+def _row_shape(bounds: Bounds, heads: int, groups: int, width: int) -> _Shape:
+    """Of a forward, which takes all samples at once."""
+    samples = max(16, 1 << (len(bounds.starts) - 2).bit_length())
+    return _Shape(samples, rounded(max(ATTENTION_LENGTH, bounds.longest)), heads, groups, heads, groups, width, 0)
+
+
+class _Tables:
+    """Where the samples of a micro-batch stand, on the device, as the graphs of layers of one shape want it."""
+
+    def __init__(self, bounds: Bounds, shape: _Shape) -> None:
+        starts = bounds.starts.tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        self.heads, self.groups, self.width, self.tokens = shape.heads, shape.groups, shape.width, starts[-1]
+        self.lots, long = lots_of(lengths, self.heads, self.groups)
+        table: list[list[int]] = []
+        rows = [(tuple(range(len(lengths))), shape.samples), *((lot.samples, lot.count) for lot in self.lots)]
+        for samples, count in rows:
+            empty = count - len(samples)
+            places = [*(starts[i] for i in samples), *[starts[-1]] * (empty + 1)]
+            factors = self.heads * self.width, self.groups * self.width, self.heads
+            table += [[place * factor for place in places] for factor in factors]
+            table.append([*(lengths[i] for i in samples), *[0] * empty])
+        table += [[0, lengths[sample]] for sample in long]
+        assert bounds.on_device is not None
+        self._held = _on_device(table, bounds.on_device.device)
+        parts = iter(self._held)
+        names = _Id.Q_STARTS, _Id.K_STARTS, _Id.SUM_STARTS, _Id.LENGTHS
+        self.row, *self.of_lot = (_addresses({name: next(parts) for name in names}) for _ in rows)
+        self.long = [((starts[sample], starts[sample + 1]), next(parts)) for sample in long]
+
+    @classmethod
+    def of(cls, bounds: Bounds, shape: _Shape) -> _Tables:
+        """Those of a micro-batch, made by its first layer of this shape."""
+        if shape not in bounds.kept:
+            bounds.kept[shape] = cls(bounds, shape)
+        return bounds.kept[shape]
+
+    def shape_of(self, lot: Lot) -> _Shape:
+        groups, tokens = self.groups * lot.heads // self.heads, rounded_tokens(self.tokens)
+        return _Shape(lot.count, lot.length, lot.heads, groups, self.heads, self.groups, self.width, tokens)
+
+
+def _on_device(table: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """int32 tensors of these numbers, by one copy that the host does not wait for."""
+    values, sizes = list[int](), list[int]()
+    for numbers in table:
+        sizes.append(len(numbers) + -len(numbers) % _ALIGNED)
+        values += [*numbers, *[0] * (sizes[-1] - len(numbers))]
+    held = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+    return [part[: len(numbers)] for part, numbers in zip(held.split(sizes), table, strict=True)]
+
+
+# Graphs --------------------------------------------------------------------------------------------------------------------
+
+
+class _Id(IntEnum):
+    """Names of a graph's tensors."""
+
+    Q = 1
+    K = 2
+    V = 3
+    OUT = 4
+    SUMS = 5
+    GRAD = 6
+    Q_GRAD = 7
+    K_GRAD = 8
+    V_GRAD = 9
+    Q_STARTS = 10
+    K_STARTS = 11
+    SUM_STARTS = 12
+    LENGTHS = 13
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A graph that is ready to run, and the bytes that it works in."""
+
+    graph: Any
+    workspace: int
+
+
+def _addresses(tensors: Mapping[_Id, Tensor], head: int = 0) -> dict[int, int]:
+    """Where tensors [tokens, heads, ..] begin in memory, from one of their heads on."""
+    return {
+        int(name): tensor.data_ptr() + (head and head * tensor.stride(1) * tensor.element_size())
+        for name, tensor in tensors.items()
+    }
+
+
+def _run(device: torch.device, calls: Sequence[tuple[_Built, Mapping[int, int]]]) -> None:
+    """Run graphs one after the other, on tensors at these addresses."""
+    package, handle = _handle(device)
+    package.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    workspace = torch.empty(max((built.workspace for built, _ in calls), default=0), dtype=torch.uint8, device=device)
+    for built, tensors in calls:
+        built.graph.execute(tensors, workspace.data_ptr(), handle=handle)
+
+
+@functools.lru_cache(maxsize=8)
+def _handle(device: torch.device) -> tuple[Any, Any]:
+    """The package, and cuDNN's own state for a device."""
+    import cudnn  # pyright: ignore[reportMissingImports]
+
+    with torch.cuda.device(device):
+        return cudnn, cudnn.create_handle()
+
+
+@functools.lru_cache(maxsize=_GRAPHS)
+def _forward_graph(device: torch.device, shape: _Shape, scale: float) -> _Built | None:
+    """The graph of a forward; None: cuDNN has none for this shape."""
+    return _built(device, shape, scale, _add_forward)
+
+
+@functools.lru_cache(maxsize=_GRAPHS)
+def _backward_graph(device: torch.device, shape: _Shape, scale: float) -> _Built | None:
+    return _built(device, shape, scale, _add_backward)
+
+
+def _built(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Built | None:
+    try:
+        package, handle = _handle(device)
+        kinds = package.data_type
+        graph = package.pygraph(
+            io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
+        )
+        add(graph, kinds, shape, scale)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([package.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except Exception:  # the package raises what it likes
+        log.warning("cuDNN has no graph for attention of %s", shape, exc_info=True)
+        return None
+    return _Built(graph, graph.get_workspace_size())
+
+
+class _Tensors:
+    """Makes a graph's tensors of a shape."""
+
+    def __init__(self, graph: Any, kinds: Any, shape: _Shape) -> None:
+        self._graph, self._kinds, self._shape = graph, kinds, shape
+        count = shape.samples + 1, 1, 1, 1
+        self._starts = {name: self._number(name, count) for name in (_Id.Q_STARTS, _Id.K_STARTS, _Id.SUM_STARTS)}
+        self.lengths = self._number(_Id.LENGTHS, (shape.samples, 1, 1, 1))
+
+    def _number(self, name: _Id, sizes: tuple[int, ...]) -> Any:
+        return self._graph.tensor(dim=sizes, stride=(1, 1, 1, 1), data_type=self._kinds.INT32, name=name.name, uid=int(name))
+
+    def _layout(self, name: _Id) -> tuple[tuple[int, ...], tuple[int, ...], _Id]:
+        """Sizes and strides, [samples, heads, length, channels], and by what its samples are found."""
+        shape = self._shape
+        if name == _Id.SUMS:
+            sizes = shape.samples, shape.heads, shape.length, 1
+            return sizes, (shape.length * shape.row_heads, 1, shape.row_heads, 1), _Id.SUM_STARTS
+        grouped = name in (_Id.K, _Id.V, _Id.K_GRAD, _Id.V_GRAD)
+        heads, in_row = (shape.groups, shape.row_groups) if grouped else (shape.heads, shape.row_heads)
+        strides = shape.length * in_row * shape.width, shape.width, in_row * shape.width, 1
+        return (shape.samples, heads, shape.length, shape.width), strides, _Id.K_STARTS if grouped else _Id.Q_STARTS
+
+    def given(self, name: _Id) -> Any:
+        sizes, strides, starts = self._layout(name)
+        kind = self._kinds.FLOAT if name == _Id.SUMS else self._kinds.BFLOAT16
+        options = {"data_type": kind, "ragged_offset": self._starts[starts], "name": name.name, "uid": int(name)}
+        return self._graph.tensor(dim=sizes, stride=strides, **options)
+
+    def made(self, name: _Id, tensor: Any) -> None:
+        sizes, strides, starts = self._layout(name)
+        tensor.set_uid(int(name)).set_output(True).set_dim(sizes).set_stride(strides).set_ragged_offset(self._starts[starts])
+        if name == _Id.SUMS:
+            tensor.set_data_type(self._kinds.FLOAT)
+
+    def options(self, scale: float) -> dict[str, Any]:
+        """Of both directions: causal within each sample."""
+        options = {"attn_scale": scale, "use_padding_mask": True, "seq_len_q": self.lengths, "seq_len_kv": self.lengths}
+        return options | {"diagonal_band_right_bound": 0, "name": "attention"}
+
+
+def _add_forward(graph: Any, kinds: Any, shape: _Shape, scale: float) -> None:
+    tensors = _Tensors(graph, kinds, shape)
+    query, key, value = (tensors.given(name) for name in (_Id.Q, _Id.K, _Id.V))
+    out, sums = graph.sdpa(q=query, k=key, v=value, generate_stats=True, **tensors.options(scale))
+    tensors.made(_Id.OUT, out)
+    tensors.made(_Id.SUMS, sums)
+
+
+def _add_backward(graph: Any, kinds: Any, shape: _Shape, scale: float) -> None:
+    tensors = _Tensors(graph, kinds, shape)
+    names = {"q": _Id.Q, "k": _Id.K, "v": _Id.V, "o": _Id.OUT, "dO": _Id.GRAD, "stats": _Id.SUMS}
+    most = {"max_total_seq_len_q": shape.tokens, "max_total_seq_len_kv": shape.tokens}
+    given = {argument: tensors.given(name) for argument, name in names.items()}
+    found = graph.sdpa_backward(**given, **most, **tensors.options(scale), use_deterministic_algorithm=True)
+    for name, tensor in zip((_Id.Q_GRAD, _Id.K_GRAD, _Id.V_GRAD), found, strict=True):
+        tensors.made(name, tensor)

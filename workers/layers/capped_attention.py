@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.layers.packed_attention import DeterministicAttention
-from workers.layers.scored_attention import AttentionPattern, assert_same, joined
+from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
 from workers.quant import gpu_kernels
 
 PACKAGE = "flash_attn"
@@ -29,7 +29,9 @@ def kernel_fault(device: torch.device) -> str | None:
     return _kernels(device)[1] if device.type == "cuda" else None
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
+) -> Tensor:
     """Samples in rows (`scored_attention.Kernel`)."""
     return _by(_kernels(query.device)[0], query, key, value, starts, longest, pattern)
 
@@ -39,13 +41,14 @@ def _kernels(device: torch.device) -> tuple[Any, str | None]:
 
 
 def _by(
-    package: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern
+    package: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
 ) -> Tensor:
     seen = (pattern.window - 1 if pattern.window else -1, 0)
     options = {"softmax_scale": pattern.scale, "causal": True, "window_size": seen, "softcap": pattern.softcap}
     options |= {"deterministic": DeterministicAttention.wanted}
-    rows = (joined(tensor) for tensor in (query, key, value))
-    out = package.flash_attn_varlen_func(*rows, starts, starts, longest, longest, **options)
+    rows = [joined(tensor) for tensor in (query, key, value)]
+    most = most_tokens(longest, starts, len(rows[0]))
+    out = package.flash_attn_varlen_func(*rows, starts, starts, most, most, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 

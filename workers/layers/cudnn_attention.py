@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from ft_service.plan.memory import ATTENTION_LENGTH, ATTENTION_SCORE_BYTES, ATTENTION_TOKENS
 from workers.layers import packed_attention
-from workers.layers.scored_attention import AttentionPattern, assert_same, joined
-from workers.layers.segments import Bounds, rounded
+from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
+from workers.layers.segments import Bounds
 from workers.quant import frozen_linear, gpu_kernels
 
 log = logging.getLogger(__name__)
@@ -62,10 +62,10 @@ def lots_of(lengths: Sequence[int], heads: int, groups: int) -> tuple[list[Lot],
     A lot's scores of 2 bytes, count · heads · length², take at most ATTENTION_SCORE_BYTES, and at most those of a row that is
     full of samples of more than half the length.
     """
-    tokens = rounded_tokens(sum(lengths))
+    tokens = next_power(sum(lengths))
     by_length: dict[int, list[int]] = {}
     for sample, length in enumerate(lengths):
-        by_length.setdefault(max(ATTENTION_LENGTH, 1 << (length - 1).bit_length()), []).append(sample)
+        by_length.setdefault(max(ATTENTION_LENGTH, next_power(length)), []).append(sample)
     lots, long = list[Lot](), list[int]()
     for length, samples in sorted(by_length.items()):
         parts = (part for part in range(1, groups + 1) if groups % part == 0 and (part == 1 or heads // part % _ALIGNED == 0))
@@ -79,9 +79,9 @@ def lots_of(lengths: Sequence[int], heads: int, groups: int) -> tuple[list[Lot],
     return lots, long
 
 
-def rounded_tokens(tokens: int) -> int:
-    """The next power of two: few shapes for rows of many sizes."""
-    return 1 << (tokens - 1).bit_length()
+def next_power(number: int) -> int:
+    """The next power of two: few shapes for rows and samples of many sizes."""
+    return 1 << (number - 1).bit_length()
 
 
 def _score_bytes(heads: int, length: int) -> int:
@@ -91,8 +91,10 @@ def _score_bytes(heads: int, length: int) -> int:
 def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> bool:
     """Return whether cuDNN computes the attention of a row of samples: query [1, heads, tokens, d], key and value [1, groups,
     tokens, d]."""
+    if frozen_linear.watched():  # asked first: the compiler would make a variant of a layer for each number that is compared
+        return False
     _, heads, tokens, width = query.shape
-    if not pattern.is_plain or (pattern.window and pattern.window < bounds.longest) or frozen_linear.watched():
+    if not pattern.is_plain or (pattern.window and pattern.window < bounds.longest):
         return False
     if not query.is_cuda or query.dtype != torch.bfloat16 or width > WIDEST or width % MULTIPLE or value.shape != key.shape:
         return False
@@ -117,8 +119,11 @@ def _kernels(device: torch.device) -> tuple[Any, str | None]:
 
 
 def _compare(_: Any, device: torch.device) -> None:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
-        return attend_packed(query, key, value, Bounds(starts.cpu(), starts, longest), pattern)
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
+    ) -> Tensor:
+        bounds = Bounds(starts.cpu(), starts, most_tokens(longest, starts, query.shape[2]))
+        return attend_packed(query, key, value, bounds, pattern)
 
     for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
         assert_same(kernel, AttentionPattern(0.2, sinks=sinks), device, windows=(0,))
@@ -182,7 +187,7 @@ def _gradients(grad: Tensor, saved: Sequence[Tensor], tables: _Tables, scale: fl
     for (start, end), starts in tables.long:
         g, q, k, v, o = (tensor[start:end] for tensor in (grad, query, key, value, out))
         own_sums = sums[start:end].t().contiguous()
-        parts = packed_attention._gradients(g, q, k, v, o, own_sums, starts, rounded(end - start), scale, 0)
+        parts = packed_attention._gradients(g, q, k, v, o, own_sums, starts, end - start, scale, 0)
         for whole, part in zip(made, parts, strict=True):
             whole[start:end] = part
     return made
@@ -210,14 +215,16 @@ class _Shape:
 
 def _row_shape(bounds: Bounds, heads: int, groups: int, width: int) -> _Shape:
     """Of a forward, which takes all samples at once."""
-    samples = max(16, 1 << (len(bounds.starts) - 2).bit_length())
-    return _Shape(samples, rounded(max(ATTENTION_LENGTH, bounds.longest)), heads, groups, heads, groups, width, 0)
+    assert bounds.starts is not None, "rows are packed"
+    samples = max(16, next_power(len(bounds.starts) - 1))
+    return _Shape(samples, next_power(max(ATTENTION_LENGTH, bounds.longest)), heads, groups, heads, groups, width, 0)
 
 
 class _Tables:
     """Where the samples of a micro-batch stand, on the device, as the graphs of layers of one shape want it."""
 
     def __init__(self, bounds: Bounds, shape: _Shape) -> None:
+        assert bounds.starts is not None, "rows are packed"
         starts = bounds.starts.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         self.heads, self.groups, self.width, self.tokens = shape.heads, shape.groups, shape.width, starts[-1]
@@ -246,7 +253,7 @@ class _Tables:
         return bounds.kept[shape]
 
     def shape_of(self, lot: Lot) -> _Shape:
-        groups, tokens = self.groups * lot.heads // self.heads, rounded_tokens(self.tokens)
+        groups, tokens = self.groups * lot.heads // self.heads, next_power(self.tokens)
         return _Shape(lot.count, lot.length, lot.heads, groups, self.heads, self.groups, self.width, tokens)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.layers.scored_attention import AttentionPattern, assert_same, gradients_like, joined
+from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, gradients_like, joined, most_tokens
 from workers.quant import frozen_linear, gpu_kernels
 
 _kernel = torch.ops.aten._flash_attention_forward
@@ -50,13 +50,17 @@ def _compare(_: Any, device: torch.device) -> None:
         assert_same(attend_packed, AttentionPattern(0.2, sinks=sinks), device)
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
+) -> Tensor:
     """Samples in rows (`scored_attention.Kernel`)."""
-    settings = pattern.sinks, starts, longest, pattern.scale, pattern.window
+    options = pattern.scale, pattern.window
     if frozen_linear.watched():
-        out, _ = packed_attention(*(joined(tensor) for tensor in (query, key, value)), *settings)
+        given = torch.tensor(longest, dtype=torch.int32) if isinstance(longest, int) else longest
+        rows = (joined(tensor) for tensor in (query, key, value))
+        out, _ = packed_attention(*rows, pattern.sinks, starts, given, *options)
         return out.unflatten(0, (query.shape[0], query.shape[2]))
-    return _Attention.apply(query, key, value, *settings)  # pyright: ignore[reportReturnType]
+    return _Attention.apply(query, key, value, pattern.sinks, starts, longest, *options)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
@@ -73,7 +77,7 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         starts: Tensor,
-        longest: int,
+        longest: Any,
         scale: float,
         window: int,
     ) -> Tensor:
@@ -92,16 +96,22 @@ class _Attention(torch.autograd.Function):
 
 
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, starts: Tensor, longest: int, scale: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    starts: Tensor,
+    longest: Tensor | None,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value [tokens, groups, d], sinks [heads]
     → [tokens, heads, d], and the log-sums that the backward wants, fp32 [heads, tokens].
 
-    starts: first token of each sample, and the end, int32 on the device; longest: tokens of the longest at most; window: keys
-    that a query sees at most, 0 for all before it.
+    starts, longest: as a `Kernel` has them; window: keys that a query sees at most, 0 for all before it.
     """
-    seen = _seen(window)
-    out, sums, *_ = _kernel(query, key, value, starts, starts, longest, longest, 0.0, not window, False, scale=scale, **seen)
+    seen, most = _seen(window), most_tokens(longest, starts, len(query))
+    out, sums, *_ = _kernel(query, key, value, starts, starts, most, most, 0.0, not window, False, scale=scale, **seen)
     return out, sums if sinks is None else add_sinks(out.transpose(0, 1), sums, sinks)
 
 
@@ -113,13 +123,14 @@ def _gradients(
     out: Tensor,
     sums: Tensor,
     starts: Tensor,
-    longest: int,
+    longest: Tensor | None,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those of query, key and value, in their shapes, from that of the output. `out`, `sums`: what `_attended` returned."""
     no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # not read
-    given = (grad, query, key, value, out, sums, starts, starts, longest, longest, 0.0, not window, *no_dropout)
+    most = most_tokens(longest, starts, len(query))
+    given = (grad, query, key, value, out, sums, starts, starts, most, most, 0.0, not window, *no_dropout)
     with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))
 
@@ -168,8 +179,8 @@ _grad_operator.register_fake(gradients_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, _sinks, starts, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, *output, starts)
+    query, key, value, _sinks, starts, longest, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, starts, longest)
     ctx.set_materialize_grads(False)
 
 

@@ -92,10 +92,17 @@ def gradients_like(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionPattern], Tensor]
+Longest = Tensor | int | None
+"""Tokens of the longest sample at most, for a compiler as int32 [] on the CPU. None: all samples have as many."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Longest, AttentionPattern], Tensor]
 """Function of a GPU for samples in rows: query [rows, heads, length, d], key and value [rows, groups, length, d], the first
-token of each sample and the end, int32, as if the rows were one, tokens of the longest at most, and the pattern
+token of each sample and the end, int32, as if the rows were one, tokens of the longest, and the pattern
 → [rows, length, heads, d]."""
+
+
+def most_tokens(longest: Longest, starts: Tensor, tokens: int) -> int:
+    """Tokens of the longest of the samples that start there, of so many tokens together."""
+    return tokens // (len(starts) - 1) if longest is None else int(longest)
 
 
 def joined(rows: Tensor) -> Tensor:

@@ -69,11 +69,12 @@ def segment_attention(
         out = cudnn_attention.attend_packed(query, key, value, bounds, pattern)
     elif kernel is not None and CURRENT.packed:
         assert bounds.on_device is not None, "Segments.fused"
-        out = kernel(query, key, value, bounds.on_device, bounds.longest, pattern)
+        longest = bounds.longest_given if torch.compiler.is_compiling() else bounds.longest
+        out = kernel(query, key, value, bounds.on_device, longest, pattern)
     elif kernel is not None and (not chunk or query.shape[2] <= chunk):
-        out = kernel(query, key, value, *_of_padded_rows(query), pattern)
+        out = kernel(query, key, value, _of_padded_rows(query), None, pattern)
     elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
-        out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, pattern.scale)
+        out = causal_segments(query, key, value, bounds.starts, pattern.scale)
     else:
         fields = (pattern.scale, pattern.window, pattern.softcap, pattern.sinks, pattern.chosen)
         out, _lse = attend(query, key, value, bounds.starts, *fields)
@@ -154,22 +155,22 @@ def _fused_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
     return capped_attention.attend_packed if capped_attention.takes(query, pattern) else None
 
 
-def _of_padded_rows(query: Tensor) -> tuple[Tensor, int]:
-    """The first token of each row's sample, and the end; tokens of the longest. The padding comes last, and is a part of it."""
+def _of_padded_rows(query: Tensor) -> Tensor:
+    """The first token of each row's sample, and the end. The padding comes last, and is a part of it."""
     rows, _, length, _ = query.shape
-    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device), length
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
 
 
 def _without_window(bounds: Bounds, window: int) -> bool:
     """Whether no query is farther into its segment than it sees, and PyTorch's own attention can be called for each segment:
     the compiler cannot follow lengths.
     """
-    return (not window or bounds.longest <= window) and not (CURRENT.packed and torch.compiler.is_compiling())
+    return not (CURRENT.packed and torch.compiler.is_compiling()) and (not window or bounds.longest <= window)
 
 
 def causal_segments(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, scale: float) -> Tensor:
     """Causal attention by PyTorch's own choice of kernel, segment by segment → [rows, length, heads, d]. For GPUs without a
-    kernel for packed rows, or that it does not fit, and for padded rows. `starts`: as in `Bounds`; None: one segment.
+    kernel for packed rows, or that it does not fit, and for padded rows. `starts`: as in `Bounds`.
     """
     grouped = query.shape[1] != key.shape[1]
     lengths = [query.shape[2]] if starts is None else starts.diff().tolist()
@@ -186,7 +187,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -220,7 +221,7 @@ def _attend_grad(
     value: Tensor,
     out: Tensor,
     sums: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -272,10 +273,11 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _segments(starts: Tensor, length: int, shape: AttentionPattern) -> Iterator[tuple[slice, AttentionPattern]]:
+def _segments(starts: Tensor | None, length: int, shape: AttentionPattern) -> Iterator[tuple[slice, AttentionPattern]]:
     """Each segment of a row of `length` tokens, and its attention: with the chosen keys of its queries, where it chooses."""
-    assert starts[-1] == length, "the segments are those of another micro-batch"
-    for start, end in pairwise(starts.tolist()):
+    places = [0, length] if starts is None else starts.tolist()
+    assert places[-1] == length, "the segments are those of another micro-batch"
+    for start, end in pairwise(places):
         chosen = None if shape.chosen is None or end - start <= shape.chosen.shape[-1] else shape.chosen[:, start:end]
         yield slice(start, end), replace(shape, chosen=chosen)
 

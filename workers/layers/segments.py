@@ -12,22 +12,24 @@ from torch import Tensor, nn
 
 from workers.layers import packed_attention
 
-LEAST_LONGEST = 256
-"""Upper bound of the longest segment that a fused kernel is given at least."""
-
 _CHUNKED = "chunked_attention"
+_CHUNK = "ft_chunk"
+"""Attribute of an attention that cuts samples: tokens of the parts."""
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Positions of the segments in a row."""
 
-    starts: Tensor
-    """int32 [segments + 1], on the CPU: first token of each, and the end."""
+    starts: Tensor | None
+    """int32 [segments + 1], on the CPU: first token of each, and the end. None: a row is one segment."""
     on_device: Tensor | None
     """The same where the model computes, as far as it is there."""
     longest: int
-    """Tokens of the longest segment; where a fused kernel takes them, rounded up (`rounded`)."""
+    """Tokens of the longest segment."""
+    longest_given: Tensor | None = None
+    """The same as int32 [], on the CPU, of packed rows. Dynamo compiles a layer anew for each value of a number that stands
+    outside of it, and not for those of a tensor."""
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What kernels make of it once for all layers."""
 
@@ -39,6 +41,8 @@ class Segments:
         self._whole: Bounds | None = None
         self._cut: dict[int, Bounds] = {}
         """Segments by chunk size, computed by the first layer that needs them."""
+        self._longer: dict[int, bool] = {}
+        """Whether the longest segment is longer than these numbers of tokens, which layers ask for."""
         self.lengths: Sequence[int] = ()
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
@@ -62,8 +66,9 @@ class Segments:
         self.lengths = lengths
         where = device if on_device is None else on_device.device
         self.fused = where is not None and _has_kernel(where)
-        self._whole = None if starts is None else Bounds(starts, on_device, rounded(longest) if self.fused else longest)
+        self._whole = None if starts is None else Bounds(starts, on_device, longest, _given(longest))
         self._cut = {}
+        self._longer = {limit: longest > limit for limit in self._longer}
 
     @property
     def packed(self) -> bool:
@@ -72,6 +77,7 @@ class Segments:
     @property
     def starts(self) -> Tensor:
         assert self._whole is not None
+        assert self._whole.starts is not None
         return self._whole.starts
 
     @property
@@ -82,23 +88,32 @@ class Segments:
 
     def bounds(self, length: int, chunk: int) -> Bounds:
         """The segments of a row of `length` tokens, in layers that see `chunk` of them (0: all before a token)."""
+        cut = chunk > 0 and self.has_longer(length, chunk)
         if self._whole is None:
-            starts = [*range(0, length, chunk or length), length]
-            return Bounds(torch.tensor(starts, dtype=torch.int32), None, min(length, chunk or length))
-        if not chunk or self._whole.longest <= chunk:
+            if not cut:
+                return Bounds(None, None, length)
+            # A range of Python would make a number of the length, and the compiler a variant of the layer for each.
+            return Bounds(torch.arange(0, length + chunk, chunk, dtype=torch.int32).clamp(max=length), None, chunk)
+        if not cut:
             return self._whole
         if chunk not in self._cut:
-            self._cut[chunk] = _cut(self._whole, chunk)
+            self._cut[chunk] = _cut(self.starts, self._whole.on_device, chunk)
         return self._cut[chunk]
 
+    def has_longer(self, length: int, limit: int) -> bool:
+        """Whether any segment of a row of `length` tokens has more than `limit` tokens.
 
-def rounded(longest: int) -> int:
-    """The next power of two, at least LEAST_LONGEST.
+        A compiled layer is specialised on this answer, from the second micro-batch on, and not on the number of tokens.
+        """
+        if self._whole is None:
+            return length > limit
+        if limit not in self._longer:
+            self._longer[limit] = self._whole.longest > limit
+        return self._longer[limit]
 
-    A fused kernel needs only an upper bound, by which it chooses the blocks that it starts. Dynamo specialises compiled layers
-    on the number, so that they would be compiled anew at nearly every micro-batch.
-    """
-    return max(LEAST_LONGEST, 1 << (longest - 1).bit_length())
+
+def _given(longest: int) -> Tensor:
+    return torch.tensor(longest, dtype=torch.int32)
 
 
 CURRENT = Segments()
@@ -110,11 +125,20 @@ def chunk_in(config: Any) -> int:
     return config.attention_chunk_size if _CHUNKED in _kinds(config) else 0
 
 
+def tell_chunks(model: nn.Module) -> None:
+    """Tell every attention of a model the same for itself, by its place among the layers. If it looked at its place while it
+    computes, each layer would be compiled by itself.
+    """
+    for module in model.modules():
+        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        kinds = _kinds(config)
+        if index is not None and index < len(kinds) and kinds[index] == _CHUNKED:
+            setattr(module, _CHUNK, chunk_in(config))
+
+
 def chunk_of(module: nn.Module) -> int:
-    """The same of one attention, by its place among the layers."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = _kinds(config)
-    return chunk_in(config) if index is not None and index < len(kinds) and kinds[index] == _CHUNKED else 0
+    """What `tell_chunks` told an attention; 0: it sees whole samples."""
+    return getattr(module, _CHUNK, 0)
 
 
 def _kinds(config: object) -> Sequence[str]:
@@ -141,12 +165,12 @@ def _temperature(module: Any, places: Tensor) -> Tensor:
     return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
 
-def _cut(whole: Bounds, chunk: int) -> Bounds:
-    """The same samples, each from its beginning cut into parts of `chunk` tokens."""
-    starts = [part for start, end in pairwise(whole.starts.tolist()) for part in range(start, end, chunk)]
-    cut = torch.tensor([*starts, int(whole.starts[-1])], dtype=torch.int32)
-    on_device = None if whole.on_device is None else cut.to(whole.on_device.device, non_blocking=True)
-    return Bounds(cut, on_device, chunk)
+def _cut(starts: Tensor, on_device: Tensor | None, chunk: int) -> Bounds:
+    """The samples that start there, each from its beginning cut into parts of `chunk` tokens."""
+    parts = [part for start, end in pairwise(starts.tolist()) for part in range(start, end, chunk)]
+    cut = torch.tensor([*parts, int(starts[-1])], dtype=torch.int32)
+    moved = None if on_device is None else cut.to(on_device.device, non_blocking=True)
+    return Bounds(cut, moved, chunk, _given(chunk))
 
 
 def _has_kernel(device: torch.device) -> bool:

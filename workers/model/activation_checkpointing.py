@@ -51,7 +51,7 @@ def checkpoint_activations(
     contexts: dict[str, Any] = {}
     if mode == "selective":
         costly = partial(_is_costly, adapter_rank)
-        contexts["context_fn"] = partial(_contexts_for_compiling if compiled else _contexts, costly)
+        contexts["context_fn"] = _contexts_for_compiling(costly) if compiled else partial(_contexts, costly)
     for layer in layers:
         replace_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **contexts))
 
@@ -68,11 +68,16 @@ def _is_costly(cheap: int, func: Any, args: Sequence[Any]) -> bool:
     return func in PRODUCTS and args[-2].shape[-1] > cheap
 
 
-def _contexts_for_compiling(costly: Costly) -> tuple[Any, Any]:
+def _contexts_for_compiling(costly: Costly) -> Callable[[], tuple[Any, Any]]:
+    """A plain function: of a partial one Dynamo takes the numbers inside for variable ones, and refuses it."""
+
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if costly(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    def contexts() -> tuple[Any, Any]:
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
 
 
 def _contexts(costly: Costly) -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from workers.layers import capped_attention, packed_attention
+from workers.layers import capped_attention, packed_attention, segments
 from workers.patches import indexed_attention, sample_positions, segment_mixers
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -68,6 +68,7 @@ def stay_within_segments(model: nn.Module) -> None:
     """Let every layer of a model that looks at several tokens take each sample of the current micro-batch separately, as far as
     such layers are known here.
     """
+    segments.tell_chunks(model)
     segment_mixers.use_segments(model)
     indexed_attention.choose_by_sample(model)
     sample_positions.rotate_by_sample(model)

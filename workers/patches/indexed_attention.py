@@ -93,7 +93,7 @@ class _BySample:
     def _choices(self, given: Mapping[str, Any]) -> Tensor:
         hidden, most = given["hidden_states"], self._module.index_topk
         rows, length, _ = hidden.shape
-        if CURRENT.bounds(length, 0).longest <= most:
+        if not CURRENT.has_longer(length, most):
             return hidden.new_empty(rows, length, 0, dtype=torch.int32)
         # The first keys: all that there are for queries among them, and for padding as good as any.
         chosen = torch.arange(most, dtype=torch.int32, device=hidden.device).repeat(rows, length, 1)

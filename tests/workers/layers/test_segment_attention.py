@@ -312,7 +312,9 @@ def test_capped_scores_are_written_out_on_processors_and_without_the_package() -
 def test_the_operator_for_packed_rows_is_one_that_the_compiler_can_trust(own: torch.Tensor | None) -> None:
     query, key, value = (tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
     with fused_attention():
-        torch.library.opcheck(packed_attention.packed_attention, (query, key, value, own, STARTS, 256, SCALE, 9))
+        for longest in (torch.tensor(max(LENGTHS), dtype=torch.int32), None):
+            starts = STARTS if longest is not None else STARTS[[0, -1]]
+            torch.library.opcheck(packed_attention.packed_attention, (query, key, value, own, starts, longest, SCALE, 9))
 
 
 def test_the_fused_kernel_s_gradients_are_not_copied() -> None:

@@ -20,7 +20,7 @@ from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY, log_normal
 from ft_service.plan.memory import chunk_rows
 from workers.layers import cudnn_attention, fused, low_rank, packed_attention
-from workers.layers.scored_attention import AttentionPattern, Kernel
+from workers.layers.scored_attention import AttentionPattern, Kernel, Longest
 from workers.layers.segments import Bounds
 from workers.model import head
 from workers.quant import fp8_products, nf4
@@ -156,7 +156,7 @@ def _by_cudnn(device: torch.device, lengths: Sequence[int], heads: int, groups: 
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     bounds = Bounds(starts, starts.to(device), max(lengths))
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, _: Tensor, longest: int, pattern: AttentionPattern) -> Tensor:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, _: Tensor, __: Longest, pattern: AttentionPattern) -> Tensor:
         if not cudnn_attention.takes(query, key, value, bounds, pattern):
             raise SkippedError("cuDNN does not compute it on this GPU")
         return cudnn_attention.attend_packed(query, key, value, bounds, pattern)

@@ -3,6 +3,7 @@ for a number, and products get strides and alignments that the hardware takes.""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def step(
 ) -> tuple[Record, dict[torch.Tensor, torch.Tensor]]:
     """What one micro-batch launches, and the gradients of the adapters. `compiled`: launches of decoder layers alone."""
     spec = spec_for(base, **options, distributed={"compile": compiled})
+    if compiled:
+        importlib.import_module("torch._inductor.debug")  # which wants a whole Triton, or none, and not what stands for it below
     with fake_cuda() as device:
         model = build_on(device, spec)
         samples = [Tokens(np.ones(length, np.int32), np.ones(length, bool)) for length in (20, 30, 9)]

@@ -30,7 +30,7 @@ def step(
     """What one micro-batch launches, and the gradients of the adapters. `compiled`: launches of decoder layers alone."""
     spec = spec_for(base, **options, distributed={"compile": compiled})
     if compiled:
-        importlib.import_module("torch._inductor.debug")  # which wants a whole Triton, or none, and not what stands for it below
+        importlib.import_module("torch._inductor.debug")  # it wants a whole Triton or none: not the stand-in
     with fake_cuda() as device:
         model = build_on(device, spec)
         samples = [Tokens(np.ones(length, np.int32), np.ones(length, bool)) for length in (20, 30, 9)]

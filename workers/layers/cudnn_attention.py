@@ -38,7 +38,11 @@ MULTIPLE = 16
 """Channels of a head are a multiple of this."""
 MOST_SAMPLES = 64
 """Of a lot."""
+_COMPARED = 300, 1100, 1, 70, 300
+"""Tokens of the samples that are compared before a job begins: a full lot of four, which do not all follow each other, and one
+that is filled up."""
 _GRAPHS = 128
+"""Kept of each direction, those used last."""
 _ALIGNED = 4
 """Numbers of 4 bytes in 16, at multiples of which a tensor begins."""
 
@@ -119,14 +123,22 @@ def _kernels(device: torch.device) -> tuple[Any, str | None]:
 
 
 def _compare(_: Any, device: torch.device) -> None:
+    """Raise the package's error if cuDNN has no graph for what is compared, AssertionError if it computes something else."""
+
     def kernel(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
     ) -> Tensor:
         bounds = Bounds(starts.cpu(), starts, most_tokens(longest, starts, query.shape[2]))
+        row = _row_shape(bounds, query.shape[1], key.shape[1], query.shape[3])
+        tables = _Tables.of(bounds, row)
+        backward = [(_backward_graph, tables.shape_of(lot), _add_backward) for lot in tables.lots]
+        for find, shape, add in ((_forward_graph, row, _add_forward), *backward):
+            if find(query.device, shape, pattern.scale) is None:
+                _build(query.device, shape, pattern.scale, add)  # raises why
         return attend_packed(query, key, value, bounds, pattern)
 
     for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
-        assert_same(kernel, AttentionPattern(0.2, sinks=sinks), device, windows=(0,))
+        assert_same(kernel, AttentionPattern(0.2, sinks=sinks), device, windows=(0,), lengths=_COMPARED)
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
@@ -335,20 +347,24 @@ def _backward_graph(device: torch.device, shape: _Shape, scale: float) -> _Built
 
 def _built(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Built | None:
     try:
-        package, handle = _handle(device)
-        kinds = package.data_type
-        graph = package.pygraph(
-            io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
-        )
-        add(graph, kinds, shape, scale)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([package.heur_mode.A])
-        graph.check_support()
-        graph.build_plans()
+        return _build(device, shape, scale, add)
     except Exception:  # the package raises what it likes
         log.warning("cuDNN has no graph for attention of %s", shape, exc_info=True)
         return None
+
+
+def _build(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Built:
+    package, handle = _handle(device)
+    kinds = package.data_type
+    graph = package.pygraph(
+        io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
+    )
+    add(graph, kinds, shape, scale)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([package.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
     return _Built(graph, graph.get_workspace_size())
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -111,17 +111,23 @@ def joined(rows: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
-def assert_same(kernel: Kernel, pattern: AttentionPattern, device: torch.device, windows: Sequence[int] = (0, 50)) -> None:
+def assert_same(
+    kernel: Kernel,
+    pattern: AttentionPattern,
+    device: torch.device,
+    windows: Sequence[int] = (0, 50),
+    lengths: Sequence[int] = (70, 230, 1),
+) -> None:
     """Raise AssertionError if a kernel computes something else than explicit scores, in bf16, forward or backward. A pattern of
-    four heads, without a window (0) and with these."""
+    four heads, with each of these windows (0: without one), in a row of samples of these lengths."""
     generator = torch.Generator().manual_seed(0)
-    starts, heads = torch.tensor([0, 70, 300, 301], dtype=torch.int32), (4, 2, 2, 4)
-    drawn = (torch.randn(1, n, 301, 64, generator=generator).bfloat16().to(device) for n in heads)
+    starts, heads = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), (4, 2, 2, 4)
+    drawn = (torch.randn(1, n, sum(lengths), 64, generator=generator).bfloat16().to(device) for n in heads)
     query, key, value, grad = drawn
     inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
     for window in windows:
         own = replace(pattern, window=window)
-        out = kernel(*inputs, starts.to(device), 256, own)
+        out = kernel(*inputs, starts.to(device), max(lengths), own)
         found = [out.transpose(1, 2), *torch.autograd.grad(out, inputs, grad.transpose(1, 2))]
         samples = [slice(start, end) for start, end in pairwise(starts.tolist())]
         parts = [[tensor.detach()[:, :, sample] for tensor in (*inputs, grad)] for sample in samples]

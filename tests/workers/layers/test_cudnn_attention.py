@@ -179,24 +179,43 @@ def test_a_hopper_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) 
     assert fault == "ModuleNotFoundError: No module named 'cudnn_that_is_not_here'"
 
 
-def test_the_check_finds_a_kernel_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    monkeypatch.setattr(cudnn_attention, "assert_same", lambda kernel, *rest, **more: checked(kernel, *rest, **more))
-    checked_with: list[Any] = []
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is compared before a job: whether there are sinks, windows, lengths. In fp32, which the stand-in computes in, and on
+    shorter samples."""
+    compared_with: list[tuple[Any, ...]] = []
 
-    def checked(kernel: Any, pattern: AttentionPattern, device: torch.device, windows: Any) -> None:
-        checked_with.append((pattern.sinks is not None, windows))
+    def checked(kernel: Any, pattern: AttentionPattern, device: torch.device, windows: Any, lengths: Any) -> None:
+        compared_with.append((pattern.sinks is not None, windows, lengths))
         inputs, bounds = drawn(), bounds_of()
         pattern = AttentionPattern(SCALE, sinks=None if pattern.sinks is None else SINKS)
         expected = written_out(*inputs, pattern.sinks)
         torch.testing.assert_close(kernel(*inputs, bounds.starts, bounds.longest, pattern), expected, rtol=1e-5, atol=2e-6)
 
+    monkeypatch.setattr(cudnn_attention, "assert_same", checked)
+    return compared_with
+
+
+def test_the_check_finds_a_kernel_that_computes_something_else(
+    compared: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cpu")
     with fake_cudnn(), fused_attention():
         cudnn_attention._compare(None, device)
-        assert checked_with == [(False, (0,)), (True, (0,))]
+        assert [row[:2] for row in compared] == [(False, (0,)), (True, (0,))]
         monkeypatch.setattr(packed_attention, "add_sinks", lambda out, sums, own: sums)
         with pytest.raises(AssertionError):
             cudnn_attention._compare(None, device)
+    lots, long = lots_of(compared[0][2], 4, 2)
+    assert [(lot.samples, lot.count) for lot in lots] == [((0, 2, 3, 4), 4), ((1,), 2)], "not each sample alone"
+    assert not long
+
+
+@pytest.mark.usefixtures("compared")
+@pytest.mark.parametrize("operation", ["sdpa", "sdpa_backward"])
+def test_the_check_says_why_cudnn_has_no_graph(operation: str) -> None:
+    with fake_cudnn(refuses=operation), fused_attention(), pytest.raises(RuntimeError, match="no engine"):
+        cudnn_attention._compare(None, torch.device("cpu"))
 
 
 class Layer(nn.Module):

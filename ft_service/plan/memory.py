@@ -57,8 +57,12 @@ ATTENTION_SCORE_BYTES = 2**30
 """Most bytes of scores' gradients that cuDNN's backward of attention is given room for at a time."""
 ATTENTION_TOKENS = 4096
 """Tokens of a row from which on cuDNN computes its attention: it takes the host twice as long as PyTorch's kernel."""
+ATTENTION_WIDEST = 128
+"""Channels of a head at most, for cuDNN to compute its attention."""
+ATTENTION_MULTIPLE = 16
+"""Channels of which those of such a head are a multiple."""
 ATTENTION_LENGTH = 1024
-"""Tokens that a sample is taken to have at least in that backward, in a lot with samples of like length."""
+"""Tokens that a sample is taken to have at least in cuDNN's backward, in a lot with samples of like length."""
 FP8_BACKWARD_BYTES = 3
 """Bytes per number of the gradient that an FP8 product's backward rounds: times the weight's scales, in bf16, and rounded."""
 NORM_BACKWARD_COPIES = 5
@@ -282,7 +286,8 @@ def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machin
     shape, tokens = job.base.dimensions, batches.tokens
     spec = job.spec
     wanted = spec.precision.compute == "bf16" and spec.training.packing and spec.distributed.compile is not True
-    if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS:
+    width = shape.q // shape.heads
+    if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS or width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE:
         return 0
     length = max(ATTENTION_LENGTH, _next_power(min(batches.length, tokens)))
     scores = min(ATTENTION_SCORE_BYTES, 4 * _next_power(tokens) * shape.heads * length)

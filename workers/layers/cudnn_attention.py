@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ft_service.plan.memory import ATTENTION_LENGTH, ATTENTION_SCORE_BYTES, ATTENTION_TOKENS
+from ft_service.plan.memory import (
+    ATTENTION_LENGTH,
+    ATTENTION_MULTIPLE,
+    ATTENTION_SCORE_BYTES,
+    ATTENTION_TOKENS,
+    ATTENTION_WIDEST,
+)
 from workers.layers import packed_attention
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
 from workers.layers.segments import Bounds
@@ -32,10 +38,6 @@ log = logging.getLogger(__name__)
 PACKAGE = "cudnn"
 CAPABILITY = (9, 0)
 """Compute capability of the GPUs on which it was measured."""
-WIDEST = 128
-"""Channels of a head at most."""
-MULTIPLE = 16
-"""Channels of a head are a multiple of this."""
 MOST_SAMPLES = 64
 """Of a lot."""
 _COMPARED = 300, 1100, 1, 70, 300
@@ -100,7 +102,9 @@ def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: At
     _, heads, tokens, width = query.shape
     if not pattern.is_plain or (pattern.window and pattern.window < bounds.longest):
         return False
-    if not query.is_cuda or query.dtype != torch.bfloat16 or width > WIDEST or width % MULTIPLE or value.shape != key.shape:
+    if not query.is_cuda or any(tensor.dtype != torch.bfloat16 for tensor in (query, key, value)):
+        return False
+    if width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE or value.shape != key.shape:
         return False
     if not ATTENTION_TOKENS <= tokens < 2**31 // (heads * width) or _kernels(query.device)[0] is None:
         return False
@@ -157,6 +161,7 @@ class _Attention(torch.autograd.Function):
         out, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         shape = _row_shape(bounds, heads, groups, width)
         tables = _Tables.of(bounds, shape)
+        assert tables.tokens == len(query), "the segments are those of another micro-batch"
         graph = _forward_graph(query.device, shape, scale)
         assert graph is not None, "takes()"
         tensors = {_Id.Q: query, _Id.K: key, _Id.V: value, _Id.OUT: out, _Id.SUMS: sums}

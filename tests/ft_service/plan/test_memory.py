@@ -77,6 +77,14 @@ def test_cudnn_s_backward_of_attention_needs_room_for_scores(length: int, scores
     assert h100[2].workspace == a100[2].workspace
 
 
+@pytest.mark.parametrize(("width", "counted"), [(128, True), (256, False), (120, False)])
+def test_heads_that_cudnn_does_not_take_need_no_room_for_scores(width: int, counted: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"training": {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048}}
+    spec = spec_on(save_base(tmp_path / "base", head_dim=width, max_position_embeddings=2048), **options)
+    h100, a100 = (plan_of(spec, machine).rank.workspace for machine in (MACHINES["H100"], A100))
+    assert (h100 > a100) is counted
+
+
 @pytest.mark.parametrize(
     ("machine", "options", "fused"),
     [

@@ -89,6 +89,14 @@ def test_layers_of_a_micro_batch_share_what_graphs_are_told(monkeypatch: pytest.
     assert made == [1, 1]
 
 
+@pytest.mark.parametrize("tokens", [sum(LENGTHS) - 1, sum(LENGTHS) + 1])
+def test_segments_of_another_micro_batch_are_refused(tokens: int) -> None:
+    """Where they are told to be, cuDNN would read and write what belongs to other tensors."""
+    with fake_cudnn() as ran, pytest.raises(AssertionError, match="another micro-batch"):
+        attend_packed(*drawn((tokens,)), bounds_of(), AttentionPattern(SCALE))
+    assert not ran
+
+
 def test_pytorch_s_kernel_makes_the_gradients_where_cudnn_has_no_graph() -> None:
     inputs, sinks = drawn(), SINKS
     with fake_cudnn(refuses="sdpa_backward") as ran, fused_attention():
@@ -137,13 +145,17 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_attention, "_kernels", lambda device: (SimpleNamespace(), None))
 
 
+BF16 = (torch.bfloat16,) * 3
+
+
 def row(
-    tokens: int = 8192, width: int = 128, dtype: torch.dtype = torch.bfloat16, of_value: int | None = None
+    tokens: int = 8192, width: int = 128, dtypes: tuple[torch.dtype, ...] = BF16, of_value: int | None = None
 ) -> tuple[Any, Any, Any]:
     """Query, key and value on a GPU, as far as is asked for."""
     shapes = (1, 32, tokens, width), (1, 8, tokens, width), (1, 8, tokens, of_value or width)
     query, key, value = (
-        SimpleNamespace(shape=shape, is_cuda=True, dtype=dtype, device=torch.device("cpu")) for shape in shapes
+        SimpleNamespace(shape=shape, is_cuda=True, dtype=dtype, device=torch.device("cpu"))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     return query, key, value
 
@@ -160,7 +172,9 @@ def test_what_it_takes() -> None:
         assert not takes(*row(width=256), bounds, plain)
         assert not takes(*row(width=72), bounds, plain)
         assert not takes(*row(of_value=64), bounds, plain)
-        assert not takes(*row(dtype=torch.float32), bounds, plain)
+        for other in range(3):
+            dtypes = tuple(torch.float32 if number == other else dtype for number, dtype in enumerate(BF16))
+            assert not takes(*row(dtypes=dtypes), bounds, plain), "it would read their bytes as bf16"
         assert not takes(*row(tokens=600_000), bounds, plain), "places are 32 bits"
     with fake_cudnn(refuses="sdpa"):
         assert not takes(*row(), bounds, plain)

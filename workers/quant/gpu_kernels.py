@@ -1,4 +1,4 @@
-"""Kernels of our own for GPUs: the modules in Triton, used on a device on which they compute what they are compared with."""
+"""Kernels for GPUs, our own in Triton and other packages', used on a device on which they compute what they are compared with."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def assert_faster(ours: Callable[[], Any], theirs: Callable[[], Any], device: to
 
 @functools.cache
 def checked(module: str, compare: Compare, device: torch.device) -> tuple[Any, str | None]:
-    """The kernels in a module, where Triton is there and they compute on the device what they are compared with; else None, and
-    why.
+    """The kernels in a module, where it can be imported and they compute on the device what they are compared with; else None,
+    and why.
     """
     try:
         kernels = importlib.import_module(module)  # here: Triton takes a second to import, and is not everywhere

@@ -293,7 +293,7 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
         )
     fault = cudnn_attention.kernel_fault(device) if spec.precision.compute == "bf16" else None
     if fault is not None:
-        why = f"{fault} (pip install nvidia-cudnn-frontend)" if fault.startswith("ModuleNotFoundError") else fault
+        why = f"{fault} (pip install 'ft-service[workers]')" if fault.startswith("ModuleNotFoundError") else fault
         reporter.message(f"Attention of long rows is computed by PyTorch's kernel, more slowly than by cuDNN's: {why}")
     for what, fault in attention_faults(built.peft_model, device):
         reporter.message(f"Attention with {what} writes its scores, and is slower than a fused kernel: {fault}")

@@ -34,6 +34,7 @@ from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
 from workers.base.rank_objects import FailedElsewhere
 from workers.job.parent_adapter import adopt
+from workers.layers import cudnn_attention
 from workers.model import precision
 from workers.model.build import build, choose_arithmetic
 from workers.tasks.consolidate import consolidate
@@ -434,6 +435,24 @@ def test_products_in_fp8_without_their_kernels_are_an_event_of_the_job(tmp_path:
     assert level == "warn"
     assert "without their kernel, more slowly than in bf16: " in text
     assert "Error: " in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "hint"),
+    [("ModuleNotFoundError: No module named 'cudnn'", " (pip install 'ft-service[workers]')"), ("Error: ", "")],
+)
+def test_attention_without_cudnn_is_an_event_of_the_job(
+    fault: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra brings the package in a version that is known to work; the newest one is another."""
+    monkeypatch.setattr(cudnn_attention, "kernel_fault", lambda device: fault)
+    base, told = save_chat_base(tmp_path / "base"), list[str]()
+    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append(text))
+    for compute in ("bf16", "fp32"):
+        spec = spec_for(base, precision={"compute": compute})
+        report_built(spec, build(spec, CPU), CPU, reporter)
+    [text] = [text for text in told if "cuDNN" in text]
+    assert text.endswith(f"more slowly than by cuDNN's: {fault}{hint}")
 
 
 def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ranks_at_once(

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, our own in Triton and other packages', used on a device on which they compute what they are compared with."""
+"""Kernels for GPUs, our own in Triton and other packages', used where they compute what they are compared with."""
 
 from __future__ import annotations
 

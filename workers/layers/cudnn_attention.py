@@ -40,6 +40,8 @@ CAPABILITY = (9, 0)
 """Compute capability of the GPUs on which it was measured."""
 MOST_SAMPLES = 64
 """Of a lot."""
+SHORTEST = 128
+"""Tokens that the samples of a row have at least, on average: with shorter ones lots are many, and each is a call."""
 _COMPARED = 300, 1100, 1, 70, 300
 """Tokens of the samples that are compared before a job begins: a full lot of four, which do not all follow each other, and one
 that is filled up."""
@@ -105,6 +107,9 @@ def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: At
     if not query.is_cuda or any(tensor.dtype != torch.bfloat16 for tensor in (query, key, value)):
         return False
     if width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE or value.shape != key.shape:
+        return False
+    assert bounds.starts is not None, "rows are packed"
+    if (len(bounds.starts) - 1) * SHORTEST > tokens:
         return False
     if not ATTENTION_TOKENS <= tokens < 2**31 // (heads * width) or _kernels(query.device)[0] is None:
         return False

@@ -170,6 +170,8 @@ def test_what_it_takes() -> None:
         assert not takes(*row(), bounds, AttentionPattern(SCALE, softcap=30.0))
         assert not takes(*row(tokens=1024), bounds, plain), "the host would take longer than the GPU saves"
         assert not takes(*row(width=256), bounds, plain)
+        short = Bounds(torch.arange(0, 8193, 100), None, 100)
+        assert not takes(*row(), short, plain), "a lot is a call, and short samples are many lots"
         assert not takes(*row(width=72), bounds, plain)
         assert not takes(*row(of_value=64), bounds, plain)
         for other in range(3):

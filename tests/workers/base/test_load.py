@@ -164,7 +164,7 @@ def test_memory_grows_by_what_is_kept_and_little_more(large: Path, world: int, t
             bound = stored + 2 * largest + 100 * MEGABYTE
             assert bound < total_bytes(large), "a rank that holds the base in bf16 would be seen"
             assert from_cache == cached
-            assert 0.5 * stored < growth <= bound, "some of it may take the place of what building left"
+            assert 0.4 * stored < growth <= bound, "some of it may take the place of what building left"
 
 
 # The cache ------------------------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ class JobPlacement:
     def place(self, job: Job, start: ExpectedStart | None, now: float) -> JobChange:
         """The change that gives a claimed job the slots or the seat of its start; if they are taken meanwhile, it changes
         nothing."""
-        if unknown := job.stored_spec.unknown:  # before it has slots, which it could not use
-            waiting = decisions.of_another_version(job, unknown, now)
+        if job.stored_spec.unknown:  # before it has slots, which it could not use
+            waiting = decisions.of_another_version(job, now)
             told = [NewEvent(level="warn", message=f"The job waits. {waiting.pending}")]
             return JobChange(job=waiting, events=told if waiting.pending != job.pending else [])
         if job.slots > self._launcher.slots:

@@ -13,7 +13,6 @@ change of it raises `generation`, and `signalled` is the last generation that wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -371,15 +370,14 @@ def too_large(job: Job) -> Job:
     )
 
 
-def of_another_version(job: Job, options: Sequence[str], now: float) -> Job:
+def of_another_version(job: Job, now: float) -> Job:
     """The job, still queued, with the reason that this version cannot train it. It is looked at again after a while: another
     version may then serve."""
-    named = ", ".join(options[:5]) + (" and others" if len(options) > 5 else "")
     return replace(
         job,
         not_before=now + OTHER_VERSION_SECONDS,
-        pending=f"It was made by another version of the service, and this one does not know its {named}. It starts under a "
-        "version that does; or cancel it, and create it again.",
+        pending=f"It was made by another version of the service, and this one does not know its "
+        f"{job.stored_spec.unknown_text}. It starts under a version that does; or cancel it, and create it again.",
     )
 
 

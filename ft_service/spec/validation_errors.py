@@ -99,8 +99,9 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool
         return OptionFault(place, text, "unknown_parameter")
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
-    choices: list[str] = [choice for fault in faults for choice in _choices(fault)]
-    said = list(dict.fromkeys(words_of(fault) for fault in faults if fault["type"] != "literal_error"))
+    told = [fault for fault in faults if fault["type"] != "int_parsing_size"] or faults  # a limit says more
+    choices: list[str] = [choice for fault in told for choice in _choices(fault)]
+    said = list(dict.fromkeys(words_of(fault) for fault in told if fault["type"] != "literal_error"))
     message = _one_of([*said, *choices])
     if choices and not said:
         message = f"must be {message}"

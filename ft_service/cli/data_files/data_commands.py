@@ -43,7 +43,7 @@ from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import Conversation
-from ft_service.data.sample_request import RecordRange, Role, SamplePage, ShownSample
+from ft_service.data.sample_request import MOST_LINES, RecordRange, Role, SamplePage, ShownSample
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
@@ -98,7 +98,7 @@ def show(
     chat_template: Template = "",
     train_on: Learn = "all_assistant",
     max_length: MaxLength = MAX_LENGTH,
-    after: Annotated[int, typer.Option("--after", min=0, metavar="LINE", help="Begin after this record.")] = 0,
+    after: Annotated[int, typer.Option("--after", min=0, max=MOST_LINES, metavar="LINE", help="Begin after this record.")] = 0,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
     ids: Annotated[bool, typer.Option("--ids", help="Show the id of every token.")] = False,
     split: Split = "train",

@@ -20,6 +20,7 @@ from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, Queued
 from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
+from ft_service.wording import counted
 
 MAX_FAILURES = 3
 BACKOFF_SECONDS = 1.0
@@ -216,7 +217,7 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
         message = f"{Reason.PREEMPTED.text} It continues from there when slots are free."
     if rest.state is not State.QUEUED or not seen.delay_seconds:
         return Become(rest, release=True, message=message)
-    message = f"{message} The next attempt is made in {seen.delay_seconds:g} seconds."
+    message = f"{message} The next attempt is made in {counted(seen.delay_seconds, 'second')}."
     rest = replace(rest, not_before=now + min(seen.delay_seconds, LONGEST_WAIT_SECONDS), pending=message)
     return Become(rest, release=True, message=message, level="warn")
 

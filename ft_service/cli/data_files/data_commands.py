@@ -49,6 +49,7 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
 from ft_service.host.home import create_home
 from ft_service.local.spec_file import LocalData
+from ft_service.wording import counted
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
 
@@ -146,7 +147,7 @@ def convert(
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
-        print_text(f"{count:,} lines in {out}")
+        print_text(f"{counted(count, 'line')} in {out}")
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:

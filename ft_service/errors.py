@@ -8,6 +8,7 @@ FtError
 ├── ForbiddenError       the key is valid but may not do this (HTTP 403)
 ├── LimitError           the project or the key has reached a limit (HTTP 429)
 ├── ConflictError        another request changed the same object first; a retry may help (HTTP 409)
+├── OtherVersionError    another version of the service made it, with options that this one does not know (HTTP 409)
 └── UnavailableError     a part the service needs does not answer (HTTP 503)
 """
 
@@ -85,6 +86,12 @@ class ConflictError(FtError):
     """Another request changed it first."""
 
     code = "conflict"
+
+
+class OtherVersionError(FtError):
+    """Another version of the service made it, with options that this one does not know. A retry helps under that version."""
+
+    code = "made_by_other_version"
 
 
 class UnavailableError(FtError):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ft_service.host.lifetime import hold_rank_lock
 from ft_service.host.quick_imports import begin_imports, end_imports
+from ft_service.wording import counted
 from workers.patches.absent_torchao import keep_torchao_out
 
 if __name__ == "__main__":
@@ -207,7 +208,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss{chosen.among},"
-    reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
+    reporter.message(f"Training is complete after {counted(steps, 'step')}; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
@@ -235,7 +236,7 @@ def _carry_out_commands(
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)
     which = "" if job.step == step.steps else f" of step {job.step}, with the highest mean reward{step.among},"
-    reporter.message(f"Training is complete after {step.steps} steps; the adapter{which} is written.")
+    reporter.message(f"Training is complete after {counted(step.steps, 'step')}; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
@@ -421,9 +422,9 @@ def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: int | None) -> None:
     """Begin, or continue from the attempt's checkpoint. `total_steps`: None: the job's client decides."""
     by_first(lambda: _set_damaged_aside(runtime, reporter))
-    where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
+    where = f"on {counted(runtime.world, 'rank')} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
-        which = "as its client says" if total_steps is None else f"{total_steps} steps"
+        which = "as its client says" if total_steps is None else counted(total_steps, "step")
         reporter.begin(f"Training starts {where}: {which}.", settled_options(runtime.spec))
         return
     checkpoint.restore(job, runtime.run, runtime.start.checkpoint, runtime.spec)

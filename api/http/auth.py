@@ -15,6 +15,7 @@ from ft_service.errors import AuthError, ForbiddenError, LimitError, NotFoundErr
 from ft_service.store.records import Principal, Project
 from ft_service.store.tenants.audit import Actor, act_as
 from ft_service.store.tenants.projects import MANAGING_PROJECT
+from ft_service.wording import counted
 
 bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
@@ -35,8 +36,8 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
         request.state.rate = rate = await services.rates.take(principal.project_id, principal.limits.max_requests_per_minute)
         if rate.wait:
             raise LimitError(
-                f"This project may send {rate.limit} requests a minute (its limit max_requests_per_minute). Try again in "
-                f"{rate.wait:.1f} s.",
+                f"This project may send {counted(rate.limit, 'request')} a minute (its limit max_requests_per_minute). "
+                f"Try again in {rate.wait:.1f} s.",
                 code="rate_limit_exceeded",
                 retry_after=rate.wait,
             )

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ft_service.control.capacity import total_slots
+from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason, Retry
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.meters import Meters
@@ -31,9 +32,11 @@ _ENDS = {
 _NONE = {(state.value, reason.value): 0 for state, reasons in _ENDS.items() for reason in reasons}
 """Counts before the first job: Prometheus' `increase` does not see what a new series begins with."""
 
+_UP = "1: the database has answered this scrape; 0: it has not, and what is read from it is missing."
+
 
 def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
-    """Return the text of one scrape. Raises UnavailableError if the database does not answer."""
+    """Return the text of one scrape; without a database's answer, of this process and the disk alone."""
     current = CollectorRegistry()
     current.register(_Now(settings, store))
     return generate_latest(meters.registry) + generate_latest(current)
@@ -50,29 +53,40 @@ class _Now(Collector):
         return []  # registering would otherwise query the database
 
     def collect(self) -> Iterable[Metric]:
-        started = time.perf_counter()
-        statistics = self._store.statistics()
-        seconds = time.perf_counter() - started
         disk = shutil.disk_usage(self._settings.home)
+        yield from _gauges(
+            ("ft_disk_total_bytes", "Size of the file system that holds FT_HOME.", disk.total),
+            ("ft_disk_free_bytes", "Free bytes of the file system that holds FT_HOME.", disk.free),
+            ("ft_slots", "Slots that jobs of this service can hold in all.", total_slots(self._settings)),
+        )
+        started = time.perf_counter()
+        try:
+            statistics = self._store.statistics()
+        except UnavailableError:
+            yield from _gauges(("ft_database_up", _UP, 0))
+            return
+        seconds = time.perf_counter() - started
         yield from _jobs(statistics.jobs)
         yield _in_use(statistics.slots_in_use)
-        for name, text, value in (
+        yield from _gauges(
+            ("ft_database_up", _UP, 1),
             ("ft_queue_oldest_seconds", "Age of the job that is queued longest.", statistics.oldest_queued_seconds),
             (
                 "ft_reconciler_lag_seconds",
                 "Time since the reconciler's last look at the running or validating job that has waited longest for one.",
                 statistics.overdue_seconds,
             ),
-            ("ft_slots", "Slots that jobs of this service can hold in all.", total_slots(self._settings)),
             ("ft_engines", "Engines that hold slots, each for several jobs.", statistics.engines),
             ("ft_engine_jobs", "Jobs that engines train.", statistics.seats),
             ("ft_file_bytes", "Bytes of uploaded and result files.", statistics.file_bytes),
             ("ft_webhooks_waiting", "Webhook deliveries that still wait.", statistics.webhooks_waiting),
-            ("ft_disk_total_bytes", "Size of the file system that holds FT_HOME.", disk.total),
-            ("ft_disk_free_bytes", "Free bytes of the file system that holds FT_HOME.", disk.free),
             ("ft_statistics_seconds", "Time that the database took for this scrape.", seconds),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
+        )
+
+
+def _gauges(*given: tuple[str, str, float]) -> Iterable[Metric]:
+    """Metrics of (name, text, value)."""
+    return [GaugeMetricFamily(name, text, value=value) for name, text, value in given]
 
 
 def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:

@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from ft_service.wording import counted
+
 _LARGE = 10**15
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NONE = "\u2013"
@@ -184,7 +186,7 @@ def length_bars(samples: Sequence[Mapping[str, Any]], most: int = 24) -> dict[st
 
 FILTERS: Mapping[str, Callable[..., str]] = {
     function.__name__: function for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
-} | {"bytes": byte_text}
+} | {"bytes": byte_text, "counted": counted}
 GLOBALS: Mapping[str, Any] = {
     function.__name__: function
     for function in (job_title, unused_options, share_done, percent_done, share_of, row_key, sparkline)

@@ -194,7 +194,7 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _rank_for_vllm(tuned: tuned_models.Tuned) -> int:
-    lora = tuned.job.spec.lora
+    lora = tuned.job.known_spec.lora
     largest = max((lora.r, *lora.rank_pattern.values()))
     return next(rank for rank in VLLM_RANKS if rank >= largest)
 

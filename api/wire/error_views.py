@@ -20,6 +20,7 @@ from ft_service.errors import (
     FtError,
     LimitError,
     NotFoundError,
+    OtherVersionError,
     SpecError,
     UnavailableError,
 )
@@ -38,6 +39,7 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
     ForbiddenError: (403, INVALID),
     LimitError: (429, "rate_limit_error"),
     ConflictError: (409, "conflict_error"),
+    OtherVersionError: (409, "conflict_error"),
     UnavailableError: (503, SERVER),
     FtError: (500, SERVER),
 }
@@ -105,7 +107,8 @@ def _headers(status: int, error: FtError) -> dict[str, str]:
     if isinstance(error, LimitError | UnavailableError) and error.retry_after is not None:
         return {"retry-after": str(math.ceil(error.retry_after))}
     # A client repeats a 429 too, which helps only if it depends on time.
-    return {"x-should-retry": "false"} if status >= 500 or status == 429 else {}
+    is_final = status >= 500 or status == 429 or isinstance(error, OtherVersionError)
+    return {"x-should-retry": "false"} if is_final else {}
 
 
 def _invalid_parameter(request: Request, error: Exception) -> JSONResponse:

@@ -61,11 +61,26 @@ def _name_argument(argument: Any) -> None:
 def usage_text(error: typer.TyperException) -> str:
     """Return the message for a wrong command line."""
     message, where = _plain(error.format_message()), getattr(error, "ctx", None)
+    if error.__cause__ is not None and _LIMIT.search(message):
+        message = _with_value(message, error.__cause__)
     return f"{message} What it takes: {where.command_path} -h" if where and message.startswith("Missing") else message
+
+
+_LIMIT = re.compile(r"must be at (least|most) [^ ]+$")
+
+
+def _with_value(message: str, cause: BaseException) -> str:
+    """A refusal that names a limit, with the value that it refuses."""
+    from pydantic import ValidationError  # which has refused it
+
+    given = str(cause.errors()[0]["input"]) if isinstance(cause, ValidationError) else ""
+    return f"{message}, not {given if len(given) <= 80 else given[:77] + '...'}" if given else message
 
 
 def _plain(message: str) -> str:
     message = re.sub(r" \(Possible options?: (.*)\)", r". Did you mean \1?", message.replace("Value error, ", ""))
+    message = message.replace("Input should be greater than or equal to", "it must be at least")
+    message = message.replace("Input should be less than or equal to", "it must be at most")
     return re.sub(r"Input should be a valid (integer|number)(, unable to parse.*)?", r"it must be a \1", message).replace(
         "a integer", "a whole number"
     )

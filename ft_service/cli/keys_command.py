@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ft_service.store.sql import Store
 
 DAY_SECONDS = 86_400.0
+_MOST_DAYS = 3650
+"""As in REST (`expires_days` of a key)."""
+_MOST_HOURS = 366 * 24
+"""As in REST (`keep_seconds` of a rotation)."""
 
 keys = typer.Typer(help="Create, list, rotate and revoke API keys, in this machine's database.")
 
@@ -51,7 +55,9 @@ def create(
     scope: Annotated[
         ScopeName, typer.Option(metavar="SCOPE", help="What it may do: read, submit, admin or metrics.")
     ] = ScopeName.SUBMIT,
-    expires_days: Annotated[float | None, typer.Option(min=0, help="Days until it expires; default: never.")] = None,
+    expires_days: Annotated[
+        float | None, typer.Option(min=0, max=_MOST_DAYS, help="Days until it expires; default: never.")
+    ] = None,
     tinker: Annotated[bool, typer.Option("--tinker", help="Show it as Tinker's client takes it (TINKER_API_KEY).")] = False,
     project: InProject = PROJECT,
     as_json: Json = False,
@@ -95,7 +101,7 @@ def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
 @keys.command()
 def rotate(
     key_id: KeyId,
-    keep_hours: Annotated[float, typer.Option(min=0, help="Hours for which the old key still works.")] = 24.0,
+    keep_hours: Annotated[float, typer.Option(min=0, max=_MOST_HOURS, help="Hours for which the old key still works.")] = 24.0,
     project: InProject = PROJECT,
     as_json: Json = False,
 ) -> None:

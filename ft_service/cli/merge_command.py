@@ -37,7 +37,7 @@ def merge(
     base: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training.")
     ] = None,
-    max_file_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file, in GiB.")] = 5.0,
+    max_file_gib: Annotated[float, typer.Option(min=0.001, max=10_000, help="Largest safetensors file, in GiB.")] = 5.0,
     samples: Annotated[int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")] = 64,
     as_json: Json = False,
 ) -> None:

@@ -11,6 +11,7 @@ from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_pro
 from ft_service.plan.machines import Machine, find_machine, this_host
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
+from ft_service.wording import counted
 
 MOST_NODES = 512
 """Limit of a job's nodes in a cluster."""
@@ -137,7 +138,8 @@ def refuse_too_many(spec: JobSpec, capacity: Capacity) -> None:
         )
     if ranks > capacity.ranks_per_node:
         raise SpecError(
-            f"distributed.nproc_per_node = {ranks}: {capacity.place} runs at most {capacity.ranks_per_node} ranks at once. "
+            f"distributed.nproc_per_node = {ranks}: {capacity.place} runs at most "
+            f"{counted(capacity.ranks_per_node, 'rank')} at once. "
             f"Ask for fewer{', on more nodes (distributed.nnodes)' if capacity.several_nodes else ''}.",
             param="distributed.nproc_per_node",
         )

@@ -13,6 +13,7 @@ from ft_service.bases.description import Versions
 from ft_service.host.loops import every
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
+from ft_service.wording import counted
 
 if TYPE_CHECKING:  # commands that need no database import this too
     from ft_service.meters import Meters
@@ -68,7 +69,7 @@ def models_report(settings: Settings) -> Iterator[str]:
         described = sum(document is not None and document.base is not None for document in known)
         waiting = known.count(None)
         yield (
-            f"{folder}: {len(bases)} bases, {described} described, {len(bases) - described - waiting} refused, "
+            f"{folder}: {counted(len(bases), 'base')}, {described} described, {len(bases) - described - waiting} refused, "
             f"{waiting} not described yet."
         )
 

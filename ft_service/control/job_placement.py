@@ -18,6 +18,7 @@ from ft_service.launcher.protocol import Launcher
 from ft_service.store.leases import HOST_SECONDS
 from ft_service.store.records import Claim, JobChange, NewEngine, NewEvent
 from ft_service.store.sql import Store
+from ft_service.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ class JobPlacement:
     def place(self, job: Job, start: ExpectedStart | None, now: float) -> JobChange:
         """The change that gives a claimed job the slots or the seat of its start; if they are taken meanwhile, it changes
         nothing."""
-        if unknown := job.stored_spec.unknown:  # before it has slots, which it could not use
-            waiting = decisions.of_another_version(job, unknown, now)
+        if job.stored_spec.unknown:  # before it has slots, which it could not use
+            waiting = decisions.of_another_version(job, now)
             told = [NewEvent(level="warn", message=f"The job waits. {waiting.pending}")]
             return JobChange(job=waiting, events=told if waiting.pending != job.pending else [])
         if job.slots > self._launcher.slots:
@@ -113,7 +114,7 @@ class JobPlacement:
             return JobChange(job=job)
         placed = _placed(job, start, now, new_id(PREFIX) if start.new_engine else None)
         # The ranks themselves report that training starts.
-        message = f"Attempt {placed.attempt} is placed on {placed.slots} slot{'s' if placed.slots > 1 else ''}"
+        message = f"Attempt {placed.attempt} is placed on {counted(placed.slots, 'slot')}"
         message += f", in the new engine {placed.engine_id}." if start.new_engine else "."
         new = NewEngine(self._engines.options.most_seats, job.seat and job.seat.room) if start.new_engine else None
         return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_slots=slots, new_engine=new)

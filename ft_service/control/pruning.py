@@ -27,6 +27,7 @@ from ft_service.rundir.project_runs import PROJECT_RUNS, run_root
 from ft_service.settings import Settings
 from ft_service.store.records import File
 from ft_service.store.sql import Store
+from ft_service.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _of_job(job: Job, folder: Path, deleted: set[str], limits: RetentionLimits, 
     points = _checkpoints(folder)
     if limits.runs is not None and days >= limits.runs:
         hidden = [str(name), *(str(name.at(step)) for step in points.values())]
-        why = f"the job {_ended(job)} {days:.0f} days ago"
+        why = f"the job {_ended(job)} {counted(round(days), 'day')} ago"
         yield Removal(kind="run", path=folder, bytes=size_of(folder), why=why, job=job, hides=hidden)
         return
     if str(name) in deleted and (folder / "adapter").is_dir():
@@ -180,7 +181,7 @@ def _of_job(job: Job, folder: Path, deleted: set[str], limits: RetentionLimits, 
         gone = str(name.at(step)) in deleted
         old = limits.checkpoints is not None and days >= limits.checkpoints
         if (gone or old) and (path := folder / "checkpoints" / point).is_dir():
-            why = "the model was deleted" if gone else f"the job {_ended(job)} {days:.0f} days ago"
+            why = "the model was deleted" if gone else f"the job {_ended(job)} {counted(round(days), 'day')} ago"
             yield _removal("checkpoints", path, why, job)
         if gone and (path := folder / "adapters" / point).is_dir():
             yield _removal("adapter", path, "the model was deleted", job)
@@ -191,7 +192,7 @@ def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iter
         return
     for file in store.files.old_files(limits.files * DAY_SECONDS):
         path = settings.files_dir / file.id
-        why = f"{file.filename} is older than {limits.files:g} days"
+        why = f"{file.filename} is older than {counted(limits.files, 'day')}"
         yield Removal(kind="file", path=path, bytes=file.bytes, why=why, file=file)
 
 
@@ -239,7 +240,13 @@ def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
     now = time.time()
     ages = [(entry, last_use, (now - last_use / 1e9) / DAY_SECONDS) for entry, last_use in entries.items()]
     return [
-        Removal(kind="cache", path=entry, bytes=size_of(entry), why=f"not used for {unused:.0f} days", last_use=last_use)
+        Removal(
+            kind="cache",
+            path=entry,
+            bytes=size_of(entry),
+            why=f"not used for {counted(round(unused), 'day')}",
+            last_use=last_use,
+        )
         for entry, last_use, unused in sorted(ages)
         if unused >= days
     ]

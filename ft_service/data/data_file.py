@@ -14,12 +14,13 @@ from pydantic import TypeAdapter
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
-from ft_service.data.line_errors import Fault, counted
+from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import Pair, Record
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.statistics import DataStatistics, Measure
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
+from ft_service.wording import counted
 
 SHOWN_FAULTS = 20
 """Faults that a report keeps, and reasons that its message lists; the rest is counted."""

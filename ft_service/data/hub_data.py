@@ -14,6 +14,7 @@ from ft_service.bases import hub
 from ft_service.bases.origin import ORIGIN, Origin, read_origin, write_origin
 from ft_service.data.formats.detect_format import may_hold_data
 from ft_service.errors import FtError, SpecError
+from ft_service.wording import counted
 
 PREFIX = "hf://"
 FOLDER = "datasets"
@@ -40,7 +41,7 @@ def pull_data(listing: hub.HubRepository, folder: Path, tell: Callable[[str], ob
     if origin is not None and origin.commit == listing.commit:
         tell(f"{listing.repository} is there already, at {listing.commit[:12]}.")
         return target
-    tell(f"{listing.repository} at {listing.commit[:12]}: {len(names)} data file{'' if len(names) == 1 else 's'}.")
+    tell(f"{listing.repository} at {listing.commit[:12]}: {counted(len(names), 'data file')}.")
     staged = folder / hub.STAGED / f"{listing.repository.replace('/', '--')}@{listing.commit[:12]}"
     hub.fetch(listing, staged, names, shows_bars=shows_bars)
     digests = hub.digests(listing, staged, names)

@@ -43,13 +43,6 @@ class Fault:
         return f"{place}{self.field} {self.reason}" if self.field else f"{place}{self.reason}"
 
 
-def counted(number: int, word: str, one: str = "", several: str = "") -> str:
-    """`1 line`, `1,200 lines`; with verbs `1 line is`, `1,200 lines are`."""
-    text = f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-    verb = one if number == 1 else several
-    return f"{text} {verb}" if verb else text
-
-
 def refuse_keys(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], prefix: str) -> None:
     """Raise LineError for an unknown key, and for a key that is refused with a reason."""
     for key in refused:  # in this order: the keys that say most about a format come first

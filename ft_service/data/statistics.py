@@ -10,6 +10,7 @@ from typing import Literal
 
 from ft_service.data.sample_kinds import Record
 from ft_service.spec import DataFileRef, JobSpec, TrainingOptions
+from ft_service.wording import counted
 
 SHOWN_LINES = 5
 """Lines that a message names of those with the same property."""
@@ -39,7 +40,7 @@ class Lines:
     def text(self, word: str) -> str:
         """The records as text: `4 samples (lines 2, 3, 7, 9)`. `word`: the name of the file's records."""
         shown = ", ".join(map(str, self.first)) + (", …" if self.count > len(self.first) else "")
-        return f"{_samples(self.count)} ({word}{'s' if self.count > 1 else ''} {shown})"
+        return f"{counted(self.count, 'sample')} ({word}{'s' if self.count > 1 else ''} {shown})"
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,14 @@ def messages(found: DataStatistics, asked: Measure) -> Iterator[tuple[Level, str
             "windows, and nothing is lost.",
         )
     if found.items < training.samples:
-        yield "info", f"{training.name}: {training.samples:,} samples fill {found.items:,} rows, which batch_size counts."
+        yield (
+            "info",
+            f"{training.name}: {training.samples:,} samples fill {counted(found.items, 'row')}, which batch_size counts.",
+        )
     yield (
         "info",
-        f"{found.steps:,} steps over {_samples(training.samples)}, half of them no longer than {lengths.median:,} tokens, 99 % "
+        f"{counted(found.steps, 'step')} over {counted(training.samples, 'sample')}, half of them no longer than "
+        f"{lengths.median:,} tokens, 99 % "
         f"no longer than {lengths.p99:,}; {share(training.targets, training.tokens)} of all tokens are learned.",
     )
     for sentence in advice(found, asked):
@@ -220,7 +225,7 @@ def _advice_on_file(file: FileStatistics) -> Iterator[str]:
         lengths = file.lengths
         near = f", {lengths.p99} one in a hundred" if lengths.p99 < lengths.most else ""
         yield (
-            f"{file.name}: {file.cut.text(file.word)} cut, {file.lost_tokens:,} tokens lost. training.max_length: "
+            f"{file.name}: {file.cut.text(file.word)} cut, {counted(file.lost_tokens, 'token')} lost. training.max_length: "
             f"{lengths.most} would cut none{near}."
         )
     if file.duplicates.count:
@@ -254,31 +259,31 @@ def _advice_on_validation(found: DataStatistics, asked: Measure) -> Iterator[str
         )
     if validation is not None and validation.samples < FEW_VALIDATED:
         where = "Raise validation_split" if asked.validation_split is not None else f"Add to {validation.name}"
-        yield f"Validation has only {_samples(validation.samples)}, so its loss is noisy. {where}."
+        yield f"Validation has only {counted(validation.samples, 'sample')}, so its loss is noisy. {where}."
 
 
 def _advice_on_steps(found: DataStatistics, options: TrainingOptions) -> Iterator[str]:
     samples, steps = found.training.samples, found.steps
     if samples < FEW_SAMPLES:
-        yield f"{found.training.name}: only {_samples(samples)} to train on. Give at least {FEW_SAMPLES}, better hundreds."
+        few = counted(samples, "sample")
+        yield f"{found.training.name}: only {few} to train on. Give at least {FEW_SAMPLES}, better hundreds."
     elif options.batch > samples:
         yield f"training.batch_size = {options.batch}: every step takes all {samples} samples. Lower it."
     elif steps < FEW_STEPS:
         yield (
-            f"Training has only {steps} steps of {options.batch} samples. Lower training.batch_size, or raise "
-            f"{'training.n_epochs' if options.max_steps is None else 'training.max_steps'}."
+            f"Training has only {counted(steps, 'step')} of {counted(options.batch, 'sample')}. Lower "
+            f"training.batch_size, or raise {'training.n_epochs' if options.max_steps is None else 'training.max_steps'}."
         )
     if found.validation is not None and options.eval_steps is not None and options.eval_steps > steps:
-        yield f"training.eval_steps = {options.eval_steps}: of {steps} steps, so that validation is only at the end. Lower it."
+        yield (
+            f"training.eval_steps = {options.eval_steps}: of {counted(steps, 'step')}, so that validation is only at the end. "
+            "Lower it."
+        )
     if not options.packing and found.padding_saved > MUCH_PADDING:
         yield (
             f"training.packing = false: about {found.padding_saved:.0%} of what is computed is padding. Give packing: true if "
             "the base allows it, or group_by_length: true."
         )
-
-
-def _samples(count: int) -> str:
-    return f"{count:,} sample{'' if count == 1 else 's'}"
 
 
 def share(part: float, whole: float) -> str:

@@ -13,7 +13,6 @@ change of it raises `generation`, and `signalled` is the last generation that wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -21,6 +20,7 @@ from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, Queued
 from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
+from ft_service.wording import counted
 
 MAX_FAILURES = 3
 BACKOFF_SECONDS = 1.0
@@ -217,7 +217,7 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
         message = f"{Reason.PREEMPTED.text} It continues from there when slots are free."
     if rest.state is not State.QUEUED or not seen.delay_seconds:
         return Become(rest, release=True, message=message)
-    message = f"{message} The next attempt is made in {seen.delay_seconds:g} seconds."
+    message = f"{message} The next attempt is made in {counted(seen.delay_seconds, 'second')}."
     rest = replace(rest, not_before=now + min(seen.delay_seconds, LONGEST_WAIT_SECONDS), pending=message)
     return Become(rest, release=True, message=message, level="warn")
 
@@ -371,15 +371,14 @@ def too_large(job: Job) -> Job:
     )
 
 
-def of_another_version(job: Job, options: Sequence[str], now: float) -> Job:
+def of_another_version(job: Job, now: float) -> Job:
     """The job, still queued, with the reason that this version cannot train it. It is looked at again after a while: another
     version may then serve."""
-    named = ", ".join(options[:5]) + (" and others" if len(options) > 5 else "")
     return replace(
         job,
         not_before=now + OTHER_VERSION_SECONDS,
-        pending=f"It was made by another version of the service, and this one does not know its {named}. It starts under a "
-        "version that does; or cancel it, and create it again.",
+        pending=f"It was made by another version of the service, and this one does not know its "
+        f"{job.stored_spec.unknown_text}. It starts under a version that does; or cancel it, and create it again.",
     )
 
 

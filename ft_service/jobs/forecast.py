@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ft_service.jobs.queue import QueueState
 from ft_service.jobs.queue_snapshot import QueuedJob, QueueSnapshot, is_ahead
+from ft_service.wording import counted
 
 SIMULATED = 1000
 """Number of starts to simulate. Later ones are estimated from the slots that all jobs before them need."""
@@ -87,7 +88,7 @@ def _reasons(snapshot: QueueSnapshot, order: Sequence[QueuedJob]) -> list[str]:
         elif state.over_limit(job) and state.open_engine(job) is None:
             limit = snapshot.shares[job.project].max_slots
             reasons.append(
-                f"Its project runs {_count(state.ranks[job.project], 'rank')} and may run {limit} at once; this job needs "
+                f"Its project runs {counted(state.ranks[job.project], 'rank')} and may run {limit} at once; this job needs "
                 f"{job.slots}."
             )
         elif about_to and about_to.job.id == job.id:
@@ -104,13 +105,13 @@ def _reasons(snapshot: QueueSnapshot, order: Sequence[QueuedJob]) -> list[str]:
 def _no_host(job: QueuedJob, snapshot: QueueSnapshot) -> str:
     if job.host is not None and job.host not in snapshot.hosts:
         return f"Its host, {job.host}, does not answer now."
-    return f"It needs {_count(job.slots, 'slot')} on one host, and no host has so many now."
+    return f"It needs {counted(job.slots, 'slot')} on one host, and no host has so many now."
 
 
 def _next(job: QueuedJob, state: QueueState) -> str:
     """What the head of the queue waits for."""
     most = max(max(0, state.free[host]) for host in state.hosts_for(job))
-    return f"It is next. It needs {_count(job.slots, 'slot')}, and {most} {'is' if most == 1 else 'are'} free."
+    return f"It is next. It needs {counted(job.slots, 'slot')}, and {most} {'is' if most == 1 else 'are'} free."
 
 
 def _behind(job: QueuedJob, before: Counter[int], same: Counter[tuple[int, str]]) -> str:
@@ -126,8 +127,4 @@ def _behind(job: QueuedJob, before: Counter[int], same: Counter[tuple[int, str]]
         f"{lower} that fit before it" if lower else "",
     ]
     who = ", ".join(filter(None, parts))
-    return f"{_count(higher + own + others + lower, 'job')} before it: {who}." if who else "It waits for free slots."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{counted(higher + own + others + lower, 'job')} before it: {who}." if who else "It waits for free slots."

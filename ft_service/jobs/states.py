@@ -158,7 +158,7 @@ class Job:
 
     @property
     def spec(self) -> JobSpec:
-        """The resolved SPEC. Raises pydantic.ValidationError for a document that this version cannot read."""
+        """The resolved SPEC. Raises OtherVersionError for a document that this version cannot read."""
         return self.stored_spec.parsed
 
     @property

@@ -29,6 +29,7 @@ from ft_service.spec import JobSpec
 from ft_service.supervisor.attempt_outcome import exit_of
 from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, program
 from ft_service.supervisor.torchrun import JOIN_SECONDS, Node, tail
+from ft_service.wording import counted
 
 POLL_SECONDS = 0.1
 JOIN_POLL_SECONDS = 0.5
@@ -64,7 +65,8 @@ def run_local(
     result = run.read("result.json", Result)
     if result is not None:
         return exit_of(
-            ExitReason.SUCCEEDED, f"{run.root} is done already: attempt {result.attempt} trained {result.steps} steps."
+            ExitReason.SUCCEEDED,
+            f"{run.root} is done already: attempt {result.attempt} trained {counted(result.steps, 'step')}.",
         )
     with _Interrupts(stop) as interrupts:
         start = _joined(run, node, interrupts) if node.index else _next_attempt(run, spec)

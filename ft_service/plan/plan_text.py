@@ -10,13 +10,14 @@ from ft_service.plan.job import Module, OptionChange, Plan
 from ft_service.plan.machines import CPU
 from ft_service.plan.quantities import bytes_text, duration_text
 from ft_service.rundir.engine import SeatSize
+from ft_service.wording import counted
 
 _NUMBER = re.compile(r"\.\d+\.")
 
 
 def summary(plan: Plan) -> str:
     """One sentence: `Plan: 8.21 GiB per rank on 2 ranks (base 3.10 GiB), fits H200.`"""
-    ranks = f"{plan.layout.world} rank{'s' if plan.layout.world > 1 else ''}"
+    ranks = counted(plan.layout.world, "rank")
     base = bytes_text(sum(plan.rank.base.values()))
     text = f"Plan: at most {bytes_text(plan.rank.total)} per rank on {ranks} (base {base})"
     return f"{text}, {_verdict(plan)}."
@@ -78,15 +79,16 @@ def advice_lines(plan: Plan) -> Iterator[str]:
 
 def time_text(time: Mapping[str, Any]) -> str:
     """A sentence that says how long training takes. `time`: from `training_time`."""
-    text = f"{time['steps']:,} steps over {time['examples']:,} samples"
+    text = f"{counted(time['steps'], 'step')} over {counted(time['examples'], 'sample')}"
+    verb = "takes" if time["steps"] == 1 else "take"
     most, likely = time["seconds_at_most"], time["seconds_likely"]
     if most is None:
         return f"{text}."
     if likely is None:
-        return f"{text} take at most {about(most)}, if all were training.max_length tokens long."
+        return f"{text} {verb} at most {about(most)}, if all were training.max_length tokens long."
     worst = duration_text(most)
     end = "" if worst == duration_text(likely) else f" (at worst {worst}, if all were as long as the longest)"
-    return f"{text} take {about(likely)}{end}."
+    return f"{text} {verb} {about(likely)}{end}."
 
 
 def about(seconds: float) -> str:

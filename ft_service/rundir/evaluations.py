@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
+from ft_service.wording import counted
 
 EVALUATIONS = "evaluations"
 SUITES = "suites.json"
@@ -237,7 +238,7 @@ class SuiteTask(_QualityDocument):
     @property
     def text(self) -> str:
         """The accuracies, for display."""
-        return f"{self.tuned.accuracy:.3f} (base: {self.base.accuracy:.3f}), {self.questions:,} questions"
+        return f"{self.tuned.accuracy:.3f} (base: {self.base.accuracy:.3f}), {counted(self.questions, 'question')}"
 
 
 class Suites(_QualityDocument):

@@ -10,6 +10,7 @@ from ft_service.bases.origin import is_published, licence_of, portable_name
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import AdapterSource, Manifest, manifest_of, write_manifest
 from ft_service.spec import JobOptions, JobSpec
+from ft_service.wording import counted
 
 CARD = "README.md"
 UNKNOWN_LICENCE = "not stated in its files; see where it was published"
@@ -102,7 +103,10 @@ def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield from manifest.forgetting.figures
         yield from (("warning", text) for text in manifest.forgetting.warnings)
     for file in manifest.data:
-        yield f"{file.role} data", f"{file.samples:,} samples, {file.tokens:,} tokens, {file.targets:,} of them learned"
+        yield (
+            f"{file.role} data",
+            f"{counted(file.samples, 'sample')}, {counted(file.tokens, 'token')}, {file.targets:,} of them learned",
+        )
 
 
 def options_of(manifest: Manifest) -> Iterator[str]:

@@ -21,6 +21,7 @@ import math
 
 from ft_service.spec.methods import MethodType
 from ft_service.spec.options import DPO_EPOCHS, REINFORCEMENT_EPOCHS, LoraOptions
+from ft_service.wording import counted
 
 OF_FULL_TRAINING = 5e-5
 FOR_LORA = 10.0
@@ -58,7 +59,7 @@ def batch_for(samples: int, ranks: int) -> tuple[int, str]:
     """Samples (or pairs) per optimizer step, and the reason. `samples`: those of the training file, at most COUNTED."""
     exact = BATCH_SHARE * samples
     batch = min(MOST_BATCH, max(LEAST_BATCH, 2 ** round(math.log2(max(1.0, exact)))))
-    why = f"0.2 % of {_counted(samples)}, as a power of two from {LEAST_BATCH} to {MOST_BATCH}"
+    why = f"0.2 % of {_how_many(samples)}, as a power of two from {LEAST_BATCH} to {MOST_BATCH}"
     if batch < ranks:
         return ranks, f"{why}, and one for each rank"
     return batch, why
@@ -70,14 +71,17 @@ def epochs_for(samples: int, method: MethodType) -> tuple[int, str]:
         return REINFORCEMENT_EPOCHS, "every prompt is answered several times in a pass"
     if method == "dpo":
         return DPO_EPOCHS, "further passes of direct preference optimisation learn the pairs by heart"
-    counted = _counted(samples)
+    seen = _how_many(samples)
     if samples * EPOCHS < LEAST_SEEN:
         epochs = min(MOST_EPOCHS, LEAST_SEEN // max(1, samples))
-        return epochs, f"{counted} are few: as many passes as see {LEAST_SEEN}, at most {MOST_EPOCHS}"
+        return (
+            epochs,
+            f"{seen} {'is' if samples == 1 else 'are'} few: as many passes as see {LEAST_SEEN}, at most {MOST_EPOCHS}",
+        )
     if samples * EPOCHS > MOST_SEEN:
-        return max(1, MOST_SEEN // samples), f"{counted} are many: passes that see at most {MOST_SEEN:,}, at least one"
-    return EPOCHS, f"usual for {counted}"
+        return max(1, MOST_SEEN // samples), f"{seen} are many: passes that see at most {MOST_SEEN:,}, at least one"
+    return EPOCHS, f"usual for {seen}"
 
 
-def _counted(samples: int) -> str:
-    return f"{samples:,} samples" + (" or more" if samples >= COUNTED else "")
+def _how_many(samples: int) -> str:
+    return counted(samples, "sample") + (" or more" if samples >= COUNTED else "")

@@ -6,10 +6,10 @@ a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -81,6 +81,10 @@ def name_for(place: str, model: type[BaseModel]) -> str | None:
     """The option of `model` that an unknown dotted name was likely meant for; None: no name is similar."""
     section, _, last = place.rpartition(".")
     known = options_of(model)
+    if not any(name.startswith(f"{section}.") for name in known) and (names := _names_in(model, section.split("."))):
+        # an entry of a list or of a mapping; other entries, of another type, may have this name
+        close = [] if last in names else get_close_matches(last.lower(), sorted(names), n=1, cutoff=0.65)
+        return f"{section}.{close[0]}" if close else None
     if (meant := NAMES.get(last.lower())) in known:
         return meant
     elsewhere = [name for name in known if name.rpartition(".")[2] == last and name != place]
@@ -93,6 +97,15 @@ def name_for(place: str, model: type[BaseModel]) -> str | None:
         if close := get_close_matches(last.lower(), names, n=1, cutoff=cutoff):
             return names[close[0]]
     return None
+
+
+def _names_in(kind: Any, parts: Sequence[str]) -> set[str]:
+    """Names of the options at a place, of all kinds that may stand there."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(parts[0]) if parts else None
+        return _names_in(field.annotation, parts[1:]) if field else set() if parts else set(kind.model_fields)
+    within = parts[1:] if get_origin(kind) in (list, dict) else parts
+    return set().union(*(_names_in(inner, within) for inner in get_args(kind)))
 
 
 def value_for(value: object, choices: list[str]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ft_service.errors import OtherVersionError
 from ft_service.spec.resolved import JobSpec
 from ft_service.spec.tuned_name import TunedName
 
@@ -29,13 +30,19 @@ class StoredSpec:
     def of(cls, spec: JobSpec, *, planned: bool = True) -> StoredSpec:
         """`planned` False: only given options are stored, since the later plan needs to know them."""
         stored = cls(spec.model_dump(mode="json", exclude_unset=not planned))
-        stored.__dict__["parsed"] = spec
+        stored.__dict__["_read"] = spec, ()
         return stored
 
-    @cached_property
+    @property
     def parsed(self) -> JobSpec:
-        """The spec. Raises pydantic.ValidationError for one that this version cannot read."""
-        return JobSpec.model_validate(self.document)
+        """The spec. Raises OtherVersionError for one that this version cannot read."""
+        spec, _ = self._read
+        if spec is None:
+            raise OtherVersionError(
+                f"Job {self.document.get('job_id')} was made by another version of the service, and this one does not know its "
+                f"{self.unknown_text}. Ask again under a version that does, or create the job again with options of this one."
+            )
+        return spec
 
     @cached_property
     def known(self) -> JobSpec:
@@ -43,10 +50,11 @@ class StoredSpec:
         known are left out, and those whose value is not known have their default. Raises pydantic.ValidationError if too little
         is left.
         """
-        if not self._unknown:
-            return self.parsed
+        spec, unknown = self._read
+        if spec is not None:
+            return spec
         document: Any = deepcopy(self.document)
-        for place in sorted(filter(None, self._unknown), key=len, reverse=True):  # an option before its section
+        for place in sorted(filter(None, unknown), key=len, reverse=True):  # an option before its section
             section = document
             for key in place[:-1]:
                 section = section[key]
@@ -56,16 +64,21 @@ class StoredSpec:
     @property
     def unknown(self) -> list[str]:
         """Dotted names of the options that this version cannot read; empty: it can train the job."""
-        return [".".join(map(str, place)) for place in self._unknown]
+        return [".".join(map(str, place)) for place in self._read[1]]
+
+    @property
+    def unknown_text(self) -> str:
+        """Some of `unknown`, for a sentence."""
+        return ", ".join(self.unknown[:5]) + (" and others" if len(self.unknown) > 5 else "")
 
     @cached_property
-    def _unknown(self) -> Collection[tuple[int | str, ...]]:
+    def _read(self) -> tuple[JobSpec | None, Collection[tuple[int | str, ...]]]:
+        """The spec, None if this version cannot read it; and the places of what it cannot read."""
         try:
-            _ = self.parsed
+            return JobSpec.model_validate(self.document), ()
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False)
-            return dict.fromkeys(_place(self.document, fault["loc"]) for fault in faults)
-        return ()
+            return None, dict.fromkeys(_place(self.document, fault["loc"]) for fault in faults)
 
     @property
     def tuned_name(self) -> TunedName:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from ft_service.errors import SpecError
 from ft_service.spec.name_suggestions import name_for, shown_value, value_for
+from ft_service.wording import counted
 
 _LISTED = 64
 """Most faults in a message: more than people set options by hand."""
@@ -25,8 +26,8 @@ _WORDS: Mapping[str, str] = {
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be less than {lt}",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {characters}",
+    "string_too_long": "must have at most {characters}",
     "too_long": "must have at most {max_length} entries",
     "finite_number": "must be a number that is not infinite",
     "string_unicode": "must be text in UTF-8 (a file's name too: rename it)",
@@ -99,8 +100,9 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool
         return OptionFault(place, text, "unknown_parameter")
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
-    choices: list[str] = [choice for fault in faults for choice in _choices(fault)]
-    said = list(dict.fromkeys(words_of(fault) for fault in faults if fault["type"] != "literal_error"))
+    told = [fault for fault in faults if fault["type"] != "int_parsing_size"] or faults  # a limit says more
+    choices: list[str] = [choice for fault in told for choice in _choices(fault)]
+    said = list(dict.fromkeys(words_of(fault) for fault in told if fault["type"] != "literal_error"))
     message = _one_of([*said, *choices])
     if choices and not said:
         message = f"must be {message}"
@@ -122,7 +124,8 @@ def words_of(fault: Any) -> str:
     template = _PATTERNS.get(context.get("pattern", "")) or _WORDS.get(fault["type"])
     if template is None:
         return fault["msg"].removeprefix("Value error, ")
-    return template.format(**{name: _plain(value) for name, value in context.items()})
+    length = context.get("min_length", context.get("max_length", 0))
+    return template.format(characters=counted(length, "character"), **{name: _plain(value) for name, value in context.items()})
 
 
 def _plain(value: object) -> object:

@@ -63,6 +63,7 @@ from ft_service.store.tables import (
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import lock_project
 from ft_service.store.webhooks import announce
+from ft_service.wording import counted
 
 MAX_TRIES = 20
 """Limit of attempts to apply a request; each can fail only because the reconciler has written the job meanwhile."""
@@ -395,9 +396,10 @@ def _refuse_waiting_beyond(connection: Connection, project_id: str, more: int, l
     """Raise LimitError if more jobs of a project would wait than may; its row is locked. `limit` None: any number may."""
     count = select(func.count()).where(jobs.c.project_id == project_id, UNFINISHED, WAITING)
     if limit is not None and (waiting := connection.scalars(count).one()) + more > limit:
+        wait = "waits" if waiting == 1 else "wait"
         raise LimitError(
-            f"{waiting} jobs of this project wait, and {limit} may (its limit max_queued). Wait until one has started, or "
-            "cancel one.",
+            f"{counted(waiting, 'job')} of this project {wait}, and {limit} may (its limit max_queued). Wait until one has "
+            "started, or cancel one.",
             code="queue_limit",
         )
 

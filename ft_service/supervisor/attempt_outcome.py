@@ -20,6 +20,7 @@ from ft_service.rundir.attempt import Attempt, unreadable_exit
 from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT, Cause, cause_of, first_cause
+from ft_service.wording import counted
 
 Forced = Literal["cancelled", "stop_timeout", "sealed", "unreadable"]
 """Reason for which the supervisor killed the ranks."""
@@ -98,7 +99,7 @@ def exit_of(reason: ExitReason, message: str, error: ErrorInfo | None = None) ->
 
 def succeeded_exit(result: Result) -> Exit:
     """Return the exit record of an attempt that left a result."""
-    return exit_of(ExitReason.SUCCEEDED, f"Training has finished after {result.steps} steps.")
+    return exit_of(ExitReason.SUCCEEDED, f"Training has finished after {counted(result.steps, 'step')}.")
 
 
 def killed_exit(reason: Reason) -> Exit:

@@ -43,6 +43,7 @@ from ft_service.supervisor.attempt_outcome import (
 )
 from ft_service.supervisor.object_mirror import Mirror
 from ft_service.supervisor.torchrun import Node
+from ft_service.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ class Supervisor:
                 # This process has one thread, so that running Python between fork and exec is safe.
                 preexec_fn=lambda: _become_child(supervisor),
             )
-        log.info("attempt %d: %s below process %d", self.attempt, _ranks(start.world_size // start.nodes), process.pid)
+        log.info("attempt %d: %s below process %d", self.attempt, counted(start.world_size // start.nodes, "rank"), process.pid)
         return process
 
     def _watch(self, process: subprocess.Popen[bytes], start: Start) -> None:
@@ -360,10 +361,6 @@ def _become_child(supervisor: int) -> None:
     alive while its ranks write a checkpoint."""
     die_with_parent(supervisor)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

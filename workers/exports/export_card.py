@@ -12,6 +12,7 @@ from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.evaluations import evaluated_steps, read_evaluation
 from ft_service.rundir.manifest import Manifest
 from ft_service.rundir.model_card import UNKNOWN_LICENCE, data_section, metadata_of, options_of, results_of, table
+from ft_service.wording import counted
 
 CURVE_ROWS = 12
 """Most rows of the table of losses."""
@@ -87,7 +88,9 @@ def _cost(report: Mapping[str, Any]) -> Iterator[str]:
         "merged": "this model",
     }
     rows = [(title, f"{losses[name]:.4f}") for name, title in names.items() if name in losses]
-    yield f"## What this form costs\n\nValidation loss of {report.get('samples', 0)} samples:\n\n" + table(("", "loss"), rows)
+    yield f"## What this form costs\n\nValidation loss of {counted(report.get('samples', 0), 'sample')}:\n\n" + table(
+        ("", "loss"), rows
+    )
 
 
 def _curve(folder: Path) -> Iterator[str]:

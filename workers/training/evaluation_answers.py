@@ -30,6 +30,7 @@ from ft_service.rundir.evaluations import (
     read_evaluation,
 )
 from ft_service.spec import EvaluationOptions
+from ft_service.wording import counted
 from workers.base.rank_objects import by_first, from_all, from_first
 from workers.data.batches import make_batch
 from workers.output.publishing import write_document
@@ -178,7 +179,7 @@ def messages(found: Evaluation, *, everything: bool) -> list[str]:
     scores = ", ".join(
         f"{name} {value:.2f} (before: {found.base_metrics.get(name, 0):.2f})" for name, value in found.metrics.items()
     )
-    lines = [f"Evaluation after step {found.step}, {len(found.samples)} prompts: {scores or 'no metric applies'}."]
+    lines = [f"Evaluation after step {found.step}, {counted(len(found.samples), 'prompt')}: {scores or 'no metric applies'}."]
     for own in found.samples[: TOLD if everything else 0]:
         said = "\n".join(f"{role}: {text}" if role else text for role, text in prompt_turns(own.prompt, own.messages))
         question, expected, before, after = (_short(text or "") for text in (said, own.reference, own.base, own.tuned))

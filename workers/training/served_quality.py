@@ -19,6 +19,7 @@ from ft_service.bases.adapter_names import is_lora
 from ft_service.host.hardware import available_memory
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality
 from ft_service.spec import JobSpec, PrecisionOptions
+from ft_service.wording import counted
 from workers.base.frozen_weights import Level
 from workers.base.load import adapters, rows_of
 from workers.base.rank_objects import from_all
@@ -154,7 +155,7 @@ def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, 
     """(level, sentence) for events. `formats`: other than bf16 that the base was trained on."""
     losses = ", ".join(f"{NAMES[way]} {loss:.4f}" for way, loss in found.loss.items())
     said: list[tuple[Level, str]] = [
-        ("info", f"Validation loss by where it is served, over {found.samples} samples: {losses}.")
+        ("info", f"Validation loss by where it is served, over {counted(found.samples, 'sample')}: {losses}.")
     ]
     before = found.loss[AS_TRAINED]
     instead = {

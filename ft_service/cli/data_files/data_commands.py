@@ -43,12 +43,13 @@ from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import Conversation
-from ft_service.data.sample_request import RecordRange, Role, SamplePage, ShownSample
+from ft_service.data.sample_request import MOST_LINES, RecordRange, Role, SamplePage, ShownSample
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
 from ft_service.host.home import create_home
 from ft_service.local.spec_file import LocalData
+from ft_service.wording import counted
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
 
@@ -98,7 +99,7 @@ def show(
     chat_template: Template = "",
     train_on: Learn = "all_assistant",
     max_length: MaxLength = MAX_LENGTH,
-    after: Annotated[int, typer.Option("--after", min=0, metavar="LINE", help="Begin after this record.")] = 0,
+    after: Annotated[int, typer.Option("--after", min=0, max=MOST_LINES, metavar="LINE", help="Begin after this record.")] = 0,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
     ids: Annotated[bool, typer.Option("--ids", help="Show the id of every token.")] = False,
     split: Split = "train",
@@ -146,7 +147,7 @@ def convert(
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
-        print_text(f"{count:,} lines in {out}")
+        print_text(f"{counted(count, 'line')} in {out}")
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:

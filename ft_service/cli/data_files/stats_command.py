@@ -35,6 +35,7 @@ from ft_service.plan.machines import Machine, find_machine, this_host
 from ft_service.plan.plan_text import about
 from ft_service.plan.speed import whole_training
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, parse_request, resolve
+from ft_service.wording import counted
 
 Given = int | None
 
@@ -131,7 +132,7 @@ def _show(statistics: DataStatistics, measure: Measure, machine: Machine) -> Non
     takes = f"{about(statistics.seconds)} on {machine.name}" if statistics.seconds is not None else None
     print_fields(
         [
-            ("steps", f"{statistics.steps:,} of {measure.training.batch_size} samples"),
+            ("steps", f"{statistics.steps:,} of {counted(measure.training.batch, 'sample')}"),
             ("trained tokens", f"{statistics.trained_tokens:,}"),
             ("work", f"{statistics.flops:.2g} FLOP" if statistics.flops is not None else None),
             ("takes", takes),

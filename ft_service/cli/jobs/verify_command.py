@@ -10,9 +10,9 @@ import typer
 
 from ft_service.cli.jobs.adapter_argument import find_adapter
 from ft_service.cli.output import Json, print_fields, print_json, print_text
-from ft_service.data.line_errors import counted
 from ft_service.errors import SpecError
 from ft_service.rundir.verify import VerifyReport, verify
+from ft_service.wording import counted
 
 DIFFERS = 1
 

@@ -44,6 +44,7 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_MOST_MEMORY = 2**50
 
 HardwareName = Annotated[
     str | None,
@@ -211,8 +212,11 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise SpecError(f"--memory = {text!r}: expected a size such as 24GiB or 80GB.", param="memory")
-    return int(float(match[1]) * unit)
+        raise SpecError(f"--memory = {text[:80]!r}: expected a size such as 24GiB or 80GB.", param="memory")
+    size = float(match[1]) * unit
+    if size > _MOST_MEMORY:  # a number of hundreds of digits is infinite
+        raise SpecError(f"--memory = {text[:80]!r}: at most 1024TiB.", param="memory")
+    return int(size)
 
 
 def _show(plan: Plan, duration: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.documents import ExitReason
@@ -159,3 +160,20 @@ def test_an_operator_may_open_them(service: Service) -> None:
     settings = service.settings.model_copy(update={"metrics_open": True})
     service.use(settings)
     assert service.http("GET", "/metrics", headers={"authorization": ""}).status_code == 200
+
+
+def test_without_a_database_open_metrics_say_so_and_are_the_process_s_own(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.use(service.settings.model_copy(update={"metrics_open": True}))
+    assert samples(service)["ft_database_up", ()] == 1
+
+    def gone() -> None:
+        raise UnavailableError("The database does not answer.")
+
+    monkeypatch.setattr(service.store, "statistics", gone)
+    found = samples(service)
+    assert found["ft_database_up", ()] == 0
+    assert found["ft_disk_free_bytes", ()] > 0
+    assert found["http_server_request_duration_seconds_count", ("GET", "200", "/metrics")] >= 1
+    assert not [name for name, _ in found if name.startswith(("ft_jobs", "ft_queue_oldest"))], "they are not known"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 import threading
@@ -12,7 +13,6 @@ from typing import Any
 
 import openai
 import pytest
-from sqlalchemy import text
 
 from ft_service.control import admission
 from ft_service.ids import new_id
@@ -35,16 +35,38 @@ def test_a_job_of_a_later_version_is_shown_listed_and_cancelled(
     done = client.fine_tuning.jobs.create(**options)
     put_state(service.store, done.id, State.SUCCEEDED)
     job = client.fine_tuning.jobs.create(**options)
-    with service.store.writing() as connection:
-        later = service.store.jobs.get_job("default", job.id).stored_spec.document
+    for job_id in (done.id, job.id):
+        later = service.store.jobs.get_job("default", job_id).stored_spec.document
         later["lora"]["later"] = True
-        change = text("UPDATE jobs SET spec = :spec, reason = 'later' WHERE id = :id")
-        connection.execute(change, [{"spec": json.dumps(later), "id": one.id} for one in (done, job)])
+        change = "UPDATE jobs SET spec = :spec, reason = 'later' WHERE id = :id"
+        service.sql(change, spec=json.dumps(later), id=job_id)
     listed = {one.id: (one.model_extra or {})["lora"]["r"] for one in client.fine_tuning.jobs.list().data}
     assert listed == {done.id: 4, job.id: 4}
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     tuned = client.fine_tuning.jobs.retrieve(done.id).fine_tuned_model
     assert tuned in [model.id for model in client.models.list()]
+    run_dir(service, done.id).path("adapter").mkdir(parents=True)
+    service.use(service.settings.model_copy(update={"inference_url": "http://127.0.0.1:9"}))
+    refused = []
+    for method, path, body in (
+        *(("GET", path.format(job_id=done.id), None) for path in _paths_of_a_job(service)),
+        ("POST", "/v1/fine_tuning/jobs", {"model": tuned, "training_file": training_file}),
+        ("POST", "/v1/chat/completions", {"model": tuned, "messages": [{"role": "user", "content": "a"}]}),
+    ):
+        answer = service.http(method, path, json=body)
+        assert answer.status_code != 500, path
+        if answer.status_code == 409:
+            assert (answer.json()["error"]["code"], answer.headers["x-should-retry"]) == ("made_by_other_version", "false")
+            assert "does not know its lora.later." in answer.json()["error"]["message"]
+            refused.append(path.removeprefix(f"/v1/fine_tuning/jobs/{done.id}"))
+    assert refused == ["/plan", "/samples", "/statistics", "/v1/fine_tuning/jobs", "/v1/chat/completions"]
+
+
+def _paths_of_a_job(service: Service) -> list[str]:
+    paths = service.http("GET", "/openapi.json").json()["paths"]
+    return sorted(
+        path for path, methods in paths.items() if "get" in methods and set(re.findall("{.*?}", path)) == {"{job_id}"}
+    )
 
 
 def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, training_file: str) -> None:

@@ -69,6 +69,10 @@ def test_no_keys(ft: Ft) -> None:
         (["create", "--scope", "root"], 64, "'root' is not one of"),
         (["revoke", "key_x"], 1, "key_x"),
         ([], 64, "Missing command"),
+        *((["create", "--expires-days", value], 64, f"at most 3650, not {value}") for value in ("inf", "3651.0")),
+        (["create", "--expires-days", "nan"], 64, "at most 3650, not nan"),
+        (["create", "--expires-days", "-1"], 64, "at least 0, not -1"),
+        (["rotate", "key_x", "--keep-hours", "inf"], 64, "at most 8784, not inf"),
     ],
 )
 def test_mistakes_are_one_line(ft: Ft, arguments: list[str], code: int, message: str) -> None:

@@ -59,6 +59,8 @@ def test_what_cannot_be_merged(ft: Ft, tmp_path: Path, calls: list[Any]) -> None
     taken = ft("merge", run.root, "--to", "bf16", "--out", tmp_path)
     assert (taken.code, "exists already" in taken.err) == (64, True)
     assert ft("merge", run.root, "--to", "int3", "--out", tmp_path / "out").code == 64
+    endless = ft("merge", run.root, "--to", "bf16", "--out", tmp_path / "out", "--max-file-gib", "inf")
+    assert (endless.code, "at most 10000, not inf" in endless.err) == (64, True)
     flip_a_bit(run.path("adapter/adapter_model.safetensors"))
     ended = ft("merge", run.root, "--to", "bf16", "--out", tmp_path / "out")
     assert ended.code == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.data.line_errors import Fault, LineError, counted, kind, refuse_keys, required, shown, text_of
+from ft_service.data.line_errors import Fault, LineError, kind, refuse_keys, required, shown, text_of
 
 
 def test_a_fault_names_its_lines_and_its_place() -> None:
@@ -18,7 +18,6 @@ def test_values_are_shown_by_type_and_shortened() -> None:
         *("null", "true", "a number", "a string", "an empty list", "a list", "an empty object", "an object")
     ]
     assert len(shown("a" * 100)) == 60
-    assert (counted(1, "line", "is", "are"), counted(1200, "line", "is", "are")) == ("1 line is", "1,200 lines are")
 
 
 def test_keys_and_texts_are_checked() -> None:

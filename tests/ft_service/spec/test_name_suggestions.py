@@ -16,6 +16,7 @@ from ft_service.sweeps.search_space import parse_sweep
 
 BODY = {"model": "tiny", "training_file": "file-1"}
 RULES = {name: rule for table in map(load_table, TRAINERS) for name, rule in table.rules.items()}
+WANDB = {"type": "wandb", "wandb": {"project": "p"}}
 SAMPLES = (8, 0.5, True, "4", "cosine", "bf16", "x")
 
 
@@ -63,6 +64,18 @@ def test_a_refusal_names_what_was_likely_meant(more: dict[str, object], says: st
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | more)
     assert caught.value.message == says
+
+
+def test_an_unknown_key_of_a_list_s_entry_is_not_taken_for_an_option_elsewhere() -> None:
+    prompt = {"prompt": "a", "referense": "b", "data": 1}
+    with pytest.raises(SpecError) as caught:
+        parse_request(BODY | {"integrations": [{**WANDB, "name": "a"}], "evaluation": {"prompts": [prompt]}})
+    assert sorted(caught.value.message.splitlines()[1:]) == [
+        "evaluation.prompts.0.data: there is no such option. Check its spelling, or leave it out.",
+        "evaluation.prompts.0.referense: there is no such option; did you mean evaluation.prompts.0.reference?",
+        "integrations.0.name: there is no such option. Check its spelling, or leave it out.",
+    ]
+    assert name_for("loraa.r", JobRequest) == "lora.r", "of a section that there is not, the option is named"
 
 
 def test_what_this_version_cannot_do_is_told_together_with_the_other_faults() -> None:

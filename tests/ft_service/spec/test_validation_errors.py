@@ -101,6 +101,10 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"method": "supervised"})
     assert caught.value.message == "method = 'supervised': must be an object with options of its own."
+    with pytest.raises(SpecError, match=r"^distributed\.replicate = 9+\.\.\.: must be at most 4096\.$"):
+        parse_request(BODY | {"distributed": {"replicate": int("9" * 400)}})
+    with pytest.raises(SpecError, match=r"must have at least 1 character\.$"):
+        parse_request(BODY | {"integrations": [{"type": "wandb", "wandb": {"project": ""}}]})
 
 
 @pytest.mark.parametrize(

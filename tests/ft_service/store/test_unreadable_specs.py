@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 from sqlalchemy import text
 
 from ft_service.control import tuned_models
 from ft_service.control.tinker_models import MODEL_KEY, pause_idle
+from ft_service.errors import OtherVersionError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.jobs.user_actions import Verb
@@ -38,7 +38,7 @@ def unreadable(store: Store) -> Job:
 
 
 def test_it_is_listed_claimed_and_cancelled(store: Store, unreadable: Job) -> None:
-    with pytest.raises(ValidationError, match="gone"):
+    with pytest.raises(OtherVersionError, match="gone"):
         _ = unreadable.spec
     assert [job.id for job in store.jobs.list_jobs(PROJECT).data] == [unreadable.id]
     assert store.jobs.jobs_by_id([unreadable.id]) == [unreadable]

@@ -1,4 +1,5 @@
-"""Pictures of every view, at two widths and in both themes: `python -m tests.support.page.pictures [--run DIR] [FOLDER]`.
+"""Pictures of every view, at two widths and in both themes: `python -m tests.support.page.pictures [FOLDER] [--run DIR]
+[--only NAME …]`.
 
 They are what docs/page.md shows (docs/pictures/). Needs Chromium, its driver, and Pillow, which the examples bring. Adapter and
 answers are those of a job that is trained for it (some minutes), or of one that was before: its run directory.
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -39,12 +42,21 @@ READING = ("Reading the file", "Counting", "The plan appears here")
 _SETTLED_SECONDS = 1.5
 
 
-def main() -> None:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line. Ends the process for a name that is no view's, such as the folder's, which has to stand first."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, help="a run directory that this program has trained before")
-    parser.add_argument("--only", nargs="+", default=[], help="names of views")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/pictures")
-    options = parser.parse_args()
+    parser.add_argument("--run", type=Path, help="a run directory that this program has trained before")
+    parser.add_argument("--only", nargs="+", default=[], help="names of views, after the folder")
+    options = parser.parse_args(arguments)
+    known = sorted(["sign-in", *views(defaultdict(str))])
+    if unknown := [name for name in options.only if name not in known]:
+        parser.error(f"--only {' '.join(unknown)}: give names of views after FOLDER. There are {', '.join(known)}.")
+    return options
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as home:
         run = options.run or _trained(Path(home) / "trained")
@@ -102,7 +114,7 @@ def _talk(driver: webdriver.Chrome) -> None:
         )
 
 
-def views(made: dict[str, str]) -> dict[str, str]:
+def views(made: Mapping[str, str]) -> dict[str, str]:
     """Name → path of every view."""
     done, compared = made["succeeded"], ("sweep 0", "sweep 1", "sweep 2", "succeeded")
     return {

@@ -48,6 +48,14 @@ def test_an_option_without_effect_is_refused(options: list[str], said: str, tmp_
     assert said in str(done.exception)
 
 
+def test_a_record_beyond_any_file_is_refused(tmp_path: Path) -> None:
+    """Of hundreds of digits, it could not be sent to the process that reads."""
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    done = CliRunner().invoke(app, ["data", "show", str(tmp_path / "in.jsonl"), "--model", "m", "--after", "9" * 400])
+    assert done.exit_code == 2
+    assert "Input should be less than or equal to 1000000000000" in " ".join(done.output.split()).replace("│ │ ", "")
+
+
 def test_a_file_without_samples_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
     show_page(Console(), SamplePage(samples=(), has_more=False, word="line", shape="JSON lines"), ids=False)
     assert "There are no samples here" in capsys.readouterr().out

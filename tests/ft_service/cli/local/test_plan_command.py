@@ -148,6 +148,7 @@ def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
     [
         (("--hardware", "B17"), "--hardware = 'B17': not known. There are B300, B200, GH200"),
         (("--memory", "much"), "--memory = 'much': expected a size such as 24GiB"),
+        (("--memory", "9" * 400), f"--memory = '{'9' * 80}': at most 1024TiB."),
     ],
 )
 def test_usage_that_is_wrong_is_one_line(ft: Ft, spec: Path, options: tuple[str, ...], message: str) -> None:

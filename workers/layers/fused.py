@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from workers.quant import gpu_kernels
+from workers.quant.direct_function import DirectFunction, once_differentiable
 
 WIDEST = 16384
 """Most columns of a norm."""
@@ -103,7 +103,7 @@ def takes_gate(gate: Tensor, up: Tensor) -> bool:
     return gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape
 
 
-class FusedNorm(torch.autograd.Function):
+class FusedNorm(DirectFunction):
     """`norm` by kernels. Backward keeps x, the factor, and a number a row."""
 
     @staticmethod
@@ -124,7 +124,7 @@ class FusedNorm(torch.autograd.Function):
         return of_x.view(grad.shape), None, None, None, None
 
 
-class FusedRotation(torch.autograd.Function):
+class FusedRotation(DirectFunction):
     """`rotate` by kernels. Backward keeps the angles."""
 
     @staticmethod
@@ -141,7 +141,7 @@ class FusedRotation(torch.autograd.Function):
         return *ctx.by.rotated(_dense(of_query), _dense(of_key), *ctx.saved_tensors, back=True), None, None, None
 
 
-class FusedGate(torch.autograd.Function):
+class FusedGate(DirectFunction):
     """`gate` by kernels. Backward keeps both factors, and not the activation."""
 
     @staticmethod

@@ -12,7 +12,6 @@ from typing import Any
 import peft.tuners.lora
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from ft_service.bases.adapter_names import MAGNITUDE
 from workers.layers import dropout, low_rank
 from workers.layers.dropout import Dropping, Keys
 from workers.quant import frozen_linear
+from workers.quant.direct_function import DirectFunction, once_differentiable
 from workers.quant.rowwise import RowQuantized
 
 
@@ -188,7 +188,7 @@ class _Call:
     rate: float
 
 
-class _LoraProduct(torch.autograd.Function):
+class _LoraProduct(DirectFunction):
     """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of each layer, with dropout before A if there are keys; x, A and B get gradients.
 
     The adapter's part is added into the frozen product, in forward and in backward: neither makes another tensor as wide as a

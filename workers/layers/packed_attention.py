@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, gradients_like, joined, most_tokens
 from workers.quant import frozen_linear, gpu_kernels
+from workers.quant.direct_function import DirectFunction, once_differentiable
 
 _kernel = torch.ops.aten._flash_attention_forward
 _kernel_grad = torch.ops.aten._flash_attention_backward
@@ -63,7 +63,7 @@ def attend_packed(
     return _Attention.apply(query, key, value, pattern.sinks, starts, longest, *options)  # pyright: ignore[reportReturnType]
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(DirectFunction):
     """What the operators compute, called directly, where neither a compiler nor a dispatch mode sees them (`frozen_linear`).
 
     Tensors are turned below autograd, which would keep a node for each time.

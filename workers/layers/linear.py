@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft.tuners.lora
 import torch
@@ -74,7 +73,7 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     def add_magnitude(self) -> None:
         """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude` gives it its first values."""
-        (name,) = self.active_adapters
+        name = self._adapter
         holder, b = nn.Module(), self.lora_B[name].weight
         assert isinstance(b, nn.Parameter)
         holder.register_parameter("weight", nn.Parameter(torch.empty(b.shape[0], device=b.device)))
@@ -84,8 +83,13 @@ class LoraLinear(peft.tuners.lora.Linear):
     @property
     def magnitude(self) -> nn.Parameter | None:
         """DoRA's magnitude; None: the layer is plain LoRA."""
+        vectors = self.lora_magnitude_vector
+        return vectors[self._adapter].get_parameter("weight") if len(vectors) else None
+
+    @property
+    def _adapter(self) -> str:
         (name,) = self.active_adapters
-        return self.lora_magnitude_vector[name].get_parameter("weight") if name in self.lora_magnitude_vector else None
+        return name
 
     @torch.no_grad()
     def begin_magnitude(self, dtype: torch.dtype, rows: slice) -> None:
@@ -100,16 +104,16 @@ class LoraLinear(peft.tuners.lora.Linear):
         _local(self.magnitude).copy_(row_norms(parts, stored_as, weight.shape[1]).to(dtype))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        (name,) = self.active_adapters
         bias: Any = self.base_layer.bias
-        if self.magnitude is None or not self.scaling[name]:
+        if self.magnitude is None or not self.scaling[self._adapter]:
             return self._forward(x, bias, *args, **kwargs)
         # DoRA (arXiv 2402.09353): m / ‖W + scale · B A‖ times what W + scale · B A makes of x, without a gradient to the norm.
         y = self._forward(x, None, *args, **kwargs)
-        y = y * self._magnitude_ratio(name, x.dtype)
+        y = y * self._magnitude_ratio(x.dtype)
         return y if bias is None else y + bias
 
-    def _magnitude_ratio(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _magnitude_ratio(self, dtype: torch.dtype) -> Tensor:
+        name = self._adapter
         a, b = (getattr(self, part)[name].weight.detach() for part in ("lora_A", "lora_B"))
         norms = row_norms(*_parts_of(self.base_layer.weight), a.shape[1], a, b, self.scaling[name])
         assert self.magnitude is not None
@@ -118,13 +122,12 @@ class LoraLinear(peft.tuners.lora.Linear):
     def _forward(self, x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """W x + scale · B A x + bias."""
         base: Any = self.base_layer
-        (name,) = self.active_adapters
-        a: Tensor = self.lora_A[name].weight  # pyright: ignore[reportAssignmentType]  [r, in]
-        b: Tensor = self.lora_B[name].weight  # pyright: ignore[reportAssignmentType]  [out, r]
         dropping = self.dropping if self.training else None
         dropping = dropping if dropping is None or dropping.concerns(x) else None
         if torch.compiler.is_compiling() or type(base) not in (nn.Linear, FrozenLinear):
-            down = F.linear if dropping is None else dropping
+            name, down = self._adapter, F.linear if dropping is None else dropping
+            a: Any = self.lora_A[name].weight  # [r, in]
+            b: Any = self.lora_B[name].weight  # [out, r]
             y = base(x, *args, **kwargs)
             y = y if bias is base.bias else y - base.bias
             return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
@@ -134,7 +137,7 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     def _arguments(self, bias: Tensor | None, dropping: Dropping | None) -> tuple[_Call, Sequence[Any]]:
         base: Any = self.base_layer
-        (name,) = self.active_adapters
+        name = self._adapter
         parts, stored_as = _stored(base)
         keys, rate = (None, 0.0) if dropping is None else (dropping.keys, dropping.rate)
         call = _Call(stored_as, base.in_features, self.scaling[name], len(parts), keys, rate)
@@ -173,8 +176,7 @@ def products(x: Tensor, layers: Sequence[tuple[_Call, Sequence[Any]]]) -> tuple[
     return made
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A layer's arguments of a `_LoraProduct` that get no gradient."""
 
     stored_as: str

@@ -108,20 +108,16 @@ class FusedNorm(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, form: Form, by: Any) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        y, root = by.normed(rows, weight, eps, int(form))
+        rows = x if x.is_contiguous() else _evenly_spaced(x)
+        ctx.form, ctx.by = int(form), by
+        y, root = by.normed(rows, weight, eps, ctx.form)
         ctx.save_for_backward(rows, weight, root)
-        ctx.form, ctx.by = form, by
-        return y.view(x.shape)
+        return y if rows is x else y.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        rows, weight, root = ctx.saved_tensors
-        of_x = ctx.by.normed_grad(grad.reshape(rows.shape).contiguous(), rows, weight, root, int(ctx.form))
-        return of_x.view(grad.shape), None, None, None, None
+        return ctx.by.normed_grad(grads[0].contiguous(), *ctx.saved_tensors, ctx.form), None, None, None, None
 
 
 class FusedRotation(DirectFunction):
@@ -155,6 +151,12 @@ class FusedGate(DirectFunction):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *ctx.by.gated_grad(grads[0].contiguous(), *ctx.saved_tensors), None
+
+
+def _evenly_spaced(x: Tensor) -> Tensor:
+    """x [.., cols] as [rows, cols], copied if its rows do not lie at one distance."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -6,14 +6,17 @@ They know no transforms of functorch, such as vmap. Everything else about them i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import function
 
 
 class DirectFunction(function._SingleLevelFunction):
-    """Base of a function with `forward(ctx, ..)` and `backward(ctx, ..)`. `apply` is PyTorch's, without the looks around it."""
+    """Base of a function with `forward(ctx, ..)` and `backward(ctx, ..)`."""
+
+    apply: ClassVar[Callable[..., Any]]
+    """Calls it: PyTorch's own, below the look for transforms."""
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from ft_service.spec import JobSpec
 from workers.base.load import _owners
 from workers.data import batches
-from workers.layers import segments
+from workers.layers import packed_attention, segments
 from workers.model import build
 from workers.quant import fp8_products, frozen_linear, gpu_kernels, nf4
 from workers.quant.rowwise import RowQuantized
@@ -303,7 +303,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
         enter(patch.object(batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)))
         enter(patch.object(segments, "_has_kernel", lambda device: True))
         enter(patch.object(gpu_kernels, "checked", lambda module, compare, device: (importlib.import_module(module), None)))
-        for cached in (nf4.values, fp8_products.ones):
+        for cached in (nf4.values, fp8_products.ones, packed_attention.no_dropout):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         enter(patch.object(frozen_linear, "watched", torch.compiler.is_compiling))  # by no mode but this one

@@ -245,15 +245,17 @@ def kernels_of_a_gpu() -> Any:
         return (slice(start, start + ROWS) for start in range(0, len(x), ROWS))
 
     def normed(x: Tensor, weight: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
-        y, root = torch.empty_like(x), torch.full((len(x),), eps)
-        for own in rows_of(x):
-            y[own] = by.normed(x[own], weight, eps, form)[0]
-        return y, root
+        y = torch.empty_like(x)
+        rows, given = (own.flatten(0, -2) for own in (y, x))
+        for own in rows_of(rows):
+            rows[own] = by.normed(given[own], weight, eps, form)[0]
+        return y, torch.full((len(rows),), eps)
 
     def normed_grad(grad: Tensor, x: Tensor, weight: Tensor | None, root: Tensor, form: int) -> Tensor:
         of_x = torch.empty_like(grad)
-        for own in rows_of(x):
-            of_x[own] = by.normed_grad(grad[own], x[own], weight, root[:1], form)
+        rows, *given = (own.flatten(0, -2) for own in (of_x, grad, x))
+        for own in rows_of(rows):
+            rows[own] = by.normed_grad(*(part[own] for part in given), weight, root[:1], form)
         return of_x
 
     def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:

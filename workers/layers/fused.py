@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from workers.quant import gpu_kernels
+from workers.quant.direct_function import DirectFunction, once_differentiable
 
 WIDEST = 16384
 """Most columns of a norm."""
@@ -103,28 +103,24 @@ def takes_gate(gate: Tensor, up: Tensor) -> bool:
     return gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape
 
 
-class FusedNorm(torch.autograd.Function):
+class FusedNorm(DirectFunction):
     """`norm` by kernels. Backward keeps x, the factor, and a number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, form: Form, by: Any) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        y, root = by.normed(rows, weight, eps, int(form))
+        rows = x if x.is_contiguous() else _evenly_spaced(x)
+        ctx.form, ctx.by = int(form), by
+        y, root = by.normed(rows, weight, eps, ctx.form)
         ctx.save_for_backward(rows, weight, root)
-        ctx.form, ctx.by = form, by
-        return y.view(x.shape)
+        return y if rows is x else y.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        rows, weight, root = ctx.saved_tensors
-        of_x = ctx.by.normed_grad(grad.reshape(rows.shape).contiguous(), rows, weight, root, int(ctx.form))
-        return of_x.view(grad.shape), None, None, None, None
+        return ctx.by.normed_grad(grads[0].contiguous(), *ctx.saved_tensors, ctx.form), None, None, None, None
 
 
-class FusedRotation(torch.autograd.Function):
+class FusedRotation(DirectFunction):
     """`rotate` by kernels. Backward keeps the angles."""
 
     @staticmethod
@@ -141,7 +137,7 @@ class FusedRotation(torch.autograd.Function):
         return *ctx.by.rotated(_dense(of_query), _dense(of_key), *ctx.saved_tensors, back=True), None, None, None
 
 
-class FusedGate(torch.autograd.Function):
+class FusedGate(DirectFunction):
     """`gate` by kernels. Backward keeps both factors, and not the activation."""
 
     @staticmethod
@@ -155,6 +151,12 @@ class FusedGate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *ctx.by.gated_grad(grads[0].contiguous(), *ctx.saved_tensors), None
+
+
+def _evenly_spaced(x: Tensor) -> Tensor:
+    """x [.., cols] as [rows, cols], copied if its rows do not lie at one distance."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _dense(x: Tensor) -> Tensor:

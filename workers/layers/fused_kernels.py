@@ -6,6 +6,8 @@ same up to the order of sums and the last bits of an exponential. `workers.layer
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -156,27 +158,33 @@ def _gated_grad(grad, gate, up, of_gate, of_up, count, block: tl.constexpr):
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
-    """Norm of x [rows, cols], and 1 / root mean square of each row, fp32 [rows]. `weight` [cols]; form 3 has none."""
-    y, root = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape[0], device=x.device)
-    _launch(_normed, x, x if weight is None else weight, y, root, *x.shape, x.stride(0), 1 / x.shape[1], eps, form=form)
+    """Norm of x, contiguous in its shape, and 1 / root mean square of each row, fp32 [rows]. x [.., cols]: contiguous, or
+    [rows, cols] at one distance. `weight` [cols]; form 3 has none."""
+    y, root = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(_rows_of(x), device=x.device)
+    _launch(_normed, x, x, x if weight is None else weight, y, root, numbers=(eps,), form=form)
     return y, root
 
 
 def normed_grad(grad: Tensor, x: Tensor, weight: Tensor | None, root: Tensor, form: int) -> Tensor:
-    """The gradient of `normed`'s x. grad [rows, cols]: contiguous."""
-    of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    given = x if weight is None else weight
-    _launch(_normed_grad, grad, x, given, root, of_x, *x.shape, x.stride(0), 1 / x.shape[1], form=form)
+    """The gradient of `normed`'s x, in the shape of `grad`, which is contiguous."""
+    of_x = torch.empty_like(grad)
+    _launch(_normed_grad, x, grad, x, x if weight is None else weight, root, of_x, numbers=(), form=form)
     return of_x
 
 
-def _launch(kernel: object, *arguments: object, form: int) -> None:
-    rows, cols = next(argument for argument in arguments if isinstance(argument, Tensor) and argument.dim() == 2).shape
+def _rows_of(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _launch(kernel: Any, x: Tensor, *tensors: Tensor, numbers: tuple[float, ...], form: int) -> None:
+    """Run a kernel of norms on the rows of x. `numbers`: what it takes after their size."""
+    rows, cols = _rows_of(x), x.shape[-1]
+    stride = cols if x.is_contiguous() else x.stride(0)
     block = triton.next_power_of_2(cols)
     height = max(1, _ELEMENTS // block)
-    warps = min(16, max(4, height * block // 512))
+    options = {"form": form, "height": height, "block": block, "num_warps": min(16, max(4, height * block // 512))}
     if rows:
-        kernel[(triton.cdiv(rows, height),)](*arguments, form=form, height=height, block=block, num_warps=warps, **AS_WRITTEN)  # pyright: ignore
+        kernel[(triton.cdiv(rows, height),)](*tensors, rows, cols, stride, 1 / cols, *numbers, **options, **AS_WRITTEN)
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
@@ -184,7 +192,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool)
     `back`: the gradients. cos, sin [1 or rows, length, d], contiguous."""
     turned = torch.empty_like(query), torch.empty_like(key)
     rows, heads, length, width = query.shape
-    strides = (tensor.stride(dim) for tensor in (query, key) for dim in (0, 1, 2))
+    strides = *query.stride()[:3], *key.stride()[:3]
     angle_row = cos.stride(0) if cos.shape[0] > 1 else 0
     if rows * length:
         _rotated[(rows * length,)](  # pyright: ignore[reportIndexIssue]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft.tuners.lora
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -20,6 +17,7 @@ from ft_service.bases.adapter_names import MAGNITUDE
 from workers.layers import dropout, low_rank
 from workers.layers.dropout import Dropping, Keys
 from workers.quant import frozen_linear
+from workers.quant.direct_function import DirectFunction, once_differentiable
 from workers.quant.rowwise import RowQuantized
 
 
@@ -75,7 +73,7 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     def add_magnitude(self) -> None:
         """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude` gives it its first values."""
-        (name,) = self.active_adapters
+        name = self._adapter
         holder, b = nn.Module(), self.lora_B[name].weight
         assert isinstance(b, nn.Parameter)
         holder.register_parameter("weight", nn.Parameter(torch.empty(b.shape[0], device=b.device)))
@@ -85,8 +83,13 @@ class LoraLinear(peft.tuners.lora.Linear):
     @property
     def magnitude(self) -> nn.Parameter | None:
         """DoRA's magnitude; None: the layer is plain LoRA."""
+        vectors = self.lora_magnitude_vector
+        return vectors[self._adapter].get_parameter("weight") if len(vectors) else None
+
+    @property
+    def _adapter(self) -> str:
         (name,) = self.active_adapters
-        return self.lora_magnitude_vector[name].get_parameter("weight") if name in self.lora_magnitude_vector else None
+        return name
 
     @torch.no_grad()
     def begin_magnitude(self, dtype: torch.dtype, rows: slice) -> None:
@@ -101,16 +104,16 @@ class LoraLinear(peft.tuners.lora.Linear):
         _local(self.magnitude).copy_(row_norms(parts, stored_as, weight.shape[1]).to(dtype))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        (name,) = self.active_adapters
         bias: Any = self.base_layer.bias
-        if self.magnitude is None or not self.scaling[name]:
+        if self.magnitude is None or not self.scaling[self._adapter]:
             return self._forward(x, bias, *args, **kwargs)
         # DoRA (arXiv 2402.09353): m / ‖W + scale · B A‖ times what W + scale · B A makes of x, without a gradient to the norm.
         y = self._forward(x, None, *args, **kwargs)
-        y = y * self._magnitude_ratio(name, x.dtype)
+        y = y * self._magnitude_ratio(x.dtype)
         return y if bias is None else y + bias
 
-    def _magnitude_ratio(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _magnitude_ratio(self, dtype: torch.dtype) -> Tensor:
+        name = self._adapter
         a, b = (getattr(self, part)[name].weight.detach() for part in ("lora_A", "lora_B"))
         norms = row_norms(*_parts_of(self.base_layer.weight), a.shape[1], a, b, self.scaling[name])
         assert self.magnitude is not None
@@ -119,13 +122,12 @@ class LoraLinear(peft.tuners.lora.Linear):
     def _forward(self, x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """W x + scale · B A x + bias."""
         base: Any = self.base_layer
-        (name,) = self.active_adapters
-        a: Tensor = self.lora_A[name].weight  # pyright: ignore[reportAssignmentType]  [r, in]
-        b: Tensor = self.lora_B[name].weight  # pyright: ignore[reportAssignmentType]  [out, r]
         dropping = self.dropping if self.training else None
         dropping = dropping if dropping is None or dropping.concerns(x) else None
         if torch.compiler.is_compiling() or type(base) not in (nn.Linear, FrozenLinear):
-            down = F.linear if dropping is None else dropping
+            name, down = self._adapter, F.linear if dropping is None else dropping
+            a: Any = self.lora_A[name].weight  # [r, in]
+            b: Any = self.lora_B[name].weight  # [out, r]
             y = base(x, *args, **kwargs)
             y = y if bias is base.bias else y - base.bias
             return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
@@ -135,7 +137,7 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     def _arguments(self, bias: Tensor | None, dropping: Dropping | None) -> tuple[_Call, Sequence[Any]]:
         base: Any = self.base_layer
-        (name,) = self.active_adapters
+        name = self._adapter
         parts, stored_as = _stored(base)
         keys, rate = (None, 0.0) if dropping is None else (dropping.keys, dropping.rate)
         call = _Call(stored_as, base.in_features, self.scaling[name], len(parts), keys, rate)
@@ -174,8 +176,7 @@ def products(x: Tensor, layers: Sequence[tuple[_Call, Sequence[Any]]]) -> tuple[
     return made
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A layer's arguments of a `_LoraProduct` that get no gradient."""
 
     stored_as: str
@@ -188,7 +189,7 @@ class _Call:
     rate: float
 
 
-class _LoraProduct(torch.autograd.Function):
+class _LoraProduct(DirectFunction):
     """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of each layer, with dropout before A if there are keys; x, A and B get gradients.
 
     The adapter's part is added into the frozen product, in forward and in backward: neither makes another tensor as wide as a
@@ -200,19 +201,18 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Sequence[_Call], *tensors: Any) -> tuple[Tensor, ...]:
-        own = list(_by_layer(calls, tensors))
+        own = list(_by_layer(calls, tensors, 3))
         factors = [a for a, *_ in own]
         ctx.of_a, ctx.of_b = factors[0].dtype, [b.dtype for _, b, *_ in own]
         a_cast = (factors[0] if len(own) == 1 else torch.cat(factors)).to(x.dtype)
         b_casts = [b.to(x.dtype) for _, b, *_ in own]
-        keys, rate = calls[0].keys, calls[0].rate
-        down = F.linear(x, a_cast) if keys is None else dropout.product(x, a_cast, keys, rate)
-        ctx.calls, ctx.ranks = calls, [len(a) for a in factors]
+        rows, keys = x.flatten(0, -2), calls[0].keys
+        down = rows @ a_cast.t() if keys is None else dropout.product(x, a_cast, keys, calls[0].rate).flatten(0, -2)
+        ctx.calls, ctx.ranks = calls, [a.shape[0] for a in factors]
         ctx.save_for_backward(x, down, a_cast, *b_casts, *(part for _, _, _, *parts in own for part in parts))
-        downs = down.split(ctx.ranks, dim=-1)
         return tuple(
-            _output(x, one, b, bias, parts, call)
-            for one, b, (_, _, bias, *parts), call in zip(downs, b_casts, own, calls, strict=True)
+            _output(x, rows, one, b, bias, parts, call)
+            for one, b, (_, _, bias, *parts), call in zip(_parts(down, ctx.ranks, 1), b_casts, own, calls, strict=True)
         )
 
     @staticmethod
@@ -220,43 +220,54 @@ class _LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         calls: Sequence[_Call] = ctx.calls
         x, down, a, *rest = ctx.saved_tensors
-        b_casts, stored = rest[: len(calls)], iter(rest[len(calls) :])
-        parts = [list(itertools.islice(stored, call.parts)) for call in calls]
+        b_casts, parts = rest[: len(calls)], list(_by_layer(calls, rest[len(calls) :], 0))
         flat, rows = [grad.flatten(0, -2) for grad in grads], x.flatten(0, -2)
-        of_down = down.new_empty(len(rows), len(a))
+        of_down = torch.empty_like(down)
         of_b = []
-        halves = (tensor.split(ctx.ranks, dim=1) for tensor in (of_down, down.flatten(0, -2)))
+        halves = (_parts(tensor, ctx.ranks, 1) for tensor in (of_down, down))
         for grad, b, of_one, one, call in zip(flat, b_casts, *halves, calls, strict=True):
-            of_one.addmm_(grad, b, beta=0, alpha=call.scale)
-            of_b.append(_scaled_mm(grad.t(), one, call.scale))
+            _put_product(of_one, grad, b, call.scale)
+            of_b.append(_put_product(torch.empty_like(b), grad.t(), one, call.scale))
         of_x = None
         if calls[0].keys is None:
             of_a = of_down.t() @ rows
             if ctx.needs_input_grad[0]:
-                of_x = _input_grad(flat, of_down, a, parts, calls).view(x.shape)
+                of_x = _input_grad(flat, of_down, a, parts, calls).view_as(x)
         else:
-            dropped, of_a = dropout.product_grad(of_down.view_as(down), x, a, calls[0].keys, calls[0].rate)
+            shape = *x.shape[:-1], down.shape[1]
+            dropped, of_a = dropout.product_grad(of_down.view(shape), x, a, calls[0].keys, calls[0].rate)
             if ctx.needs_input_grad[0]:
-                of_x = _input_grad(flat, dropped.flatten(0, -2), None, parts, calls).view(x.shape)
+                of_x = _input_grad(flat, dropped.flatten(0, -2), None, parts, calls).view_as(x)
         found: list[Any] = []
-        for one, of_one, b_type, own in zip(of_a.to(ctx.of_a).split(ctx.ranks), of_b, ctx.of_b, parts, strict=True):
+        for one, of_one, b_type, own in zip(_parts(of_a.to(ctx.of_a), ctx.ranks, 0), of_b, ctx.of_b, parts, strict=True):
             found += [one, of_one.to(b_type), None, *[None] * len(own)]
         return of_x, None, *found
 
 
-def _by_layer(calls: Sequence[_Call], tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    remaining = iter(tensors)
+def _by_layer(calls: Sequence[_Call], tensors: Sequence[Any], before: int) -> Iterator[Sequence[Any]]:
+    """The tensors of each layer: those that store W, and so many `before` them."""
+    end = 0
     for call in calls:
-        yield list(itertools.islice(remaining, 3 + call.parts))
+        start, end = end, end + before + call.parts
+        yield tensors[start:end]
 
 
-def _output(x: Tensor, down: Tensor, b: Tensor, bias: Tensor | None, parts: Sequence[Tensor], call: _Call) -> Tensor:
-    """A layer's output. down [.., r]: x Aᵀ; B [out, r]."""
-    added = (down.flatten(0, -2), b.t())
+def _parts(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """A tensor cut along a dimension; itself, if there is one part."""
+    return (tensor,) if len(sizes) == 1 else tensor.split_with_sizes(sizes, dim)
+
+
+def _output(
+    x: Tensor, rows: Tensor, down: Tensor, b: Tensor, bias: Tensor | None, parts: Sequence[Tensor], call: _Call
+) -> Tensor:
+    """A layer's output. rows [n, cols]: x; down [n, r]: x Aᵀ; B [out, r]."""
     weight = _added_later(x, parts, call)
     if weight is not None:
-        y = _scaled_mm(*added, call.scale).addmm_(x.flatten(0, -2), weight.t())
-        return frozen_linear.reshaped(y if bias is None else y.add_(bias), *x.shape[:-1], weight.shape[0])
+        # Not made as rows, of which a view would be returned: see `frozen_linear.reshaped`.
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        _put_product(y.view(rows.shape[0], weight.shape[0]), down, b.t(), call.scale).addmm_(rows, weight.t())
+        return y if bias is None else y.add_(bias)
+    added = down, b.t()
     y = frozen_linear.product(x, parts, call.stored_as, call.cols)
     if bias is not None:
         y = y.add_(bias) if not frozen_linear.watched() else y + bias
@@ -303,9 +314,9 @@ def _added_later(x: Tensor, parts: Sequence[Tensor], call: _Call) -> Tensor | No
     return frozen_linear.multiplied(parts, call.stored_as, call.cols, x.dtype)
 
 
-def _scaled_mm(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """left @ right · scale, scaled within the product, before it is rounded."""
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+def _put_product(into: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """left @ right · scale, scaled within the product, before it is rounded. Returns `into`, which it overwrites."""
+    return into.addmm_(left, right, beta=0, alpha=scale)
 
 
 def _stored(layer: nn.Linear) -> tuple[Sequence[Tensor], str]:

@@ -15,19 +15,20 @@ The kernel's backward, given out' and lse', is exact: it makes the shares anew a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, gradients_like, joined, most_tokens
 from workers.quant import frozen_linear, gpu_kernels
+from workers.quant.direct_function import DirectFunction, once_differentiable
 
-_kernel = torch.ops.aten._flash_attention_forward
-_kernel_grad = torch.ops.aten._flash_attention_backward
+_kernel = torch.ops.aten._flash_attention_forward.default
+_kernel_grad = torch.ops.aten._flash_attention_backward.default
 
 
 def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def attend_packed(
     return _Attention.apply(query, key, value, pattern.sinks, starts, longest, *options)  # pyright: ignore[reportReturnType]
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(DirectFunction):
     """What the operators compute, called directly, where neither a compiler nor a dispatch mode sees them (`frozen_linear`).
 
     Tensors are turned below autograd, which would keep a node for each time.
@@ -86,13 +87,13 @@ class _Attention(torch.autograd.Function):
         query, key, value = (joined(tensor) for tensor in (query, key, value))
         out, sums = _attended(query, key, value, sinks, starts, longest, scale, window)
         ctx.save_for_backward(query, key, value, out, sums, starts)
-        return out.unflatten(0, ctx.sizes)
+        return out.view(*ctx.sizes, *out.shape[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = _gradients(grads[0].flatten(0, 1), *ctx.saved_tensors, *ctx.rest)
-        return *(tensor.unflatten(0, ctx.sizes).transpose(1, 2) for tensor in found), None, None, None, None, None
+        return *(own.view(*ctx.sizes, *own.shape[1:]).transpose(1, 2) for own in found), None, None, None, None, None
 
 
 def _attended(
@@ -128,11 +129,16 @@ def _gradients(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those of query, key and value, in their shapes, from that of the output. `out`, `sums`: what `_attended` returned."""
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # not read
     most = most_tokens(longest, starts, len(query))
-    given = (grad, query, key, value, out, sums, starts, starts, most, most, 0.0, not window, *no_dropout)
+    given = (grad, query, key, value, out, sums, starts, starts, most, most, 0.0, not window, *no_dropout(query.device))
     with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))
+
+
+@functools.cache
+def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the kernel is given in place of a generator's state; it is not read."""
+    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 packed_attention = torch.library.custom_op("ft_service::packed_attention", _attended, mutates_args=())
@@ -152,16 +158,16 @@ def deterministic_mode() -> Iterator[None]:
 
     PyTorch's mode is of the process. Outside of this, operators that know no such way would be refused by it.
     """
-    settings = torch.utils.deterministic
-    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = settings.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
-    settings.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]  # all of it is written
-    torch.use_deterministic_algorithms(True)  # with warn_only, the kernel warns and keeps to its order
+    settings = torch._C  # torch.use_deterministic_algorithms sets inductor's mode too, which takes longer
+    mode, warn_only = settings._get_deterministic_algorithms(), settings._get_deterministic_algorithms_warn_only()
+    fill = settings._get_deterministic_fill_uninitialized_memory()
+    settings._set_deterministic_fill_uninitialized_memory(False)  # all of it is written
+    settings._set_deterministic_algorithms(True, warn_only=False)  # with warn_only, the kernel warns and keeps to its order
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-        settings.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
+        settings._set_deterministic_algorithms(mode, warn_only=warn_only)
+        settings._set_deterministic_fill_uninitialized_memory(fill)
 
 
 def _seen(window: int) -> dict[str, int]:

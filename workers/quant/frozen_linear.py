@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from workers.quant.direct_function import DirectFunction, once_differentiable
 
 PLAIN = ""
 """Used in place of a format's name where the weight is one plain tensor."""
@@ -113,7 +114,7 @@ def reshaped(y: Tensor, *shape: int) -> Tensor:
     """y in another shape, for an autograd function to return. Not as a view: PyTorch lets nobody write into a view that such a
     function returns, and Falcon and Gemma 3n write into what a linear layer returns. `y`: not used any more.
     """
-    return torch.ops.aten._unsafe_view(y, shape)
+    return torch.ops.aten._unsafe_view.default(y, shape)
 
 
 def product(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
@@ -135,7 +136,7 @@ def multiplied(parts: Sequence[Tensor], name: str, cols: int, dtype: torch.dtype
     return parts[0] if name == PLAIN else _KNOWN[name].multiplied(parts, cols, dtype)
 
 
-class _FrozenLinear(torch.autograd.Function):
+class _FrozenLinear(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, cols: int, *parts: Tensor) -> Tensor:
         ctx.name, ctx.cols = name, cols

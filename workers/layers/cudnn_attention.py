@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ft_service.plan.memory import (
     ATTENTION_LENGTH,
@@ -32,6 +31,7 @@ from workers.layers import packed_attention
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
 from workers.layers.segments import Bounds
 from workers.quant import frozen_linear, gpu_kernels
+from workers.quant.direct_function import DirectFunction, once_differentiable
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pat
     return _Attention.apply(query, key, value, pattern.sinks, bounds, pattern.scale)  # pyright: ignore[reportReturnType]
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(DirectFunction):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bounds: Bounds, scale: float

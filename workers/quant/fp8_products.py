@@ -150,7 +150,8 @@ def _rounded_by_parts(x: Tensor, factors: Tensor | None) -> FP8Parts:
 def _rounded_by_kernel(kernels: ModuleType, x: Tensor, factors: Tensor | None) -> FP8Parts:
     rows = x.shape[0]
     scale = torch.empty(_in_blocks(rows), 1, device=x.device)
-    return FP8Parts(kernels.quantised_rows(x, factors, scale), scale[:rows])
+    codes = kernels.quantised_rows(x, factors, scale)
+    return FP8Parts(codes, scale if scale.shape[0] == rows else scale[:rows])
 
 
 def _transposed(codes: Tensor) -> Tensor:

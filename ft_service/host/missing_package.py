@@ -8,11 +8,12 @@ CODE = "missing_package"
 """`error.code` of a job whose workers cannot import a package."""
 WORKER_PACKAGES = frozenset(
     {
-        *("bitsandbytes", "gguf", "greenlet", "numpy", "peft", "protobuf", "pyarrow", "rapidfuzz", "sacrebleu"),
-        *("safetensors", "tensorboardX", "torch", "transformers", "zstandard"),
+        *("bitsandbytes", "gguf", "greenlet", "numpy", "nvidia-cudnn-frontend", "peft", "protobuf", "pyarrow", "rapidfuzz"),
+        *("sacrebleu", "safetensors", "tensorboardX", "torch", "transformers", "zstandard"),
     }
 )
-"""Packages that the extra `workers` installs, by import name, but for protobuf, which is imported as `google`."""
+"""Packages that the extra `workers` installs, by import name, but for protobuf, which is imported as `google`, and cuDNN's,
+without which jobs go on."""
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")
 _MISSING = re.compile(r"No module named '?(\w+)")
 _SHORT_OF_MEMORY = "annot allocate memory"

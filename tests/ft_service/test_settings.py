@@ -68,7 +68,7 @@ def test_a_database_at_no_port_is_no_traceback() -> None:
 
 def test_no_address_is_not_every_address() -> None:
     """Such as of `ft serve --host "$HOST"` without the variable."""
-    with pytest.raises(SpecError, match=r"^--host = '': must have at least 1 characters\.$"):
+    with pytest.raises(SpecError, match=r"^--host = '': must have at least 1 character\.$"):
         load_settings(bind="")
 
 

@@ -55,7 +55,7 @@ def test_a_displaced_job_has_bitwise_the_result_that_it_would_have_had(server: S
 def test_one_that_may_goes_on_beside_it_on_fewer_ranks_within_a_millionth(server: Server, data: Path, tmp_path: Path) -> None:
     client = server.client()
     elastic = {"distributed": {"nproc_per_node": "1:2"}, "precision": {"default": "nf4", "compute": "fp32"}}
-    low = submit(client, data, steps=14, extra=elastic)
+    low = submit(client, data, steps=60, extra=elastic)
     wait_until_step(client, low.id, 3)
     high = submit(client, data, steps=400, extra={"priority": 5, "distributed": {"nproc_per_node": 1}})
     wait_until(client, low.id, "succeeded")

@@ -289,12 +289,13 @@ def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machin
     width = shape.q // shape.heads
     if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS or width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE:
         return 0
-    length = max(ATTENTION_LENGTH, _next_power(min(batches.length, tokens)))
-    scores = min(ATTENTION_SCORE_BYTES, 4 * _next_power(tokens) * shape.heads * length)
-    return scores + (2 * FP32_BYTES * _next_power(tokens) * shape.q if shape.kv < shape.q else 0)
+    length = max(ATTENTION_LENGTH, next_power(min(batches.length, tokens)))
+    scores = min(ATTENTION_SCORE_BYTES, 4 * next_power(tokens) * shape.heads * length)
+    return scores + (2 * FP32_BYTES * next_power(tokens) * shape.q if shape.kv < shape.q else 0)
 
 
-def _next_power(number: int) -> int:
+def next_power(number: int) -> int:
+    """The next power of two: cuDNN's graphs are built for such numbers of tokens, few for rows and samples of many sizes."""
     return 1 << (number - 1).bit_length()
 
 

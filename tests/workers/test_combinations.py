@@ -67,9 +67,12 @@ def test_what_is_taken_is_trained_to_the_same_numbers_in_every_way(choice: Choic
     check_outcome(job, whole)
     assert_same(table(cut), table(whole), 0)
     assert all(torch.equal(matrix, adapter(whole)[name]) for name, matrix in adapter(cut).items())
-    bound = 1e-5 if job.spec.precision.compute == "fp32" else 0.1
-    assert_same(table(laid), table(whole), bound)
-    assert_same(table(others), table(whole), bound)
+    exact = job.spec.precision.compute == "fp32"
+    bound = 1e-5 if exact else 0.1
+    # Rounding in bf16 may decide when a job has learned enough.
+    as_long = exact or job.spec.training.early_stopping_patience is None
+    assert_same(table(laid), table(whole), bound, as_long=as_long)
+    assert_same(table(others), table(whole), bound, as_long=as_long)
 
 
 DECIDE: dict[str, list[Any]] = {
@@ -202,13 +205,11 @@ def log_probabilities(model: PeftModel, tokens: list[int]) -> list[float]:
     return logs.gather(1, ids[1:, None])[:, 0].tolist()
 
 
-def assert_same(ours: list[dict[str, str]], theirs: list[dict[str, str]], bound: float) -> None:
-    """`bound`: of every number, relative; 0: to the last bit; above that of fp32, rounding may decide when a job has learned
-    enough, and the steps that both have are compared.
-    """
+def assert_same(ours: list[dict[str, str]], theirs: list[dict[str, str]], bound: float, *, as_long: bool = True) -> None:
+    """`bound`: of every number, relative; 0: to the last bit. Not `as_long`: the steps that both have are compared."""
     assert ours
     assert theirs
-    for our, their in zip(ours, theirs, strict=bound <= 1e-5):
+    for our, their in zip(ours, theirs, strict=as_long):
         assert our.keys() == their.keys()
         for name, value in their.items():
             assert bool(our[name]) == bool(value), name

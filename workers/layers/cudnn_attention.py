@@ -26,6 +26,7 @@ from ft_service.plan.memory import (
     ATTENTION_SCORE_BYTES,
     ATTENTION_TOKENS,
     ATTENTION_WIDEST,
+    next_power,
 )
 from workers.layers import packed_attention
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
@@ -85,11 +86,6 @@ def lots_of(lengths: Sequence[int], heads: int, groups: int) -> tuple[list[Lot],
         count = min(MOST_SAMPLES, full, ATTENTION_SCORE_BYTES // _score_bytes(at_once, length))
         lots += [Lot(tuple(samples[i : i + count]), count, length, at_once) for i in range(0, len(samples), count)]
     return lots, long
-
-
-def next_power(number: int) -> int:
-    """The next power of two: few shapes for rows and samples of many sizes."""
-    return 1 << (number - 1).bit_length()
 
 
 def _score_bytes(heads: int, length: int) -> int:
@@ -153,10 +149,10 @@ def _compare(_: Any, device: torch.device) -> None:
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
     """Attention of a row of samples that it `takes`: query [1, heads, tokens, d], key and value [1, groups, tokens, d]
     → [1, tokens, heads, d]."""
-    return _Attention.apply(query, key, value, pattern.sinks, bounds, pattern.scale)  # pyright: ignore[reportReturnType]
+    return _CudnnAttention.apply(query, key, value, pattern.sinks, bounds, pattern.scale)  # pyright: ignore[reportReturnType]
 
 
-class _Attention(DirectFunction):
+class _CudnnAttention(DirectFunction):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bounds: Bounds, scale: float
@@ -219,11 +215,12 @@ def _gradients(grad: Tensor, saved: Sequence[Tensor], tables: _Tables, scale: fl
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _GraphShape:
     """What a graph is built for."""
 
     samples: int
     length: int
+    """Tokens of a sample at most."""
     heads: int
     """Heads of a call."""
     groups: int
@@ -235,17 +232,17 @@ class _Shape:
     """Of a row at most, for the workspace of a backward; 0 for a forward."""
 
 
-def _row_shape(bounds: Bounds, heads: int, groups: int, width: int) -> _Shape:
+def _row_shape(bounds: Bounds, heads: int, groups: int, width: int) -> _GraphShape:
     """Of a forward, which takes all samples at once."""
     assert bounds.starts is not None, "rows are packed"
     samples = max(16, next_power(len(bounds.starts) - 1))
-    return _Shape(samples, next_power(max(ATTENTION_LENGTH, bounds.longest)), heads, groups, heads, groups, width, 0)
+    return _GraphShape(samples, next_power(max(ATTENTION_LENGTH, bounds.longest)), heads, groups, heads, groups, width, 0)
 
 
 class _Tables:
     """Where the samples of a micro-batch stand, on the device, as the graphs of layers of one shape want it."""
 
-    def __init__(self, bounds: Bounds, shape: _Shape) -> None:
+    def __init__(self, bounds: Bounds, shape: _GraphShape) -> None:
         assert bounds.starts is not None, "rows are packed"
         starts = bounds.starts.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
@@ -268,15 +265,15 @@ class _Tables:
         self.long = [((starts[sample], starts[sample + 1]), next(parts)) for sample in long]
 
     @classmethod
-    def of(cls, bounds: Bounds, shape: _Shape) -> _Tables:
+    def of(cls, bounds: Bounds, shape: _GraphShape) -> _Tables:
         """Those of a micro-batch, made by its first layer of this shape."""
         if shape not in bounds.kept:
             bounds.kept[shape] = cls(bounds, shape)
         return bounds.kept[shape]
 
-    def shape_of(self, lot: Lot) -> _Shape:
+    def shape_of(self, lot: Lot) -> _GraphShape:
         groups, tokens = self.groups * lot.heads // self.heads, next_power(self.tokens)
-        return _Shape(lot.count, lot.length, lot.heads, groups, self.heads, self.groups, self.width, tokens)
+        return _GraphShape(lot.count, lot.length, lot.heads, groups, self.heads, self.groups, self.width, tokens)
 
 
 def _on_device(table: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
@@ -345,17 +342,17 @@ def _handle(device: torch.device) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=_GRAPHS)
-def _forward_graph(device: torch.device, shape: _Shape, scale: float) -> _Built | None:
+def _forward_graph(device: torch.device, shape: _GraphShape, scale: float) -> _Built | None:
     """The graph of a forward; None: cuDNN has none for this shape."""
     return _built(device, shape, scale, _add_forward)
 
 
 @functools.lru_cache(maxsize=_GRAPHS)
-def _backward_graph(device: torch.device, shape: _Shape, scale: float) -> _Built | None:
+def _backward_graph(device: torch.device, shape: _GraphShape, scale: float) -> _Built | None:
     return _built(device, shape, scale, _add_backward)
 
 
-def _built(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Built | None:
+def _built(device: torch.device, shape: _GraphShape, scale: float, add: Any) -> _Built | None:
     try:
         return _build(device, shape, scale, add)
     except Exception:  # the package raises what it likes
@@ -363,7 +360,7 @@ def _built(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Buil
         return None
 
 
-def _build(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Built:
+def _build(device: torch.device, shape: _GraphShape, scale: float, add: Any) -> _Built:
     package, handle = _handle(device)
     kinds = package.data_type
     graph = package.pygraph(
@@ -381,7 +378,7 @@ def _build(device: torch.device, shape: _Shape, scale: float, add: Any) -> _Buil
 class _Tensors:
     """Makes a graph's tensors of a shape."""
 
-    def __init__(self, graph: Any, kinds: Any, shape: _Shape) -> None:
+    def __init__(self, graph: Any, kinds: Any, shape: _GraphShape) -> None:
         self._graph, self._kinds, self._shape = graph, kinds, shape
         count = shape.samples + 1, 1, 1, 1
         self._starts = {name: self._number(name, count) for name in (_Id.Q_STARTS, _Id.K_STARTS, _Id.SUM_STARTS)}
@@ -419,7 +416,7 @@ class _Tensors:
         return options | {"diagonal_band_right_bound": 0, "name": "attention"}
 
 
-def _add_forward(graph: Any, kinds: Any, shape: _Shape, scale: float) -> None:
+def _add_forward(graph: Any, kinds: Any, shape: _GraphShape, scale: float) -> None:
     tensors = _Tensors(graph, kinds, shape)
     query, key, value = (tensors.given(name) for name in (_Id.Q, _Id.K, _Id.V))
     out, sums = graph.sdpa(q=query, k=key, v=value, generate_stats=True, **tensors.options(scale))
@@ -427,7 +424,7 @@ def _add_forward(graph: Any, kinds: Any, shape: _Shape, scale: float) -> None:
     tensors.made(_Id.SUMS, sums)
 
 
-def _add_backward(graph: Any, kinds: Any, shape: _Shape, scale: float) -> None:
+def _add_backward(graph: Any, kinds: Any, shape: _GraphShape, scale: float) -> None:
     tensors = _Tensors(graph, kinds, shape)
     names = {"q": _Id.Q, "k": _Id.K, "v": _Id.V, "o": _Id.OUT, "dO": _Id.GRAD, "stats": _Id.SUMS}
     most = {"max_total_seq_len_q": shape.tokens, "max_total_seq_len_kv": shape.tokens}

@@ -129,7 +129,7 @@ def test_two_jobs_share_one_pod_that_sees_their_files_alone(cluster: HarnessClus
 
 
 def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(cluster: HarnessCluster, folder: Path, store: Store) -> None:
-    reconciler = pod_reconciler(cluster, store, folder, "*:event,checkpoint=2,hold,succeed")
+    reconciler = pod_reconciler(cluster, store, folder, "*:checkpoint=2,event,hold,succeed")
     two = start_two(reconciler, store, folder)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
     first = live(store)
@@ -145,7 +145,7 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(cluster: Harne
 
 
 def test_a_pod_that_runs_out_of_memory_parts_its_jobs(cluster: HarnessCluster, folder: Path, store: Store) -> None:
-    reconciler = pod_reconciler(cluster, store, folder, "*:event,checkpoint=2,hold,succeed")
+    reconciler = pod_reconciler(cluster, store, folder, "*:checkpoint=2,event,hold,succeed")
     two = start_two(reconciler, store, folder)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
     cluster.kubelet.out_of_memory(wait_for(lambda: cluster.pod(object_name(live(store).id, 1), 0)))
@@ -205,7 +205,7 @@ def test_seats_wait_with_their_engine_in_a_queue_and_the_engine_ends_with_them(
 def test_who_ran_alone_before_moves_and_who_continues_an_adapter_runs_alone(
     cluster: HarnessCluster, folder: Path, store: Store
 ) -> None:
-    reconciler = pod_reconciler(cluster, store, folder, "*:event,checkpoint=3,hold,succeed")
+    reconciler = pod_reconciler(cluster, store, folder, "*:checkpoint=3,event,hold,succeed")
     one, two, third = JOBS
     add_pod_job(store, folder, one)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, one))

@@ -116,7 +116,7 @@ def test_the_first_job_of_a_sweep_starts_an_engine_though_the_others_are_still_v
 
 
 def test_a_job_resumed_on_other_ranks_leaves_those_it_shared_with(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "*:event,checkpoint=2,hold,succeed", slots=4)
+    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed", slots=4)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     turn_until(reconciler, lambda: phases(store, *two) == [Phase.TRAINING] * 2)
@@ -130,7 +130,7 @@ def test_a_job_resumed_on_other_ranks_leaves_those_it_shared_with(folder: Path, 
 
 
 def test_a_job_ends_in_its_engine_when_its_time_is_up(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "*:event,checkpoint=2,hold,succeed")
+    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed")
     add_sharing_job(store, "ftjob-1", max_seconds=1)
     add_sharing_job(store, "ftjob-2")
     queue_first(store, reconciler, "ftjob-1", "ftjob-2")
@@ -141,7 +141,7 @@ def test_a_job_ends_in_its_engine_when_its_time_is_up(folder: Path, store: Store
 
 
 def test_each_seat_is_paused_resumed_and_cancelled_for_itself(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "*:event,checkpoint=2,hold,succeed", idle_seconds=30.0)
+    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed", idle_seconds=30.0)
     three = add_jobs(store, "ftjob-1", "ftjob-2", "ftjob-3")
     queue_first(store, reconciler, *three)
     turn_until(reconciler, lambda: phases(store, *three) == [Phase.TRAINING] * 3)
@@ -227,7 +227,7 @@ def test_a_restarted_service_finds_its_engine_again(folder: Path, store: Store, 
 
 
 def test_a_job_of_higher_priority_takes_the_slots_of_an_engine(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "ftjob-3:event,succeed;*:event,checkpoint=1,hold,succeed", preempt_after=0.0)
+    reconciler = engine_reconciler(folder, store, "ftjob-3:event,succeed;*:checkpoint=1,event,hold,succeed", preempt_after=0.0)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     turn_until(reconciler, lambda: phases(store, *two) == [Phase.TRAINING] * 2)

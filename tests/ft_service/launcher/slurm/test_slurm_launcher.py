@@ -219,7 +219,7 @@ def test_an_attempt_whose_node_is_lost_is_tried_again(tmp_path: Path, cluster: S
 def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(tmp_path: Path, cluster: SlurmCluster) -> None:
     store, two = new_store(tmp_path), ("ftjob-one", "ftjob-two")
     interpreter = tmp_path / "python"
-    play = "*:event,checkpoint=4,hold,succeed"
+    play = "*:checkpoint=4,event,hold,succeed"
     interpreter.write_text(f"#!/bin/bash\nexec {sys.executable} \"$@\" --command {sys.executable} {ENGINE_PROGRAM} '{play}'\n")
     interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
     profile = SlurmProfile.model_validate(profile_for(tmp_path, python=str(interpreter), partition="all"))

@@ -250,6 +250,11 @@ class _Kernel:
             record.add(f"triton.{self._function.__name__}", tensors, [])
 
 
+def _launch_anew(self: Any, grid: Any, tensors: Any, numbers: Any, *constants: Any, num_warps: int = 4) -> None:
+    """In place of a launcher, which asks tensors for their addresses: fake ones have none."""
+    self._kernel[grid](*tensors, *numbers, *constants)
+
+
 def _dry_triton() -> dict[str, ModuleType]:
     """Modules in place of Triton's."""
     triton: Any = ModuleType("triton")
@@ -302,6 +307,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
         enter(patch.object(torch.cuda, "get_device_name", lambda device=None: "a GPU that computes nothing"))
         enter(patch.object(batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)))
         enter(patch.object(segments, "_has_kernel", lambda device: True))
+        enter(patch.object(gpu_kernels.KernelLauncher, "__call__", _launch_anew))
         enter(patch.object(gpu_kernels, "checked", lambda module, compare, device: (importlib.import_module(module), None)))
         for cached in (nf4.values, fp8_products.ones, packed_attention.no_dropout):
             cached.cache_clear()

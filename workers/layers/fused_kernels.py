@@ -6,19 +6,22 @@ same up to the order of sums and the last bits of an exponential. `workers.layer
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from workers.quant.gpu_kernels import AS_WRITTEN
+from ft_service.plan.memory import next_power
+from workers.quant.gpu_kernels import KernelLauncher
 
 _ELEMENTS = 4096
 """Numbers that a program has at a time, where a row is shorter."""
 _HEADS = 8
 """Heads that a program rotates at a time."""
+_GATED = 1024
+"""Numbers of a gated feed-forward that a program has."""
 WIDEST = 16384
 """Most columns of a norm: a program has a row in its registers."""
 
@@ -157,18 +160,22 @@ def _gated_grad(grad, gate, up, of_gate, of_up, count, block: tl.constexpr):
     tl.store(of_gate + at, of_value.to(of_gate.dtype.element_ty), mask=there)
 
 
+_norm, _norm_grad, _rotate = KernelLauncher(_normed), KernelLauncher(_normed_grad), KernelLauncher(_rotated)
+_gate, _gate_grad = KernelLauncher(_gated), KernelLauncher(_gated_grad)
+
+
 def normed(x: Tensor, weight: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
     """Norm of x, contiguous in its shape, and 1 / root mean square of each row, fp32 [rows]. x [.., cols]: contiguous, or
     [rows, cols] at one distance. `weight` [cols]; form 3 has none."""
     y, root = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(_rows_of(x), device=x.device)
-    _launch(_normed, x, x, x if weight is None else weight, y, root, numbers=(eps,), form=form)
+    _launch(_norm, x, (x, x if weight is None else weight, y, root), (float(eps),), form)
     return y, root
 
 
 def normed_grad(grad: Tensor, x: Tensor, weight: Tensor | None, root: Tensor, form: int) -> Tensor:
     """The gradient of `normed`'s x, in the shape of `grad`, which is contiguous."""
     of_x = torch.empty_like(grad)
-    _launch(_normed_grad, x, grad, x, x if weight is None else weight, root, of_x, numbers=(), form=form)
+    _launch(_norm_grad, x, (grad, x, x if weight is None else weight, root, of_x), (), form)
     return of_x
 
 
@@ -176,15 +183,16 @@ def _rows_of(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _launch(kernel: Any, x: Tensor, *tensors: Tensor, numbers: tuple[float, ...], form: int) -> None:
+def _launch(kernel: KernelLauncher, x: Tensor, tensors: Sequence[Tensor], numbers: tuple[float, ...], form: int) -> None:
     """Run a kernel of norms on the rows of x. `numbers`: what it takes after their size."""
     rows, cols = _rows_of(x), x.shape[-1]
     stride = cols if x.is_contiguous() else x.stride(0)
-    block = triton.next_power_of_2(cols)
+    block = next_power(cols)
     height = max(1, _ELEMENTS // block)
-    options = {"form": form, "height": height, "block": block, "num_warps": min(16, max(4, height * block // 512))}
+    warps = min(16, max(4, height * block // 512))
     if rows:
-        kernel[(triton.cdiv(rows, height),)](*tensors, rows, cols, stride, 1 / cols, *numbers, **options, **AS_WRITTEN)
+        sizes = rows, cols, stride, 1 / cols, *numbers
+        kernel((-(-rows // height), 1, 1), tensors, sizes, form, height, block, num_warps=warps)
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
@@ -195,10 +203,9 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool)
     strides = *query.stride()[:3], *key.stride()[:3]
     angle_row = cos.stride(0) if cos.shape[0] > 1 else 0
     if rows * length:
-        _rotated[(rows * length,)](  # pyright: ignore[reportIndexIssue]
-            query, key, *turned, cos, sin, length, width // 2, *strides, angle_row, queries=heads, keys=key.shape[1],
-            back=back, several=_HEADS, block=triton.next_power_of_2(width // 2), num_warps=4, **AS_WRITTEN,
-        )  # fmt: skip
+        numbers = length, width // 2, *strides, angle_row
+        constants = heads, key.shape[1], back, _HEADS, next_power(width // 2)
+        _rotate((rows * length, 1, 1), (query, key, *turned, cos, sin), numbers, *constants)
     return turned
 
 
@@ -206,7 +213,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of gate times up, both contiguous."""
     y = torch.empty_like(gate)
     if y.numel():
-        _gated[(triton.cdiv(y.numel(), 1024),)](gate, up, y, y.numel(), block=1024, **AS_WRITTEN)  # pyright: ignore[reportIndexIssue]
+        _gate((-(-y.numel() // _GATED), 1, 1), (gate, up, y), (y.numel(),), _GATED)
     return y
 
 
@@ -214,6 +221,5 @@ def gated_grad(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up; all are contiguous."""
     grads = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        grid = (triton.cdiv(gate.numel(), 1024),)
-        _gated_grad[grid](grad, gate, up, *grads, gate.numel(), block=1024, **AS_WRITTEN)  # pyright: ignore[reportIndexIssue]
+        _gate_grad((-(-gate.numel() // _GATED), 1, 1), (grad, gate, up, *grads), (gate.numel(),), _GATED)
     return grads

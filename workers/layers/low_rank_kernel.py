@@ -13,7 +13,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from workers.quant.gpu_kernels import AS_WRITTEN
+from ft_service.plan.memory import next_power
+from workers.quant.gpu_kernels import KernelLauncher
 
 _HEIGHT, _WIDTH = 64, 64
 """Of a program's part of the sum."""
@@ -62,6 +63,9 @@ def _added(
     tl.store(y + at, total.to(y.dtype.element_ty), mask=there)
 
 
+_add = KernelLauncher(_added)
+
+
 def added(y: Tensor, left: Tensor, right: Tensor, scale: float, more: Sequence[Tensor]) -> None:
     """Add left [rows, r] times right [r, cols] · scale, and up to two tensors more, to y [rows, cols], rounded once.
 
@@ -70,10 +74,8 @@ def added(y: Tensor, left: Tensor, right: Tensor, scale: float, more: Sequence[T
     rows, cols = y.shape
     if not y.numel():
         return
-    grid = (triton.cdiv(cols, _WIDTH), triton.cdiv(rows, _HEIGHT))
+    grid = -(-cols // _WIDTH), -(-rows // _HEIGHT), 1
     one, two = (*more, y, y)[:2]
-    sizes = rows, cols, right.shape[0], left.stride(0), right.stride(0), right.stride(1), scale
-    depth = max(_LEAST_RANK, triton.next_power_of_2(right.shape[0]))
-    _added[grid](  # pyright: ignore[reportIndexIssue]
-        y, one, two, left, right, *sizes, more=len(more), depth=depth, height=_HEIGHT, width=_WIDTH, num_warps=4, **AS_WRITTEN
-    )  # fmt: skip
+    sizes = rows, cols, right.shape[0], left.stride(0), right.stride(0), right.stride(1), float(scale)
+    depth = max(_LEAST_RANK, next_power(right.shape[0]))
+    _add(grid, (y, one, two, left, right), sizes, len(more), depth, _HEIGHT, _WIDTH)

@@ -16,7 +16,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from workers.quant.gpu_kernels import AS_WRITTEN
+from ft_service.plan.memory import next_power
+from workers.quant.gpu_kernels import KernelLauncher
 
 _BLOCK = 16384
 """Most elements of a row that a program has at a time: it reads wider rows twice."""
@@ -25,6 +26,8 @@ _A_THREAD = 16
 0.059; of 14,336 in 0.094 either way, and times factors in 0.114 and 0.123."""
 _TILE = 64
 """Rows and columns of a tile that a program turns."""
+_FINITE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float8_e4m3fn).max
+"""The smallest scale, and the largest code."""
 _CASTS_AT_ONCE = (9, 0)
 """The lowest compute capability for which Triton casts fp32 to FP8 in one step."""
 
@@ -103,6 +106,9 @@ def _turned(codes, turned, rows, cols, tile: tl.constexpr):
     tl.store(turned + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(part), mask=tl.trans(there))
 
 
+_quantise, _turn = KernelLauncher(_quantised), KernelLauncher(_turned)
+
+
 @functools.cache
 def casts_twice(device: torch.device) -> bool:
     """Whether a GPU casts to FP8 by way of fp16, and so would round twice."""
@@ -117,15 +123,12 @@ def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
     rows, cols = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=x.device)
-    finite = torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float32).tiny
     if codes.numel():
-        block = min(_BLOCK, triton.next_power_of_2(cols))
-        _quantised[(scales.shape[0],)](  # pyright: ignore[reportIndexIssue]
-            x, x if factors is None else factors.contiguous(), codes, scales, rows, cols, x.stride(0), finite[1], finite[0],
-            scaled=factors is not None, twice=casts_twice(x.device), steps=triton.cdiv(cols, block), block=block,
-            num_warps=max(4, block // (32 * _A_THREAD)),
-            **AS_WRITTEN,
-        )  # fmt: skip
+        block = min(_BLOCK, next_power(cols))
+        tensors = x, x if factors is None else factors.contiguous(), codes, scales
+        constants = factors is not None, casts_twice(x.device), -(-cols // block), block
+        warps = max(4, block // (32 * _A_THREAD))
+        _quantise((scales.shape[0], 1, 1), tensors, (rows, cols, x.stride(0), *_FINITE), *constants, num_warps=warps)
     return codes
 
 
@@ -134,7 +137,6 @@ def transposed(codes: Tensor) -> Tensor:
     rows, cols = codes.shape
     turned = torch.empty(cols, rows, dtype=codes.dtype, device=codes.device)
     if codes.numel():
-        grid = (triton.cdiv(cols, _TILE), triton.cdiv(rows, _TILE))
-        own = codes.contiguous().view(torch.uint8)
-        _turned[grid](own, turned.view(torch.uint8), rows, cols, tile=_TILE)  # pyright: ignore[reportIndexIssue]
+        tensors = codes.contiguous().view(torch.uint8), turned.view(torch.uint8)
+        _turn((-(-cols // _TILE), -(-rows // _TILE), 1), tensors, (rows, cols), _TILE)
     return turned

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -16,13 +17,55 @@ AS_WRITTEN = {"enable_fp_fusion": False}
 """Options of a launch by which a product and a sum are rounded one after the other, as PyTorch's separate operations do. Triton
 otherwise makes one instruction of them, in bf16 too, and leaves out the rounding between."""
 
+_ALIGNMENT = 16
+"""Bytes: Triton compiles a kernel anew for a tensor whose address is no multiple of it."""
+
 _WARM_UP = 20
 """Runs of each before anything is timed: the first compile, and a GPU that had nothing to do takes some time to be fast."""
 _RUNS = 10
 """Of what is timed."""
 
+_MOST_COMPILED = 4096
+"""Launches that a launcher remembers before it begins again. Numbers of tokens differ from one micro-batch to the next."""
+
 Compare = Callable[[Any, torch.device], None]
 """Raises AssertionError if the kernels of a module compute something else than plain operations."""
+
+
+class KernelLauncher:
+    """Launches a kernel of Triton's, whose parameters are tensors, then numbers, then constants, in this order.
+
+    At every launch Triton looks at each argument for what the kernel has to be compiled for, which takes the host four times as
+    long as everything else about it. It does so here once for each device, types and alignments of tensors, numbers and
+    constants: a launch that was made before is made again with the compiled kernel that Triton returned.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        """`kernel`: made by `triton.jit`."""
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        numbers: tuple[float, ...],
+        *constants: int,
+        num_warps: int = 4,
+    ) -> None:
+        """Launch it. A number's type is the same at every launch."""
+        placed = [(tensor.dtype, tensor.data_ptr() % _ALIGNMENT) for tensor in tensors]
+        key = (tensors[0].device, num_warps, numbers, constants, *placed)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *constants)
+            return
+        compiled = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **AS_WRITTEN)
+        if compiled is None or torch.version.hip is not None:  # its interpreter; and for AMD's GPUs Triton looks at sizes too
+            return
+        if len(self._compiled) >= _MOST_COMPILED:
+            self._compiled.clear()
+        self._compiled[key] = compiled
 
 
 def assert_faster(ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device) -> None:
@@ -49,7 +92,8 @@ def checked(module: str, compare: Compare, device: torch.device) -> tuple[Any, s
     """
     try:
         kernels = importlib.import_module(module)  # here: Triton takes a second to import, and is not everywhere
-        compare(kernels, device)
+        for _ in range(2):  # what launchers remember of the first time is launched the second
+            compare(kernels, device)
     except Exception as error:  # without a C compiler, to name one, Triton raises what it likes
         log.warning("the kernels of %s are not used", module, exc_info=error)
         return None, f"{type(error).__name__}: {str(error).strip()[:300]}"

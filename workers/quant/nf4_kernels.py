@@ -11,7 +11,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from workers.quant.gpu_kernels import AS_WRITTEN
+from workers.quant.gpu_kernels import KernelLauncher
 
 _BYTES = 1024
 """Bytes of codes that a program has."""
@@ -31,6 +31,9 @@ def _dequantised(codes, scales, row_max, values, weight, width, blocks, cols, la
     tl.store(weight + row * cols + column, tl.interleave(first, second), mask=column < cols)
 
 
+_dequantise = KernelLauncher(_dequantised)
+
+
 def dequantised(codes: Tensor, scales: Tensor, row_max: Tensor, values: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols]. `codes` u8 [rows, width], `scales` u8 [rows, width / 32], `row_max` fp32 [rows, 1]; `values`:
     what the 16 codes stand for, fp32.
@@ -38,8 +41,6 @@ def dequantised(codes: Tensor, scales: Tensor, row_max: Tensor, values: Tensor, 
     rows, width = codes.shape
     weight = torch.empty(rows, cols, dtype=dtype, device=codes.device)
     if rows:
-        grid = (rows, triton.cdiv(width, _BYTES))
-        parts = codes.contiguous(), scales.contiguous(), row_max.contiguous()
-        numbers = width, scales.shape[1], cols, 255.0
-        _dequantised[grid](*parts, values, weight, *numbers, block=_BYTES, **AS_WRITTEN)  # pyright: ignore[reportIndexIssue]
+        tensors = codes.contiguous(), scales.contiguous(), row_max.contiguous(), values, weight
+        _dequantise((rows, -(-width // _BYTES), 1), tensors, (width, scales.shape[1], cols, 255.0), _BYTES)
     return weight

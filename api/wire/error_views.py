@@ -158,7 +158,7 @@ def _what_instead(request: Request) -> str:
     path = request.url.path.rstrip("/")
     if other := _OTHER_ROUTES.get(path):
         return f": {other}. /docs lists all routes."
-    is_azures = path.startswith("/openai/")
+    is_azures = path.startswith("/openai/") and not path.startswith("/openai/v1/")
     here = "/v1" + re.sub(r"^(/openai)?(/v1)*(/deployments/[^/]+(?=/))?", "", path)
     scope = {**request.scope, "path": here}
     if not any(_serves(route, scope) for route in request.app.router.routes if isinstance(route, Route)):
@@ -167,7 +167,7 @@ def _what_instead(request: Request) -> str:
         return f": it is {here} here. Use the client OpenAI, not AzureOpenAI, which also sends its key in another header."
     if here == path:
         return f": it is {here} here, without a slash at its end."
-    return f": it is {here} here. The base_url of a client ends in /v1."
+    return f": it is {here} here. The path of a client's base_url is /v1."
 
 
 def _serves(route: Route, scope: Scope) -> bool:

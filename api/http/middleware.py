@@ -58,7 +58,13 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", request_id.encode()), *_ALWAYS]
+                took = str(round((time.perf_counter() - started) * 1000)).encode()
+                headers = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                    (b"openai-processing-ms", took),
+                    *_ALWAYS,
+                ]
                 if rate := scope.get("state", {}).get("rate"):
                     headers += rate.headers()
                 given = {name for name, _ in headers}

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from api.http import sessions
 from api.page import formatting
 from api.page.inner_api import ApiError
+from api.wire.error_views import unknown_route
 
 FOLDER = Path(__file__).parent
 HEADERS = {
@@ -107,7 +108,11 @@ def to_sign_in(request: Request, error: Exception) -> Response:
 
     A browser that follows a link on another site sends no `SameSite=Strict` cookie, whether it has one or not: it gets a page
     that opens the same address again, from here.
+
+    A client whose address lacks /v1 gets a refusal: following to a page, it would take that for the answer.
     """
+    if _is_of_a_client(request):
+        return unknown_route(request)
     of_page = "hx-request" in request.headers
     there = _where_it_was(request, of_page)
     if not of_page and _comes_from_another_site(request):
@@ -131,6 +136,12 @@ def _comes_from_another_site(request: Request) -> bool:
     headers = request.headers
     is_followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return request.method == "GET" and is_followed and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+
+
+def _is_of_a_client(request: Request) -> bool:
+    """Return whether a program sends the request, by what no browser does: a key, and no wish for a page."""
+    headers = request.headers
+    return headers.get("authorization", "").lower().startswith("bearer ") and "text/html" not in headers.get("accept", "")
 
 
 def refusal(request: Request, error: Exception) -> Response:

@@ -81,7 +81,9 @@ _FORM = {
 
 
 async def _upload(request: Request, caller: Caller, services: Svc) -> AsyncIterator[ReceivedFile]:
-    async with received(request, services.settings.files_dir, services.settings.max_file_bytes) as upload:
+    instead = "Split it, or use /v1/uploads."
+    most = services.settings.max_file_bytes
+    async with received(request, services.settings.files_dir, most, part="file", instead=instead) as upload:
         yield upload
 
 

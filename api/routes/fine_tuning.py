@@ -78,6 +78,10 @@ class JobQuery(BaseModel):
 
     after: Cursor = None
     limit: Annotated[int, Field(ge=1, le=100)] = 20
+    metadata: Annotated[
+        str | None,
+        Field(description="`metadata[key]=value`: only jobs with this pair. `metadata=null`: only jobs without any."),
+    ] = None
     status: State | None = None
     base: Annotated[str | None, Field(description="Name of a base model: only jobs that train on it.")] = None
     project: Annotated[str | None, Field(description="Id of a project: its jobs instead of those of the key's project.")] = None

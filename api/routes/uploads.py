@@ -98,7 +98,8 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
 
 async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[ReceivedFile]:
     upload = await in_thread(services.store.uploads.get_upload, caller.project_id, upload_id)
-    async with received(request, _folder(upload, services), MAX_PART_BYTES, part="data") as part:
+    instead = "Send it in more parts."
+    async with received(request, _folder(upload, services), MAX_PART_BYTES, part="data", instead=instead) as part:
         yield part
 
 

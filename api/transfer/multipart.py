@@ -51,8 +51,9 @@ class ReceivedFile:
 
 
 @asynccontextmanager
-async def received(request: Request, folder: Path, limit: int, *, part: str = "file") -> AsyncIterator[ReceivedFile]:
+async def received(request: Request, folder: Path, limit: int, *, part: str, instead: str) -> AsyncIterator[ReceivedFile]:
     """Read a multipart body with one file, in the part `part`, of at most `limit` bytes, into a temporary file in `folder`.
+    `instead`: a sentence that says what to do with a larger one.
 
     Raises SpecError naming the part, and OSError, for example if the disk is full. The temporary file is removed at the end.
     """
@@ -63,7 +64,7 @@ async def received(request: Request, folder: Path, limit: int, *, part: str = "f
         await drain(stream, limit)
         raise
     try:
-        form = _FormParser(descriptor, limit, part)
+        form = _FormParser(descriptor, limit, part, instead)
         try:
             await _feed(stream, form, _boundary(request, part))
         except (SpecError, OSError):
@@ -123,15 +124,14 @@ async def _feed(stream: AsyncIterator[bytes], form: _FormParser, boundary: bytes
     if not form.complete:
         raise SpecError("The multipart body ends early.", param=form.part)
     if not form.has_file:
-        message = f"{form.part} is required: a part of that name with a filename."
-        raise SpecError(message, param=form.part, code="missing_required_parameter")
+        raise form.no_file()
     await in_thread(form.finish)
 
 
 class _FormParser:
     """Callbacks of the parser, which collect small parts and write the file's bytes to a descriptor."""
 
-    def __init__(self, descriptor: int, limit: int, part: str) -> None:
+    def __init__(self, descriptor: int, limit: int, part: str, instead: str) -> None:
         self.part = part
         self.fields: dict[str, str] = {}
         self.filename = ""
@@ -142,6 +142,7 @@ class _FormParser:
         self.complete = False
         self._descriptor = descriptor
         self._limit = limit
+        self._instead = instead
         self._small_bytes = 0
         self._header_name = b""
         self._header_value = b""
@@ -170,6 +171,11 @@ class _FormParser:
             view = view[os.write(self._descriptor, view) :]
         view.release()
         self.buffer = bytearray()
+
+    def no_file(self) -> SpecError:
+        """Return the refusal of a body whose part has no filename, as a field of a form has none."""
+        message = f"{self.part} is required: a part of that name with a filename."
+        return SpecError(message, param=self.part, code="missing_required_parameter")
 
     def finish(self) -> None:
         self.flush()
@@ -211,7 +217,7 @@ class _FormParser:
             return
         self.bytes += end - start
         if self.bytes > self._limit:
-            message = f"{self.part}: larger than {self._limit} bytes. Split it, or use /v1/uploads."
+            message = f"{self.part}: larger than {self._limit} bytes. {self._instead}"
             raise SpecError(message, param=self.part, code="file_too_large")
         self.buffer += data[start:end]
 
@@ -228,5 +234,7 @@ class _FormParser:
     def _count(self, size: int) -> None:
         self._small_bytes += size
         if self._small_bytes > _MAX_FIELD_BYTES:
+            if self._part == self.part and not self.has_file:
+                raise self.no_file()
             message = f"The parts other than {self.part} hold more than {_MAX_FIELD_BYTES} bytes."
             raise SpecError(message, param=self._part or self.part)

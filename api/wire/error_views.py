@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from ft_service.errors import (
     AuthError,
@@ -44,6 +46,12 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
     FtError: (500, SERVER),
 }
 """HTTP status and `error.type` of each class; a class that is missing has its parent's."""
+
+_OTHER_ROUTES = {
+    "/v1/responses": "models are asked by POST /v1/chat/completions here",
+    "/v1/fine-tunes": "fine-tuning is /v1/fine_tuning/jobs",
+}
+"""Routes that OpenAI has or had, and what serves their purpose here."""
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -131,12 +139,39 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     operation = f"{request.method} {request.url.path}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return error_response(404, f"There is no route {operation}. /docs lists them.", kind=INVALID, code="unknown_url")
+        return unknown_route(request)
     if error.status_code == 405:
         headers["Allow"] = ", ".join(_methods(request))
         message = f"{operation}: this path takes {headers['Allow']}."
         return error_response(405, message, kind=INVALID, code="method_not_allowed", headers=headers)
     return error_response(error.status_code, str(error.detail), kind=INVALID, code="invalid_request", headers=headers)
+
+
+def unknown_route(request: Request) -> JSONResponse:
+    """Return the refusal of a path that no route has."""
+    message = f"There is no route {request.method} {request.url.path}{_what_instead(request)}"
+    return error_response(404, message, kind=INVALID, code="unknown_url")
+
+
+def _what_instead(request: Request) -> str:
+    """Return the end of the sentence that refuses an unknown route: what a client of OpenAI's API has to change."""
+    path = request.url.path.rstrip("/")
+    if other := _OTHER_ROUTES.get(path):
+        return f": {other}. /docs lists all routes."
+    is_azures = path.startswith("/openai/") and not path.startswith("/openai/v1/")
+    here = "/v1" + re.sub(r"^(/openai)?(/v1)*(/deployments/[^/]+(?=/))?", "", path)
+    scope = {**request.scope, "path": here}
+    if not any(_serves(route, scope) for route in request.app.router.routes if isinstance(route, Route)):
+        return ". /docs lists them."
+    if is_azures:
+        return f": it is {here} here. Use the client OpenAI, not AzureOpenAI, which also sends its key in another header."
+    if here == path:
+        return f": it is {here} here, without a slash at its end."
+    return f": it is {here} here. The path of a client's base_url is /v1."
+
+
+def _serves(route: Route, scope: Scope) -> bool:
+    return route.path.startswith("/v1/") and route.matches(scope)[0] != Match.NONE
 
 
 def _methods(request: Request) -> list[str]:

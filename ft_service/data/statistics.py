@@ -125,6 +125,8 @@ class Measure:
     training: TrainingOptions
     validation_split: float | None = None
     seed: int = 0
+    at_context: bool = False
+    """training.max_length is the base's context, to which it was limited."""
 
     @property
     def is_of_one_file(self) -> bool:
@@ -134,7 +136,8 @@ class Measure:
     @classmethod
     def of(cls, spec: JobSpec) -> Measure:
         assert spec.training_data is not None, "the job has a training file"
-        return cls(spec.training_data, spec.validation_data, spec.training, spec.validation_split, spec.seed)
+        limited = "training.max_length" in spec.chosen
+        return cls(spec.training_data, spec.validation_data, spec.training, spec.validation_split, spec.seed, limited)
 
 
 def items_of_steps(steps: int, batch: int, items: int) -> int:
@@ -215,19 +218,20 @@ def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
     """Sentences of advice, each with the lines or the option to change; none if there is nothing to change."""
     for file in (found.training, found.validation):
         if file is not None:
-            yield from _advice_on_file(file)
+            yield from _advice_on_file(file, asked)
     yield from _advice_on_validation(found, asked)
     yield from _advice_on_steps(found, asked.training)
 
 
-def _advice_on_file(file: FileStatistics) -> Iterator[str]:
+def _advice_on_file(file: FileStatistics, asked: Measure) -> Iterator[str]:
     if file.cut.count:
         lengths = file.lengths
         near = f", {lengths.p99} one in a hundred" if lengths.p99 < lengths.most else ""
-        yield (
-            f"{file.name}: {file.cut.text(file.word)} cut, {counted(file.lost_tokens, 'token')} lost. training.max_length: "
-            f"{lengths.most} would cut none{near}."
-        )
+        change = f"training.max_length: {lengths.most} would cut none{near}."
+        if asked.at_context:
+            longest = asked.training.max_length
+            change = f"The base's context is {longest:,} tokens: shorten or split them, or take a base with a longer one."
+        yield f"{file.name}: {file.cut.text(file.word)} cut, {counted(file.lost_tokens, 'token')} lost. {change}"
     if file.duplicates.count:
         yield (
             f"{file.name}: {file.duplicates.text(file.word)} with the same tokens as an earlier one, learned once for each "

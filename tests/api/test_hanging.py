@@ -18,7 +18,7 @@ from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
 from ft_service.graders import asking
 from ft_service.supervisor import worker_tasks
-from tests.support.rest.described import OPEN, filled, operations, tenant
+from tests.support.rest.described import OPEN, filled, needed, operations, tenant
 from tests.support.rest.receiver import hanging
 from tests.support.rest.service import Service
 
@@ -93,7 +93,7 @@ async def walked(service: Service, key: str, theirs: dict[str, str], outside: Ou
     async with httpx2.AsyncClient(base_url=service.url, trust_env=False, timeout=None, limits=limits) as client:
 
         async def ask(method: str, path: str, key: str) -> int:
-            sent: dict[str, Any] = {"json": bodies.get(path, {})} if method == "POST" else {"params": {"model": "tiny"}}
+            sent: dict[str, Any] = {"json": bodies.get(path, {})} if method == "POST" else {"params": needed(path)}
             headers = {"authorization": f"Bearer {key}"}
             return (await client.request(method, filled(path, theirs), headers=headers, **sent)).status_code
 

@@ -23,6 +23,7 @@ def test_a_request_is_one_line_of_the_log_with_its_id_and_job(
     fields: dict[str, Any] = record.__dict__["ft"]
     assert record.levelno == logging.INFO
     assert fields["job_id"] == job_id
+    assert 0 <= int(answer.headers["openai-processing-ms"]) <= fields["seconds"] * 1000 + 1
     assert fields["status"] == answer.status_code
     assert fields["route"] == "/v1/fine_tuning/jobs/{job_id}/events"
     assert fields["project_id"] == "default"

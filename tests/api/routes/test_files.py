@@ -60,6 +60,14 @@ def test_bytes_from_memory_need_no_name(service: Service, client: openai.OpenAI)
         assert client.files.content(file.id).content == TRAINING
 
 
+def test_a_file_without_a_name_is_asked_for_one(client: openai.OpenAI) -> None:
+    """Whatever its size: without a name it is a field of the form, and those are small."""
+    for body in (TRAINING, TRAINING * 1000):
+        with pytest.raises(openai.BadRequestError, match="file is required: a part of that name with a filename") as caught:
+            client.files.create(file=("", body), purpose="fine-tune")
+        assert (caught.value.param, caught.value.code) == ("file", "missing_required_parameter")
+
+
 def test_files_are_paged_in_both_orders(service: Service, client: openai.OpenAI) -> None:
     ids = [client.files.create(file=(f"{n}.jsonl", TRAINING), purpose="fine-tune").id for n in range(5)]
 

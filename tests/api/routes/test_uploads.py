@@ -216,7 +216,7 @@ def test_the_room_that_uploads_take_is_bounded(
     monkeypatch.setattr("api.routes.uploads.MAX_PART_BYTES", 50_000)
     monkeypatch.setattr("api.routes.uploads.MAX_PENDING", 2)
     upload_id = start(client, 60_000)
-    with pytest.raises(openai.BadRequestError, match="larger than 50000") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"larger than 50000 bytes\. Send it in more parts") as caught:
         send(client, upload_id, BODY[:50_001])
     assert caught.value.param == "data"
     send(client, upload_id, BODY[:50_000], BODY[:50_000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -86,6 +87,43 @@ def test_unknown_routes_and_wrong_methods_have_the_same_body(service: Service) -
     answer = service.http("PUT", "/v1/files")
     assert check_error(answer, 405)["code"] == "method_not_allowed"
     assert answer.headers["allow"] == "GET, POST"
+
+
+@pytest.mark.parametrize(
+    ("address", "instead"),
+    [
+        ("", "it is /v1/models here. The path of a client's base_url is /v1."),
+        ("/v1/v1", "it is /v1/models here. The path of a client's base_url is /v1."),
+        ("/openai/v1", "it is /v1/models here. The path of a client's base_url is /v1."),
+        ("/v2", "/docs lists them."),
+    ],
+)
+def test_a_client_with_another_address_is_told_the_right_one(service: Service, address: str, instead: str) -> None:
+    """Also where the page has an address of this name, whose sign-in the client would read as the answer."""
+    client = openai.OpenAI(base_url=f"{service.url}{address}", api_key=service.key, max_retries=0)
+    with pytest.raises(openai.NotFoundError, match=re.escape(instead)) as caught:
+        client.models.list()
+    assert caught.value.code == "unknown_url"
+
+
+def test_what_azures_client_and_other_routes_of_openai_serve_is_named(service: Service, client: openai.OpenAI) -> None:
+    azures = openai.AzureOpenAI(azure_endpoint=service.url, api_key=service.key, api_version="2024-10-21", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match=r"it is /v1/fine_tuning/jobs here\. Use the client OpenAI, not AzureOpenAI"):
+        azures.fine_tuning.jobs.list()
+    with pytest.raises(openai.NotFoundError, match="it is /v1/chat/completions here"):
+        azures.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}])
+    with pytest.raises(openai.NotFoundError, match="asked by POST /v1/chat/completions"):
+        client.responses.create(model="tiny", input="hello")
+    error = check_error(service.http("GET", "/v1/files/"), 404)
+    assert error["message"].endswith("it is /v1/files here, without a slash at its end.")
+
+
+def test_a_query_parameter_that_a_route_does_not_have_is_refused(service: Service, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="it takes after, base, limit, metadata, project, status") as caught:
+        client.fine_tuning.jobs.list(extra_query={"order": "asc"})
+    assert (caught.value.param, caught.value.code) == ("order", "unknown_parameter")
+    assert check_error(service.http("GET", "/v1/fine_tuning/jobs/x?include=a"), 400)["param"] == "include"
+    assert list(client.fine_tuning.jobs.list(extra_query={"metadata[a]": "b", "limit": 5})) == []
 
 
 def test_allow_names_every_method_of_a_path(service: Service) -> None:

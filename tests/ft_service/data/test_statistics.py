@@ -62,6 +62,12 @@ def test_nothing_is_said_where_all_is_well() -> None:
             "one in a hundred.",
         ),
         (
+            found(like_fine(cut=Lines(1, (1,)), lost_tokens=1200)),
+            replace(asked(max_length=128), at_context=True),
+            "a.jsonl: 1 sample (line 1) cut, 1,200 tokens lost. The base's context is 128 tokens: shorten or split them, or "
+            "take a base with a longer one.",
+        ),
+        (
             found(like_fine(duplicates=Lines(1, (8,)))),
             asked(),
             "a.jsonl: 1 sample (line 8) with the same tokens as an earlier one, learned once for each copy. Remove them, "

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.data.statistics import Measure
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import Ranks, keep_choices
 from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu
 from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.spec import DataFileRef
 from tests.support.bases import LLAMA_8B, plan_of, save_base, settle_for, spec_on
 from tests.support.plans import AUTO, CHATS, HOST, MACHINE, open_spec
 
@@ -81,6 +83,9 @@ def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> Non
     assert settle_for(unsaid, machine_of_gpu("unknown", 0)).spec.training.max_length == 128
     said = open_spec(tmp_path, "tiny", training={"max_length": 4096})
     assert settle_for(said, HOST).spec.training.max_length == 4096
+    data = {"training_data": DataFileRef(name="a.jsonl", path="a.jsonl", sha256="a")}
+    specs = (settled.spec, settle_for(said, HOST).spec)
+    assert [Measure.of(spec.model_copy(update=data)).at_context for spec in specs] == [True, False], "for advice on what is cut"
     assert settle_for(spec_on(save_base(tmp_path / "8b", LLAMA_8B)), HOST).spec.training.max_length == 2048
     begun = unsaid.model_copy(update={"training": unsaid.training.model_copy(update={"max_length": 2048})})
     assert settle_for(keep_choices(unsaid, begun), HOST).spec.training.max_length == 2048, "its samples are those it began with"

@@ -73,6 +73,12 @@ def tenant(service: Service, project_id: str, key: str, url: str = "http://secre
     }
 
 
+def needed(path: str) -> dict[str, str]:
+    """The query without which a path answers nothing: what there is to learn of a file depends on the base."""
+    of_a_base = path.startswith("/v1/files/") and path.endswith(("/samples", "/statistics"))
+    return {"model": "tiny"} if of_a_base else {}
+
+
 def ask(service: Service, method: str, path: str, key: str) -> Any:
-    sent: dict[str, Any] = {"json": {}} if method == "POST" else {"params": {"model": "tiny"}}  # which samples of a file need
+    sent: dict[str, Any] = {"json": {}} if method == "POST" else {"params": needed(path)}
     return service.http(method, path, key=key, **sent)

@@ -35,6 +35,8 @@ def test_without_a_session_there_is_only_the_door(service: Service) -> None:
         ):
             answer = browser.get(path)
             assert (answer.status_code, answer.headers["location"]) == (303, door)
+        behind_a_proxy = {"authorization": "Bearer of-the-proxy", "accept": "text/html,*/*;q=0.8"}
+        assert browser.get("/models", headers=behind_a_proxy).status_code == 303, "a program asks for no page"
         part = browser.get("/page/live/jobs", headers={"hx-request": "true"})
         assert (part.status_code, part.headers["hx-redirect"]) == (401, "/sign-in")
 

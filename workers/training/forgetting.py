@@ -168,9 +168,9 @@ class _Measurement:
 
     def _written(self, questions: Sequence[Question]) -> list[list[int]]:
         """The base's answers to this rank's questions, as far as there is time."""
-        runtime, packed = self.context.runtime, self.context.limits.packed
+        runtime = self.context.runtime
         own = [question.ids for question in questions[runtime.rank :: runtime.world]]
-        decoding = GreedyDecoding(TOKENS_AT_ONCE, ends_of(questions, self._tokenizer), packed)
+        decoding = GreedyDecoding.of(self.context, TOKENS_AT_ONCE, ends_of(questions, self._tokenizer))
         written: list[list[int]] = [[] for _ in own]
         for before in range(0, ANSWER_TOKENS, TOKENS_AT_ONCE):
             if self._beyond(0.8):

@@ -40,6 +40,8 @@ PICKLED = (
 )
 MOST_PER_HOST = 64
 """Ranks that a job may have on a host, whatever the machine."""
+_MORE_POSITIONS = 8
+"""Rows at most that an embedding of positions has besides those of tokens: OPT counts from 2."""
 _SHORT = 256
 """Tokens below which a plan does not propose to cut samples."""
 
@@ -128,10 +130,12 @@ def plan_job(
     """A job's plan, with "auto" options chosen for the machine. `lengths`: lengths of the training data, if it was read.
     `most_per_host`: ranks that the job may have on a host; no change asks for more.
 
-    Raises SpecError for a base whose tokenizer has ids without a row, and for a pattern or module name that matches nothing.
+    Raises SpecError for a base whose tokenizer has ids without a row, for samples longer than the positions that a base has
+    learned, and for a pattern or module name that matches nothing.
     """
     folder = Path(spec.model.path)
     refuse_ids_without_row(base, folder)
+    _refuse_without_position(base, spec, lengths)
     draft = _plan(base, spec, machine, lengths)
     if not base.downloaded:
         from ft_service.bases.catalogue import pickled_weights  # with YAML, which commands that only show a plan need not
@@ -144,6 +148,23 @@ def plan_job(
     if draft.fits is None:
         return draft
     return replace(draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host)))
+
+
+def _refuse_without_position(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> None:
+    """Raise SpecError for samples with more tokens than positions for each of which the base has learned a vector, as GPT-2 and
+    OPT: training would fail at the first of them. Rotary positions have no end.
+    """
+    positions, longest = base.dimensions.max_positions, lengths and lengths.longest
+    if positions is None or longest is None or min(longest, spec.training.max_length) <= positions:
+        return
+    others = [weight for weight in base.weights if weight.kind == "embedding" and weight.module != base.outer.embedding]
+    learned = next((weight for weight in others if 0 <= weight.rows - positions <= _MORE_POSITIONS), None)
+    if learned is not None:
+        raise SpecError(
+            f"training.max_length = {spec.training.max_length}: the longest sample has {longest} tokens, and the base has "
+            f"learned {positions} positions ({learned.name}), and can read no more. Set it to {positions}.",
+            param="training.max_length",
+        )
 
 
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:

@@ -19,8 +19,6 @@ _ELEMENTS = 4096
 """Numbers that a program has at a time, where a row is shorter."""
 _HEADS = 8
 """Heads that a program rotates at a time."""
-WIDEST = 16384
-"""Most columns of a norm: a program has a row in its registers."""
 
 
 @triton.jit

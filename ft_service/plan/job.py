@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.description import Description
-from ft_service.bases.module_rules import ROUTERS, converted, named_apart, staying
+from ft_service.bases.module_rules import ROUTERS, converted, named_apart, refuse_without_position, staying
 from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle_on
@@ -40,8 +40,6 @@ PICKLED = (
 )
 MOST_PER_HOST = 64
 """Ranks that a job may have on a host, whatever the machine."""
-_MORE_POSITIONS = 8
-"""Rows at most that an embedding of positions has besides those of tokens: OPT counts from 2."""
 _SHORT = 256
 """Tokens below which a plan does not propose to cut samples."""
 
@@ -151,20 +149,10 @@ def plan_job(
 
 
 def _refuse_without_position(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> None:
-    """Raise SpecError for samples with more tokens than positions for each of which the base has learned a vector, as GPT-2 and
-    OPT: training would fail at the first of them. Rotary positions have no end.
-    """
-    positions, longest = base.dimensions.max_positions, lengths and lengths.longest
-    if positions is None or longest is None or min(longest, spec.training.max_length) <= positions:
-        return
-    others = [weight for weight in base.weights if weight.kind == "embedding" and weight.module != base.outer.embedding]
-    learned = next((weight for weight in others if 0 <= weight.rows - positions <= _MORE_POSITIONS), None)
-    if learned is not None:
-        raise SpecError(
-            f"training.max_length = {spec.training.max_length}: the longest sample has {longest} tokens, and the base has "
-            f"learned {positions} positions ({learned.name}), and can read no more. Set it to {positions}.",
-            param="training.max_length",
-        )
+    """Raise SpecError for counted samples as `refuse_without_position`."""
+    longest = min(lengths.longest, spec.training.max_length) if lengths and lengths.longest else 0
+    others = {w.name: w.rows for w in base.weights if w.kind == "embedding" and w.module != base.outer.embedding}
+    refuse_without_position(longest, base.dimensions.max_positions, others)
 
 
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:

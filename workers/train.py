@@ -225,7 +225,7 @@ def _carry_out_commands(
         steps = RolloutSchedule.of(runtime.spec, *map(len, data)).total_steps
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
-    watch = AdapterWatch(job, reporter.warn)
+    watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
     loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
     finished, checkpoint = loop.run()
     if not finished:

@@ -87,7 +87,7 @@ from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
 from workers.training.forgetting import measure_forgetting, seconds_of_job
-from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
+from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids, check_positions
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of, settle_attention
@@ -164,6 +164,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         reporter.message(sentence)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
     built = prepared.built
+    check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
     for text in origins.record(runtime.run, spec, built, train_set, valid_set, parent, prepared.resident):
@@ -224,7 +225,7 @@ def _carry_out_commands(
         steps = RolloutSchedule.of(runtime.spec, *map(len, data)).total_steps
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
-    watch = AdapterWatch(job, reporter.warn)
+    watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
     loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
     finished, checkpoint = loop.run()
     if not finished:

@@ -22,6 +22,9 @@ attend to."""
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
 """Last parts of module names that PEFT, in a mixture of experts, takes for experts or their router in any place."""
 
+_MORE_POSITIONS = 8
+"""Most rows of an embedding of positions besides those of positions: OPT counts from 2."""
+
 Value = TypeVar("Value", int, float)
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -199,6 +202,24 @@ def refuse_dora(use_dora: bool, what: Sequence[str]) -> None:
         raise SpecError(
             f"lora.use_dora = True: PEFT has no DoRA for adapters on {what[0]}, parameters to it: leave it out.",
             param="lora.use_dora",
+        )
+
+
+def refuse_without_position(longest: int, positions: int | None, embeddings: Mapping[str, int]) -> None:
+    """Raise SpecError for samples with more tokens than positions for each of which a base has learned a vector (GPT-2, OPT):
+    training would fail at the first of them. Rotary positions have no end.
+
+    `longest`: tokens of the longest sample, once it is cut; `positions`: of the base, None: it does not say; `embeddings`:
+    weights of embeddings other than the tokens' → their rows.
+    """
+    if positions is None or longest <= positions:
+        return
+    learned = next((name for name, rows in embeddings.items() if 0 <= rows - positions <= _MORE_POSITIONS), None)
+    if learned is not None:
+        raise SpecError(
+            f"training.max_length: the longest sample has {longest} tokens, and the base has learned {positions} positions "
+            f"({learned}) and can read no more. Set it to {positions}, to which longer samples are cut.",
+            param="training.max_length",
         )
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
 from ft_service.control.job_placement import Interval
@@ -28,7 +26,7 @@ from ft_service.meters import Meters
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Desired
 from ft_service.settings import Settings
-from ft_service.spec import JobOptions, LoraOptions, spec_error
+from ft_service.spec import LoraOptions
 from ft_service.spec.request import parse_client_loop
 from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.storage.locations import Places
@@ -154,10 +152,9 @@ def read_options(path: Path | None) -> dict[str, Any]:
         text = f"FT_TINKER_OPTIONS = {path}: {sections}, and there is: {', '.join(map(str, wrong))}."
         raise SpecError(text, param="FT_TINKER_OPTIONS")
     try:
-        JobOptions.model_validate(options)
-    except ValidationError as error:
-        why = spec_error(error, JobOptions).message
-        raise SpecError(f"FT_TINKER_OPTIONS = {path}: {why}", param="FT_TINKER_OPTIONS") from None
+        parse_client_loop({"model": "any", **options})
+    except SpecError as error:
+        raise SpecError(f"FT_TINKER_OPTIONS = {path}: {error.message}", param="FT_TINKER_OPTIONS") from None
     return options
 
 

@@ -23,7 +23,7 @@ from ft_service.bases.module_rules import staying
 from ft_service.plan.machines import LINK_EFFICIENCY, Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
-from ft_service.plan.speed import PASSES, dequantised_bytes, flops_per_token, launch_seconds, wire_bytes
+from ft_service.plan.speed import PASSES, dequantised_bytes, efficiency, flops_per_token, launch_seconds, wire_bytes
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout
 from ft_service.spec import AS_PUBLISHED, FormatChoice, JobSpec
 
@@ -178,8 +178,8 @@ class _Paces:
         self._dequantised = dequantised_bytes(job)
         self._layers, self._on_gpu = job.base.dimensions.layers, not machine.shared_memory
         self._sharded = _SHARDED if job.layout.shard > 1 else 1.0
-        flops, self._memory_bandwidth, link = _figures(machine)
-        self._per_second = flops * machine.efficiency
+        self._flops_of_machine, self._memory_bandwidth, link = _figures(machine)
+        self._efficiency = partial(efficiency, job, machine)
         across_hosts = job.layout.shard > job.spec.world_size // job.spec.distributed.nnodes
         self._link = min(link, _NETWORK_BANDWIDTH) if across_hosts else link
 
@@ -188,7 +188,8 @@ class _Paces:
         rounds = -(-batches.step_tokens // batches.tokens)
         wire = self._wire(rounds)
         flops = self._flops(batches.length, checkpointed=mode == "full") * _RECOMPUTED[mode]
-        compute = batches.step_tokens * flops / self._per_second * self._sharded
+        reached = self._flops_of_machine * self._efficiency(batches, mode)
+        compute = batches.step_tokens * flops / reached * self._sharded
         moved = (rounds * PASSES[mode] * self._dequantised + 2 * wire.gather) / self._memory_bandwidth
         launched = launch_seconds(rounds, self._layers, mode, gpu=self._on_gpu)
         wired = wire.total / (self._link * LINK_EFFICIENCY)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.description import Description
-from ft_service.bases.module_rules import ROUTERS, converted, named_apart, staying
+from ft_service.bases.module_rules import ROUTERS, converted, named_apart, refuse_without_position, staying
 from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle_on
@@ -128,10 +128,12 @@ def plan_job(
     """A job's plan, with "auto" options chosen for the machine. `lengths`: lengths of the training data, if it was read.
     `most_per_host`: ranks that the job may have on a host; no change asks for more.
 
-    Raises SpecError for a base whose tokenizer has ids without a row, and for a pattern or module name that matches nothing.
+    Raises SpecError for a base whose tokenizer has ids without a row, for samples longer than the positions that a base has
+    learned, and for a pattern or module name that matches nothing.
     """
     folder = Path(spec.model.path)
     refuse_ids_without_row(base, folder)
+    _refuse_without_position(base, spec, lengths)
     draft = _plan(base, spec, machine, lengths)
     if not base.downloaded:
         from ft_service.bases.catalogue import pickled_weights  # with YAML, which commands that only show a plan need not
@@ -144,6 +146,13 @@ def plan_job(
     if draft.fits is None:
         return draft
     return replace(draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host)))
+
+
+def _refuse_without_position(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> None:
+    """Raise SpecError for counted samples as `refuse_without_position`."""
+    longest = min(lengths.longest, spec.training.max_length) if lengths and lengths.longest else 0
+    others = {w.name: w.rows for w in base.weights if w.kind == "embedding" and w.module != base.outer.embedding}
+    refuse_without_position(longest, base.dimensions.max_positions, others)
 
 
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:

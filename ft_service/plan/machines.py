@@ -49,12 +49,7 @@ class Machine:
     """Whether the workers' fused kernels are known to compute there: they need bf16, and are made for NVIDIA's GPUs. Without
     them layers need more memory."""
     by_cudnn: bool = False
-    """Whether the workers give attention of long rows to cuDNN, whose backward writes gradients of scores."""
-
-    @property
-    def efficiency(self) -> float:
-        """Share of `flops` that training reaches."""
-        return EFFICIENCY_BY_CUDNN if self.by_cudnn else EFFICIENCY
+    """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in ft_service/plan/memory.py)."""
 
 
 _BY_CUDNN = ("GH200", "H200", "H200-NVL", "H100", "H100-NVL", "H100-PCIe")

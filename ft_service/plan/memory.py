@@ -61,6 +61,8 @@ ATTENTION_WIDEST = 128
 """Channels of a head at most, for cuDNN to compute its attention."""
 ATTENTION_MULTIPLE = 16
 """Channels of which those of such a head are a multiple."""
+ATTENTION_SHORTEST = 128
+"""Tokens that the samples of a row have at least, on average, for cuDNN: with shorter ones its calls are many."""
 ATTENTION_LENGTH = 1024
 """Tokens that a sample is taken to have at least in cuDNN's backward, in a lot with samples of like length."""
 FP8_BACKWARD_BYTES = 3
@@ -284,14 +286,24 @@ def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machin
     workers/layers/cudnn_attention.py). 0: PyTorch's kernel computes it.
     """
     shape, tokens = job.base.dimensions, batches.tokens
-    spec = job.spec
-    wanted = spec.precision.compute == "bf16" and spec.training.packing and spec.distributed.compile is not True
-    width = shape.q // shape.heads
-    if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS or width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE:
+    if not attends_by_cudnn(job, machine, tokens, batches.length):
         return 0
     length = max(ATTENTION_LENGTH, next_power(min(batches.length, tokens)))
     scores = min(ATTENTION_SCORE_BYTES, 4 * next_power(tokens) * shape.heads * length)
     return scores + (2 * FP32_BYTES * next_power(tokens) * shape.q if shape.kv < shape.q else 0)
+
+
+def attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length: int) -> bool:
+    """Whether cuDNN computes the attention of rows of so many tokens, with samples of `length`, unless checkpointing is
+    selective: `takes` in workers/layers/cudnn_attention.py, which also wants samples that are no longer than a layer's window.
+    """
+    shape, spec = job.base.dimensions, job.spec
+    packed = spec.training.packing and job.base.padded_because is None
+    wanted = spec.precision.compute == "bf16" and packed and spec.distributed.compile is not True
+    if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS or length < ATTENTION_SHORTEST:
+        return False
+    width = shape.q // shape.heads
+    return width <= ATTENTION_WIDEST and width % ATTENTION_MULTIPLE == 0
 
 
 def next_power(number: int) -> int:

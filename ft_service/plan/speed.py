@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ft_service.bases.description import Description, Weight
-from ft_service.plan.machines import LINK_EFFICIENCY, Machine
-from ft_service.plan.memory import MicroBatches, multiplied_in_fp8
+from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
+from ft_service.plan.memory import MicroBatches, attends_by_cudnn, multiplied_in_fp8
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 
 FP8_GAIN = 1.26
@@ -121,6 +121,13 @@ def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length:
     return 4 * (n + h) + 6 * a + 6 * attention + of_head
 
 
+def efficiency(job: ShardedJob, machine: Machine, batches: MicroBatches, mode: str) -> float:
+    """Share of a machine's `flops` that training in these micro-batches reaches. `mode`: activation checkpointing; selective,
+    it does without cuDNN's attention."""
+    cudnn = mode != "selective" and attends_by_cudnn(job, machine, batches.samples * batches.length, batches.length)
+    return EFFICIENCY_BY_CUDNN if cudnn else EFFICIENCY
+
+
 def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:
     """Seconds until all of a step's work is launched. `mode`: activation checkpointing."""
     return rounds * layers * _LAUNCHED[mode] * (LAUNCH_SECONDS if gpu else DISPATCH_SECONDS)
@@ -141,7 +148,7 @@ def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: in
     mode = job.spec.distributed.checkpointing
     in_fp8 = {s.weight for s in multiplied_in_fp8(job, machine) if s.weight.kind == "linear"}
     flops -= int((1 - 1 / FP8_GAIN) * 2 * PASSES[mode] * sum(weight.numel for weight in in_fp8))
-    compute = batches.step_tokens * flops / (machine.flops * machine.efficiency)
+    compute = batches.step_tokens * flops / (machine.flops * efficiency(job, machine, batches, mode))
     moved = dequantised_bytes(job, in_fp8)
     dequantise = batches.rounds * PASSES[mode] * moved / machine.memory_bandwidth
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
@@ -162,7 +169,7 @@ def sampling_seconds(machine: Machine, base: Description, stored: int, answers: 
         return None
     shape = base.dimensions
     met = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable) + shape.vocabulary * shape.hidden
-    return longest * max(stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * machine.efficiency))
+    return longest * max(stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * EFFICIENCY))
 
 
 def _met_by_token(base: Description, numel: int, kind: str) -> int:

@@ -42,20 +42,24 @@ NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
 }
 """Values that this version refuses: (dotted name, value) → what to do instead."""
 
+_NOT_OF_SAMPLED = (
+    ("training", "neftune_noise_alpha", "noise would make the trainer another model than the sampler. Leave it out"),
+    ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
+)
 _NOT_OF_REINFORCEMENT = (
+    *_NOT_OF_SAMPLED,
     ("", "validation_split", "give a validation_file, whose prompts are answered and graded"),
     ("", "evaluation", "a validation_file is answered and graded in its place. Leave it out"),
     ("training", "train_on", "the answers are the model's own. Leave it out"),
     ("training", "group_by_length", "answers have no length before they are sampled. Leave it out"),
-    ("training", "neftune_noise_alpha", "noise would make the trainer another model than the sampler. Leave it out"),
     ("training", "eval_steps", "it has method.reinforcement.hyperparameters.eval_interval. Use that"),
     ("training", "early_stopping_patience", "it goes by validation loss. Use load_best_model_at_end, which goes by reward"),
-    ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
     ("lora", "use_dora", "the sampler takes A and B of LoRA only. Leave it out"),
     ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
     ("lora", "modules_to_save", "the sampler takes adapters of linear layers only. Leave it out"),
 )
-"""Section, option, and what to do instead."""
+_NOT_OF_METHOD = {"reinforcement": _NOT_OF_REINFORCEMENT, "tinker": _NOT_OF_SAMPLED}
+"""Method → section, option, and what to do instead."""
 
 SWEEP = "sweep"
 """The key in a body or a SPEC file that requests several jobs (ft_service/sweeps/search_space.py)."""
@@ -141,14 +145,12 @@ class JobRequest(JobOptions):
         return self
 
     @model_validator(mode="after")
-    def _possible_with_reinforcement(self) -> JobRequest:
-        if self.method.type != "reinforcement":
-            return self
-        for section, name, why in _NOT_OF_REINFORCEMENT:
+    def _possible_with_method(self) -> JobRequest:
+        for section, name, why in _NOT_OF_METHOD.get(self.method.type, ()):
             options = getattr(self, section) if section else self
             if name in options.model_fields_set and getattr(options, name) not in (None, False, 0, []):
                 place = f"{section}.{name}" if section else name
-                raise ValueError(f"{place} with method.type = 'reinforcement': {why}")
+                raise ValueError(f"{place} with method.type = '{self.method.type}': {why}")
         options, length = self.method.reinforcement_options(), self.training.max_length
         longest = None if options is None else options.max_completion_length
         if longest is not None and longest >= length:

@@ -198,7 +198,13 @@ def test_a_wrong_setting_of_the_workers_is_refused_at_the_start(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("[]", "it is no mapping"), ("model: x", "model"), ("lora: {rank: 8}", "rank"), ("training: {max_length: 0}", "at least")],
+    [
+        ("[]", "it is no mapping"),
+        ("model: x", "model"),
+        ("lora: {rank: 8}", "rank"),
+        ("training: {max_length: 0}", "at least"),
+        ("lora: {lora_dropout: 0.1}", "than the sampler"),
+    ],
 )
 def test_wrong_options_of_tinkers_models_are_refused_at_the_start(tmp_path: Path, content: str, said: str) -> None:
     """Else clients are told, who cannot change them."""

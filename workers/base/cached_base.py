@@ -151,7 +151,7 @@ class BaseCache:
             return str(error)
 
     def _publish(self, staged: CacheEntry, files: list[CacheFile], loaded: Loaded, failed: list[str]) -> str:
-        """Make the entry visible. Returns why that failed; None: it is there."""
+        """Make the entry visible. Returns why that failed; empty: it is there."""
         try:
             if not failed:
                 weights = {name: dict(getattr(loaded, name)) for name in OF_WEIGHTS}

@@ -48,7 +48,6 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
-    pairs, length = spec.dpo is not None, spec.longest_sample
     given, file = spec.training_data, spec.validation_data
     if given is None:
         return TokenSet.of([]), TokenSet.of([])
@@ -58,17 +57,21 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
         validation = None if file is None else _samples(run, spec, file, make, warn)
     if (split := Split.of(spec)) is not None:
         file = given
-        training, validation = split_off(training, split, file.name, pairs=pairs)
-    used = trainable(_whole(training, spec), given, length, pairs=pairs)
+        training, validation = split_off(training, split, file.name, pairs=spec.dpo is not None)
+    used = as_trained(training, given, spec)
     if file is None or validation is None:
         return used, TokenSet.of([])
-    return used, trainable(_whole(validation, spec), file, length, pairs=pairs)
+    return used, as_trained(validation, file, spec)
 
 
-def _whole(samples: TokenSet, spec: JobSpec) -> TokenSet:
-    """What is learned whole in windows, of which none is cut; other samples as they are."""
+def as_trained(samples: TokenSet, file: DataFileRef, spec: JobSpec) -> TokenSet:
+    """The samples of a file as training and validation take them: what is learned whole in windows, other samples cut.
+
+    Raises DataError if none has anything to learn.
+    """
     split = spec.dpo is None and spec.reinforcement is None and are_whole(samples)
-    return in_windows(samples, spec.training.max_length) if split else samples
+    windows = in_windows(samples, spec.training.max_length) if split else samples
+    return trainable(windows, file, spec.longest_sample, pairs=spec.dpo is not None)
 
 
 def remove_own(run: RunDir) -> None:

@@ -24,6 +24,7 @@ from ft_service.plan.memory import (
     ATTENTION_LENGTH,
     ATTENTION_MULTIPLE,
     ATTENTION_SCORE_BYTES,
+    ATTENTION_SHORTEST,
     ATTENTION_TOKENS,
     ATTENTION_WIDEST,
     next_power,
@@ -41,8 +42,6 @@ CAPABILITY = (9, 0)
 """Compute capability of the GPUs on which it was measured."""
 MOST_SAMPLES = 64
 """Of a lot."""
-SHORTEST = 128
-"""Tokens that the samples of a row have at least, on average: with shorter ones lots are many, and each is a call."""
 _COMPARED = 300, 1100, 1, 70, 300
 """Tokens of the samples that are compared before a job begins: a full lot of four, which do not all follow each other, and one
 that is filled up."""
@@ -105,7 +104,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: At
     if width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE or value.shape != key.shape:
         return False
     assert bounds.starts is not None, "rows are packed"
-    if (len(bounds.starts) - 1) * SHORTEST > tokens:
+    if (len(bounds.starts) - 1) * ATTENTION_SHORTEST > tokens:
         return False
     if not ATTENTION_TOKENS <= tokens < 2**31 // (heads * width) or _kernels(query.device)[0] is None:
         return False

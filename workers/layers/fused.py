@@ -21,7 +21,7 @@ from workers.quant import gpu_kernels
 from workers.quant.direct_function import DirectFunction, once_differentiable
 
 WIDEST = 16384
-"""Most columns of a norm."""
+"""Most columns of a norm: a program has a row in its registers."""
 
 
 class Form(IntEnum):

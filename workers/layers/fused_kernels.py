@@ -22,8 +22,6 @@ _HEADS = 8
 """Heads that a program rotates at a time."""
 _GATED = 1024
 """Numbers of a gated feed-forward that a program has."""
-WIDEST = 16384
-"""Most columns of a norm: a program has a row in its registers."""
 
 
 @triton.jit

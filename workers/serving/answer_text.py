@@ -51,10 +51,6 @@ class AnswerText:
             self._look_for_stop(0)
         return self._give(len(self.whole))
 
-    @property
-    def kept_back(self) -> str:
-        return self.whole[self._given :]
-
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=not self._keep_special) if ids else ""
 

@@ -46,10 +46,6 @@ class KeyValueCache:
         forked.state = copy.deepcopy(self.state)
         return forked
 
-    @property
-    def bytes(self) -> int:
-        return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._layers.values())
-
 
 @dataclass
 class _LayerCache:

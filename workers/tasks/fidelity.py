@@ -19,15 +19,15 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_cache import find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.tokenize import trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError
 from ft_service.host.hardware import available_memory
 from ft_service.plan.quantities import bytes_text
+from ft_service.rundir.evaluations import finite_nats
 from ft_service.spec import DataFileRef, JobSpec, PrecisionOptions
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
-from workers.data.token_sets import tokenise
+from workers.data.token_sets import as_trained, tokenise
 from workers.model.build import build
 from workers.model.peft_adapter import PeftAdapter
 from workers.ranks.runtime import COMPUTE_DTYPE
@@ -105,13 +105,13 @@ def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
         with closing(found.entry):
             samples = found.samples
             chosen = samples if split is None else split_off(samples, split, file.name, pairs=pairs)[1]
-            return TokenSet.of(trainable(chosen, file, spec.training.max_length, pairs=pairs))
+            return TokenSet.of(as_trained(chosen, file, spec))
 
 
 def _loss(model: nn.Module, batches: list[Batch], compute: torch.dtype) -> float:
     settle_attention(model, batches[0].ids.device, compute)  # packed or not: which attention the architecture needs
     targets = sum(len(batch.targets) for batch in batches)
-    return Sums.read(evaluate(model.eval(), batches, world=1), targets).mean_loss
+    return finite_nats(Sums.read(evaluate(model.eval(), batches, world=1), targets).mean_loss)
 
 
 def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Module:

@@ -1,7 +1,8 @@
 """Answers to a few prompts before the first step, while training and after the last step.
 
 The ranks write them themselves, with the sharded model as it stands, so that no second copy of it is needed. Each rank has its
-share of the prompts. Tokens are the likeliest ones, and nothing is cached: each token is a forward of all unfinished answers.
+share of the prompts. Tokens are the likeliest ones, and nothing is cached: each token is a forward of all unfinished answers,
+or several where these have more tokens than a micro-batch.
 
 Before the first step the model is the base, or the tuned model that the job continues from: no adapter is switched off.
 """
@@ -9,8 +10,8 @@ Before the first step the model is the base, or the tuned model that the job con
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -33,11 +34,14 @@ from ft_service.spec import EvaluationOptions
 from ft_service.wording import counted
 from workers.base.rank_objects import by_first, from_all, from_first
 from workers.data.batches import make_batch
+from workers.data.micro_batches import MicroBatchLimits, share_out
+from workers.model.multimodal import causal_model, text_decoder
 from workers.output.publishing import write_document
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import reshard
 from workers.training.context import TrainingContext
 from workers.training.evaluation_prompts import Question, ends_of, text_of
+from workers.training.packing import TOKENS
 from workers.training.step import last_logits
 
 SHOWN = 300
@@ -76,6 +80,7 @@ class Evaluator:
         """Ask the model that training starts from, unless an earlier attempt did. False: it was stopped meanwhile."""
         self._begun = by_first(lambda: self._known(0))
         if self._begun is None:
+            self._tell_of_room()
             answers = self.ask(0)
             if answers is None:
                 return False
@@ -118,13 +123,24 @@ class Evaluator:
         training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):  # every token is of another length
-            decoding = GreedyDecoding(self._options.max_new_tokens, self._ends, self._context.limits.packed)
+            decoding = GreedyDecoding.of(self._context, self._options.max_new_tokens, self._ends)
             written = greedy(runtime, model, own, decoding, self._goes_on(step, seconds))
         model.train(training)
         if written is None:
             return None
         by_rank = from_all([text_of(tokens, self._tokenizer) for tokens in written])
         return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._questions))]
+
+    def _tell_of_room(self) -> None:
+        """Report prompts behind which the base's context has no room."""
+        room = room_of(self._context)
+        full = [number for number, own in enumerate(self._questions, 1) if room is not None and len(own.ids) >= room]
+        if full:
+            more = f" (and {len(full) - 1} more)" if len(full) > 1 else ""
+            self._context.reporter.warn(
+                f"evaluation.prompts: prompt {full[0]}{more} leaves no room for an answer in the base's context of {room:,} "
+                "tokens, and gets none."
+            )
 
     def _goes_on(self, step: int, seconds: float | None) -> Callable[[int], bool]:
         """Return a function of a token's number that says whether to continue. It reports progress: silence means a stall."""
@@ -187,6 +203,16 @@ def messages(found: Evaluation, *, everything: bool) -> list[str]:
     return lines
 
 
+def room_of(context: TrainingContext) -> int | None:
+    """Tokens that a prompt and its answer may have together: as many as the base has positions, or as a sample of the job.
+    None: the base does not say.
+
+    Behind its positions a base that learned a vector for each has none, and fails.
+    """
+    positions = getattr(text_decoder(causal_model(context.model)).config, "max_position_embeddings", None)
+    return max(positions, context.runtime.spec.training.max_length) if isinstance(positions, int) else None
+
+
 @dataclass(frozen=True)
 class GreedyDecoding:
     """How answers are written: always the likeliest token."""
@@ -194,8 +220,18 @@ class GreedyDecoding:
     max_new_tokens: int
     ends: Collection[int]
     """Tokens that end an answer, and are not part of it."""
-    packed: bool
-    """Whether unfinished answers share one packed row; False: each has a padded row."""
+    limits: MicroBatchLimits
+    """What a forward of unfinished answers may hold."""
+    room: int | None = None
+    """Tokens of a prompt and its answer together at most; None: any number."""
+
+    @classmethod
+    def of(cls, context: TrainingContext, max_new_tokens: int, ends: Collection[int]) -> GreedyDecoding:
+        """That of a job, whose micro-batches set the limits: but a forward without a backward keeps nothing, so that it has at
+        least the usual number of tokens, and however many samples.
+        """
+        limits = replace(context.limits, tokens=max(context.limits.tokens, TOKENS), samples=None)
+        return cls(max_new_tokens, ends, limits, room_of(context))
 
 
 @torch.no_grad()
@@ -212,32 +248,53 @@ def greedy(
     `goes_on` is called before every token, with its number from 1; once it returns False, the result is None.
     """
     written: list[list[int]] = [[] for _ in prompts]
-    open_ones = list(range(len(prompts)))
+    rows = [prompt.astype(np.int32) for prompt in prompts]
+    open_ones = [i for i, row in enumerate(rows) if _has_room(row, decoding)]
     for token_number in range(1, decoding.max_new_tokens + 1):
         if not goes_on(token_number):
             reshard(model)
             return None
-        if not _anywhere(bool(open_ones), runtime):
+        forwards = _forwards({i: len(rows[i]) for i in open_ones}, decoding.limits)
+        most = _most(len(forwards), runtime)
+        if not most:
             break
-        rows = [np.concatenate([prompts[i], np.array(written[i], dtype=np.int32)]) for i in open_ones]
-        none = [Tokens(row.astype(np.int32), np.zeros(len(row), dtype=bool)) for row in rows]
-        logits = last_logits(model, make_batch(none, runtime.device, packed=decoding.packed), [len(row) for row in rows])
-        following = logits.argmax(dim=-1).tolist()
-        for i, token in zip(list(open_ones), following, strict=True):
-            if token in decoding.ends:
-                open_ones.remove(i)
-            else:
-                written[i].append(token)
+        for members in [*forwards, *[[]] * (most - len(forwards))]:  # an empty one meets those of the other ranks
+            for i, token in zip(members, _next_tokens(runtime, model, [rows[i] for i in members], decoding), strict=True):
+                if token in decoding.ends:
+                    open_ones.remove(i)
+                else:
+                    written[i].append(token)
+                    rows[i] = np.append(rows[i], np.int32(token))
+        open_ones = [i for i in open_ones if _has_room(rows[i], decoding)]
     reshard(model)
     return written
 
 
-def _anywhere(here: bool, runtime: Runtime) -> bool:
+def _has_room(row: np.ndarray, decoding: GreedyDecoding) -> bool:
+    return decoding.room is None or len(row) < decoding.room
+
+
+def _forwards(lengths: Mapping[int, int], limits: MicroBatchLimits) -> list[list[int]]:
+    """Numbers of the rows of each forward. `lengths`: tokens of each row, by its number."""
+    numbers = list(lengths)
+    shared = share_out(list(lengths.values()), 1, limits) if numbers else []
+    return [[numbers[place] for place in places] for (places,) in shared]
+
+
+def _next_tokens(runtime: Runtime, model: nn.Module, rows: Sequence[np.ndarray], decoding: GreedyDecoding) -> list[int]:
+    """The likeliest token after each of some rows, by one forward."""
+    none = [Tokens(row, np.zeros(len(row), dtype=bool)) for row in rows]
+    batch = make_batch(none, runtime.device, packed=decoding.limits.packed)
+    return last_logits(model, batch, [len(row) for row in rows]).argmax(dim=-1).tolist()
+
+
+def _most(here: int, runtime: Runtime) -> int:
+    """The largest of the ranks' numbers."""
     if runtime.world == 1:
         return here
-    flag = torch.tensor([here], dtype=torch.uint8, device=runtime.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+    count = torch.tensor(here, device=runtime.device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return int(count)
 
 
 def _short(text: str) -> str:

@@ -25,7 +25,7 @@ from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import DataError
-from ft_service.rundir.evaluations import Forgetting
+from ft_service.rundir.evaluations import Forgetting, finite_nats
 from workers.base.rank_objects import from_all, from_first
 from workers.data.batches import Batch
 from workers.data.micro_batches import MicroBatchLimits
@@ -164,13 +164,14 @@ class _Measurement:
         sums = evaluate(self.context.model, self._share(few).batches(objective, items), runtime.world, _divergence)
         divergence, same = sums.tolist()
         tokens = objective.divisor(items)
-        return {"answer_tokens": tokens, "divergence": max(0.0, divergence / tokens), "agreement": same / tokens}
+        nats = max(0.0, finite_nats(divergence / tokens))
+        return {"answer_tokens": tokens, "divergence": nats, "agreement": same / tokens}
 
     def _written(self, questions: Sequence[Question]) -> list[list[int]]:
         """The base's answers to this rank's questions, as far as there is time."""
-        runtime, packed = self.context.runtime, self.context.limits.packed
+        runtime = self.context.runtime
         own = [question.ids for question in questions[runtime.rank :: runtime.world]]
-        decoding = GreedyDecoding(TOKENS_AT_ONCE, ends_of(questions, self._tokenizer), packed)
+        decoding = GreedyDecoding.of(self.context, TOKENS_AT_ONCE, ends_of(questions, self._tokenizer))
         written: list[list[int]] = [[] for _ in own]
         for before in range(0, ANSWER_TOKENS, TOKENS_AT_ONCE):
             if self._beyond(0.8):
@@ -215,4 +216,4 @@ def _answered(prompt: np.ndarray, answer: Sequence[int]) -> Tokens:
 
 def _perplexity(loss: float) -> float:
     """exp(loss), as a number that JSON can hold."""
-    return math.exp(min(loss, 100.0)) if not math.isnan(loss) else math.exp(100.0)
+    return math.exp(finite_nats(loss))

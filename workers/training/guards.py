@@ -18,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ft_service.bases.adapter_names import is_lora
+from ft_service.bases.module_rules import refuse_without_position
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import SpecError
 from workers.base.load import own_rows, plain_name
 from workers.job.training_state import JobState
+from workers.model.multimodal import causal_model, text_decoder
 from workers.model.whole_modules import EmbeddedRows
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import TrainingError
@@ -90,6 +92,22 @@ def check_ids(samples: TokenSet, rows: int) -> None:
             param="model",
             code="vocabulary_too_small",
         )
+
+
+def check_positions(model: nn.Module, *sets: TokenSet) -> None:
+    """Raises SpecError for samples that the loaded model has no positions for (`refuse_without_position`): the plan knows them
+    only once they are counted.
+    """
+    causal = causal_model(model)
+    positions = getattr(text_decoder(causal).config, "max_position_embeddings", None)
+    tokens = causal.get_input_embeddings()
+    others = {
+        f"{plain_name(name)}.weight": module.num_embeddings
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.Embedding) and module is not tokens
+    }
+    longest = max((int(samples.lengths.max()) for samples in sets if len(samples)), default=0)
+    refuse_without_position(longest, positions if isinstance(positions, int) else None, others)
 
 
 def _own_parameters(group: Any) -> Iterator[tuple[str, nn.Parameter]]:

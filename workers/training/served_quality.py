@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.bases.adapter_names import is_lora
 from ft_service.host.hardware import available_memory
-from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality
+from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality, finite_nats
 from ft_service.spec import JobSpec, PrecisionOptions
 from ft_service.wording import counted
 from workers.base.frozen_weights import Level
@@ -131,7 +131,7 @@ class Comparison:
             batches = RankShare.of(runtime, limits).batches(self.valid, items)
             sums = evaluate(model, batches, runtime.world, self.valid.loss_of(items))
         model.train(training)
-        return self.valid.read(sums.tolist(), items).mean_loss
+        return finite_nats(self.valid.read(sums.tolist(), items).mean_loss)
 
     def _ask(self, model: nn.Module, way: str, answers: dict[str, list[str]], step: int) -> None:
         """Add the answers of a way. Other jobs on the base wait meanwhile, since the model is none of theirs."""

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from ft_service.bases.description import Weight
+from ft_service.errors import SpecError
 from ft_service.plan.job import plan_job, training_time
 from ft_service.plan.machines import GIB, Machine
+from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import LLAMA_8B, describe, plan_of, save_base, save_fp8_index, spec_on
 from tests.support.plans import H100, plan_8b
 
@@ -89,3 +95,18 @@ def test_what_comes_before_the_steps_of_preferences_is_said(tmp_path: Path) -> N
     hints = plan_of(spec_on(folder, method={"type": "dpo"}), H100).hints
     assert [hint for hint in hints if "reference's log-probabilities" in hint]
     assert not [hint for hint in plan_of(spec_on(folder), H100).hints if "reference" in hint]
+
+
+@pytest.mark.parametrize(("rows", "longest", "refused"), [(64, 65, True), (66, 65, True), (64, 64, False), (2, 65, False)])
+def test_samples_longer_than_the_learned_positions_are_refused(rows: int, longest: int, refused: bool, tmp_path: Path) -> None:
+    """By what is learned of positions, and not of other things, and only once a sample needs more of them."""
+    spec = spec_on(save_base(tmp_path / "base", max_position_embeddings=64), training={"max_length": 128})
+    base = describe(spec.model.path)
+    positions = Weight("model.embed_positions", "weight", (rows, base.dimensions.hidden), "embedding", None)
+    base = replace(base, weights=(*base.weights, positions))
+    assert plan_job(base, spec, H100) is not None
+    if not refused:
+        assert plan_job(base, spec, H100, SampleLengths(1000, 20, longest)) is not None
+        return
+    with pytest.raises(SpecError, match=r"longest sample has 65 tokens, .* learned 64 positions \(model\.embed_positions"):
+        plan_job(base, spec, H100, SampleLengths(1000, 20, longest))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft_service.plan.machines import Machine
+from ft_service.plan.job import plan_job
+from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, MACHINES, Machine
 from ft_service.plan.speed import sampling_seconds
 from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import H100, plan_8b
@@ -91,6 +93,45 @@ def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_pat
     assert dequantised.compute_seconds == bf16.compute_seconds
 
 
+@pytest.mark.parametrize(
+    ("options", "cudnn"),
+    [
+        ({}, True),
+        ({"distributed": {"activation_checkpointing": "full"}}, True),
+        ({"distributed": {"activation_checkpointing": "selective"}}, False),
+        ({"distributed": {"compile": True}}, False),
+        ({"training": {"packing": False}}, False),
+        ({"training": {"per_device_train_batch_size": 1}}, False),
+        ({"training": {"max_length": 100, "tokens_per_micro_batch": 8192, "batch_size": 128}}, False),
+    ],
+)
+def test_the_higher_rate_is_that_of_jobs_whose_attention_cudnn_computes(
+    options: dict[str, Any], cudnn: bool, tmp_path: Path
+) -> None:
+    """Rows of 4,096 tokens and more, packed, of layers that are neither compiled nor seen by a dispatch mode."""
+    training = {"max_length": 2048, "batch_size": 4, "per_device_train_batch_size": 4, **options.get("training", {})}
+    plan = plan_8b(tmp_path, **{**options, "training": training})
+    assert plan.speed is not None
+    arithmetic = plan.batches.step_tokens * plan.flops_per_token / (989e12 * plan.speed.compute_seconds)
+    assert arithmetic == pytest.approx(EFFICIENCY_BY_CUDNN if cudnn else EFFICIENCY)
+
+
+def test_a_base_whose_samples_are_padded_is_planned_without_cudnn(tmp_path: Path) -> None:
+    """Neither its rate nor the room for its scores."""
+    spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), 1, training={"max_length": 2048, "per_device_train_batch_size": 4})
+    base = describe(spec.model.path)
+    packed, padded = (
+        plan_job(replace(base, padded_because=why), spec, machine)
+        for why, machine in ((None, H100), ("its layers carry something on", H100))
+    )
+    other = plan_job(base, spec, MACHINES["A100"])
+    assert packed.rank.workspace > padded.rank.workspace == other.rank.workspace
+    assert packed.speed is not None
+    assert padded.speed is not None
+    faster = padded.speed.compute_seconds / packed.speed.compute_seconds
+    assert faster == pytest.approx(EFFICIENCY_BY_CUDNN / EFFICIENCY)
+
+
 def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) -> None:
     """On one H100, whose memory gives 3.35 TB/s: 16.06 GB of bf16 in 4.8 ms. With many answers at once arithmetic is slower."""
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": {"batch_size": 8}}}
@@ -99,7 +140,7 @@ def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) 
     base = describe(str(tmp_path / "8b"))
     few, many, more = (sampling_seconds(H100, base, 16_060_000_000, answers, 512) for answers in (8, 1000, 2000))
     assert few == pytest.approx(512 * 16.06e9 / 3.35e12)
-    assert many == pytest.approx(512 * 1000 * 2 * 7.5e9 / (989e12 * H100.efficiency), rel=0.01)
+    assert many == pytest.approx(512 * 1000 * 2 * 7.5e9 / (989e12 * EFFICIENCY), rel=0.01)
     assert more == pytest.approx(2 * (many or 0.0))
     assert sampling_seconds(Machine("other", None), base, 1, 1, 1) is None
 

@@ -54,7 +54,7 @@ def test_a_call_is_kept_back_and_the_words_before_it_are_not() -> None:
     answer = AnswerText(Bytes(), [], "<call>")
     out = "".join(answer.push(byte) for byte in b'Let me see. <call>{"a": 1}')
     assert out == "Let me see. "
-    assert answer.kept_back == '<call>{"a": 1}'
+    assert answer.end() == '<call>{"a": 1}'
 
 
 def test_without_a_prefix_an_answer_that_begins_with_a_brace_is_kept_back() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -19,10 +20,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
+from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.spec import DataFileRef
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import save_pairs, save_tiny, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.base.quantized_rows import from_int4
+from workers.data.token_sets import job_samples
 from workers.exports.compressed_tensors import restore, to_fp8
 from workers.tasks import fidelity
 from workers.tasks.end_tokens import end_tokens
@@ -324,6 +328,20 @@ def test_of_pairs_the_preferred_answers_are_measured(tmp_path: Path) -> None:
         answers = [str(tokenizer.decode(sample.ids[sample.targets])) for sample in samples]
         assert len(answers) == 3
         assert all(answer.startswith("it is ") for answer in answers), "not the other ones, which begin with no"
+
+
+def test_documents_are_measured_in_the_windows_that_the_job_validated_with(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{word} " * 40}) + "\n" for word in ("here", "there")))
+    file = DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
+    spec = spec_for(tmp_path, file, valid=file, training={"max_length": 16})
+    samples, reason = _validation(spec, 100)
+    assert reason is None
+    run = RunDir(tmp_path / "run")
+    _, validated = job_samples(run, spec)
+    assert len(samples) == len(validated) > 4
+    assert all(np.array_equal(own.ids, other.ids) for own, other in zip(samples, validated, strict=True))
 
 
 def test_losses_for_which_there_is_no_memory_cost_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

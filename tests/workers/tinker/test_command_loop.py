@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ft_service.errors import SpecError
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import OutcomeKind, Result
@@ -29,6 +31,7 @@ from tests.support.training.commands import ADAM, Script, attempt_until, example
 from tests.support.training.models import reference, save_chat_base
 from workers.base.load import initial_adapter, plain_name
 from workers.tinker.command_loop import KEEP_RESULT_SECONDS
+from workers.training.guards import STEPS_UNTIL_CHANGE
 
 PRECISION = {"default": "nf4", "compute": "fp32"}
 
@@ -89,6 +92,25 @@ def test_any_number_of_ranks(whole: tuple[RunDir, Script, list[int]], base: Path
     assert near(adapter(other_run), adapter(run))
     for call in calls:
         assert other.output(call)[0] == pytest.approx(script.output(call)[0], abs=1e-4)
+
+
+def test_an_embedding_of_which_some_ranks_have_no_rows_in_the_data_is_trained(base: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    options: dict[str, Any] = {"lora": {"r": 4, "modules_to_save": ["embed_tokens"]}, "precision": {"compute": "fp32"}}
+    run.write("spec.json", loop_spec(base, ranks=2, **options))
+    script, ids = Script(run), np.arange(3, 20)
+    for _ in range(STEPS_UNTIL_CHANGE):
+        script.losses([(ids[:-1], {"target_tokens": ids[1:], "weights": np.ones(len(ids) - 1, np.float32)})])
+        script.step()
+    script.add("finish")
+    assert run_attempt(run, 1, 2).kind is OutcomeKind.SUCCEEDED
+
+
+@pytest.mark.parametrize(("section", "option"), [("lora", {"lora_dropout": 0.1}), ("training", {"neftune_noise_alpha": 5.0})])
+def test_noise_is_refused_where_a_sampler_is_to_be_the_same_model(section: str, option: dict[str, Any], base: Path) -> None:
+    given: dict[str, Any] = {section: option}
+    with pytest.raises(SpecError, match=rf"{section}\.{next(iter(option))} with method\.type = 'tinker': .* than the sampler"):
+        loop_spec(base, **given)
 
 
 def test_it_is_adam_on_the_sum_of_losses(whole: tuple[RunDir, Script, list[int]], base: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
@@ -18,6 +18,7 @@ from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.evaluations import Evaluation, evaluated_steps, evaluation_key
 from ft_service.rundir.events import read_segments
 from ft_service.spec import EvaluationOptions
+from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
 from workers.data.micro_batches import MicroBatchLimits
@@ -36,11 +37,70 @@ def test_tokens_are_those_of_greedy_generation(tmp_path: Path) -> None:
     prompts = [generator.integers(5, 250, length).astype(np.int32) for length in (3, 11, 7)]
     whole = [_generated(model, prompt, 12) for prompt in prompts]
     runtime = cast("Any", SimpleNamespace(rank=0, world=1, device=CPU))
-    assert greedy(runtime, model, prompts, GreedyDecoding(12, (), packed=False)) == whole
+    padded = MicroBatchLimits(2048, packed=False)
+    assert greedy(runtime, model, prompts, GreedyDecoding(12, (), padded)) == whole
     end = whole[1][4]
     shorter = [own[: own.index(end)] if end in own else own for own in whole]
     assert len(shorter[1]) <= 4
-    assert greedy(runtime, model, prompts, GreedyDecoding(12, {end}, packed=False)) == shorter
+    assert greedy(runtime, model, prompts, GreedyDecoding(12, {end}, padded)) == shorter
+
+
+def test_a_forward_has_no_more_tokens_than_a_micro_batch_and_the_answers_are_the_same(tmp_path: Path) -> None:
+    model = _with_positions(64, "cpu")
+    prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 14, 11, 6)]
+    seen = _widths(model)
+    runtime = cast("Any", SimpleNamespace(rank=0, world=1, device=CPU))
+    together = greedy(runtime, model, prompts, GreedyDecoding(5, (), MicroBatchLimits(2048, packed=False)))
+    assert max(seen) == 4 * (14 + 4), "all at once, padded to the longest"
+    seen.clear()
+    assert greedy(runtime, model, prompts, GreedyDecoding(5, (), MicroBatchLimits(32, packed=False))) == together
+    assert max(seen) <= 32
+
+
+def test_ranks_with_unequal_numbers_of_forwards_make_as_many() -> None:
+    by_rank = run_on_ranks(_answers_of_rank, 2, [(9, 14, 11), (6,)])
+    assert [len(answers) for answers, _ in by_rank] == [3, 1]
+    assert by_rank[0][1] == by_rank[1][1] == 3 * 4, "three forwards for each token"
+
+
+def _answers_of_rank(rank: int, world: int, lengths: list[tuple[int, ...]]) -> tuple[list[list[int]] | None, int]:
+    """A rank's answers, and the number of its forwards."""
+    model = _with_positions(64, "cpu")
+    seen = _widths(model)
+    prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in lengths[rank]]
+    runtime = cast("Any", SimpleNamespace(rank=rank, world=world, device=CPU))
+    answers = greedy(runtime, model, prompts, GreedyDecoding(4, (), MicroBatchLimits(20, packed=False)))
+    return answers, len(seen)
+
+
+def test_an_answer_ends_where_the_base_has_no_more_positions() -> None:
+    model = _with_positions(16, "cpu")
+    prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in (13, 4, 20)]
+    runtime = cast("Any", SimpleNamespace(rank=0, world=1, device=CPU))
+    answers = greedy(runtime, model, prompts, GreedyDecoding(8, (), MicroBatchLimits(2048, packed=False), room=16))
+    assert answers is not None
+    assert [len(own) for own in answers] == [3, 8, 0]
+
+
+def test_a_prompt_without_room_for_an_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_answers, "greedy", lambda *args, **options: [[], []])
+    told = Told()
+    assert evaluator(RunDir(tmp_path), 1, told, tokens=16).begin()
+    assert "prompt 1 (and 1 more) leaves no room for an answer in the base's context of 16 tokens" in told.said[0]
+
+
+def _with_positions(count: int, device: str = "meta") -> GPT2LMHeadModel:
+    """A model that has learned a vector for each of so many positions."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT2LMHeadModel(GPT2Config(n_positions=count, n_embd=8, n_layer=1, n_head=1, vocab_size=64)).eval()
+
+
+def _widths(model: Any) -> list[int]:
+    """A list that takes the tokens of each forward of a model, padding included."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    return seen
 
 
 def _generated(model: Any, prompt: np.ndarray, most: int) -> list[int]:
@@ -65,13 +125,20 @@ class Told:
     def message(self, text: str) -> None:
         self.said.append(text)
 
+    def warn(self, text: str) -> None:
+        self.said.append(text)
 
-def evaluator(run: RunDir, attempt: int, told: Told, references: tuple[str | None, ...] = ("b", None)) -> Evaluator:
-    start = SimpleNamespace(attempt=attempt)
-    runtime: Any = SimpleNamespace(rank=0, world=1, device=CPU, run=run, fence=Fence(run, attempt), start=start)
-    questions = [Question(np.array([97], dtype=np.int32), "a", reference) for reference in references]
+
+def evaluator(
+    run: RunDir, attempt: int, told: Told, references: tuple[str | None, ...] = ("b", None), tokens: int = 1
+) -> Evaluator:
+    """`tokens`: of each prompt."""
+    start, spec = SimpleNamespace(attempt=attempt), SimpleNamespace(training=SimpleNamespace(max_length=16))
+    runtime: Any = SimpleNamespace(rank=0, world=1, device=CPU, run=run, fence=Fence(run, attempt), start=start, spec=spec)
+    questions = [Question(np.array([97] * tokens, dtype=np.int32), "a", reference) for reference in references]
     options = EvaluationOptions(metrics=["exact_match", "json_valid"])
-    model, reporter, stop = (cast(Any, own) for own in (torch.nn.Identity(), told, SimpleNamespace(agreed=lambda: False)))
+    model = cast(Any, _with_positions(16))
+    reporter, stop = (cast(Any, own) for own in (told, SimpleNamespace(agreed=lambda: False)))
     context = TrainingContext(runtime, model, MicroBatchLimits(1, packed=False), reporter, stop, Gradients(model, 1))
     return Evaluator(context, questions, Letters(), options)
 

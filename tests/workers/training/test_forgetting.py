@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -15,13 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ft_service.data.general_text import passages, prompts
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind, Start
-from ft_service.rundir.evaluations import Forgetting, read_forgetting
+from ft_service.rundir.evaluations import MOST_NATS, Forgetting, read_forgetting
 from ft_service.rundir.events import read_segments
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank, run_spec
 from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chat_base, save_chats, spec_for
+from workers.data.micro_batches import MicroBatchLimits
 from workers.training import forgetting
+from workers.training.evaluation_prompts import Question
 
 
 def with_time(rank: int, world: int, root: str, share: float) -> Outcome:
@@ -124,6 +128,20 @@ def test_a_figure_beyond_its_threshold_is_a_warning() -> None:
 
 def test_perplexity_is_a_number_whatever_the_loss() -> None:
     assert forgetting._perplexity(math.nan) == forgetting._perplexity(1e9) == pytest.approx(math.exp(100))
+
+
+def test_a_divergence_that_is_no_number_is_not_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = torch.tensor([math.nan, 0.0], dtype=torch.float64)
+    monkeypatch.setattr(forgetting, "evaluate", lambda *_: broken)
+    runtime = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
+    context: Any = SimpleNamespace(runtime=runtime, limits=MicroBatchLimits(8), model=None)
+    question = Question(np.arange(3, dtype=np.int32), "abc", None)
+    measurement = forgetting._Measurement(context, 1, 1.0)
+    monkeypatch.setattr(forgetting._Measurement, "_questions", lambda self: [question])
+    monkeypatch.setattr(forgetting._Measurement, "_written", lambda self, questions: [[4, 5]])
+    found = measurement._answers()
+    assert found is not None
+    assert found["divergence"] == MOST_NATS
 
 
 def test_the_text_is_small_and_of_many_kinds() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, TrainingOptions
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import VOCABULARY, save_tiny_llama, spec_for
@@ -25,10 +29,34 @@ from workers.model.whole_modules import EmbeddedRows
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import COMPUTE_DTYPE, TrainingError
 from workers.ranks.sharding import Gradients, shard
-from workers.training.guards import STEPS_UNTIL_CHANGE, AdapterWatch, check_gathered_weights, check_step, checksum
+from workers.training.guards import (
+    STEPS_UNTIL_CHANGE,
+    AdapterWatch,
+    check_gathered_weights,
+    check_positions,
+    check_step,
+    checksum,
+)
 from workers.training.step import Sums, forward_backward
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "refused"),
+    [
+        (GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=32), 9, True),
+        (GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=32), 8, False),
+        (OPTConfig(max_position_embeddings=8, hidden_size=8, word_embed_proj_dim=8, num_attention_heads=1, ffn_dim=8), 9, True),
+        (LlamaConfig(max_position_embeddings=8, hidden_size=8, num_attention_heads=1, intermediate_size=8), 9, False),
+    ],
+)
+def test_samples_are_no_longer_than_the_positions_that_a_base_has_learned(config: Any, longest: int, refused: bool) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tokens = [Tokens(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool)) for length in (3, longest)]
+    with pytest.raises(SpecError, match="learned 8 positions") if refused else nullcontext():
+        check_positions(model, TokenSet.of(tokens), TokenSet.of([]))
 
 
 def check_each(rank: int, world: int, cases: list[tuple[JobSpec, str]]) -> list[str]:

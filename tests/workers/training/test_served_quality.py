@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -14,13 +15,17 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
-from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, SERVED, ServedQuality
+from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, SERVED, ServedQuality, read_served
 from ft_service.rundir.events import read_segments
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, spec_for
+from workers.data.micro_batches import MicroBatchLimits
 from workers.training import served_quality
+from workers.training.objective import Supervised
 from workers.training.served_quality import BOUND, MOST_SECONDS, Comparison, lacking_memory, messages
 
 
@@ -113,6 +118,22 @@ def test_other_jobs_of_an_engine_wait_a_minute_for_its_answers_and_the_job_says_
     assert asked == [None, MOST_SECONDS]
     assert len(told) == 1
     assert "not answered merged in bf16 to the end" in told[0]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_kept_and_a_warning(loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON has no such number, and would hold a document that nobody can read."""
+    monkeypatch.setattr(served_quality, "evaluate", lambda *_: torch.tensor([loss, 0.0], dtype=torch.float64))
+    samples = TokenSet.of([Tokens(np.arange(3, dtype=np.int32), np.ones(3, dtype=bool))])
+    runtime = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
+    nothing: Any = None
+    context: Any = SimpleNamespace(runtime=runtime)
+    of_job = Comparison(context, nothing, nothing, Supervised(samples), nothing, construct=nothing)
+    losses = {AS_TRAINED: 1.0, MERGED: of_job._loss(torch.nn.Identity(), [0], MicroBatchLimits(8))}
+    run, found = RunDir(tmp_path), ServedQuality(step=3, samples=1, loss=losses, bound=BOUND, answers={}, metrics={})
+    run.write(SERVED, found)
+    assert read_served(run) == found
+    assert messages(found, [])[1][0] == "warn"
 
 
 def test_a_loss_beyond_the_bound_is_a_warning_with_what_to_do() -> None:

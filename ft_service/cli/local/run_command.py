@@ -210,5 +210,8 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
         print(f"Stopped at a checkpoint. To continue: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        print_error(f"{reason}\nThe logs are in {folder / ATTEMPTS}", ended.code)
+        # A killed process is no fault of SPEC or data: what was trained is there, and the same line goes on.
+        killed = ended.reason is ExitReason.WORKER_KILLED
+        again = f"\nTo continue from its last checkpoint: ft run {spec} --run-dir {folder}" if killed else ""
+        print_error(f"{reason}\nThe logs are in {folder / ATTEMPTS}{again}", ended.code)
     return ended.code

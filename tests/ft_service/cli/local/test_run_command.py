@@ -153,6 +153,13 @@ def test_a_failure_is_told_with_the_exit_code_of_the_attempt(ft: Ft, spec: Path,
     assert ended.err.startswith("ft: precision.overrides: 'q' matches no module.\n  More.\n  The logs are in ")
 
 
+def test_a_killed_run_says_how_it_goes_on(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
+    train(lambda *_: exit_of(ExitReason.WORKER_KILLED, "torchrun was killed by SIGKILL."))
+    ended = ft("run", spec, "--run-dir", tmp_path / "run")
+    assert ended.code == 1
+    assert ended.err.endswith(f"  To continue from its last checkpoint: ft run {spec} --run-dir {tmp_path / 'run'}\n")
+
+
 def test_a_directory_in_use_is_one_line(ft: Ft, spec: Path, train: Any) -> None:
     def refuse(*_: object) -> Exit:
         raise ConflictError("Attempt 1 is running in /run: wait for its end, or stop it.")

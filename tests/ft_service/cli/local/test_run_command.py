@@ -139,6 +139,9 @@ def test_running_again_keeps_the_id_and_the_drawn_seed(ft: Ft, spec: Path, train
     train(remember)
     ended = ft("run", spec, "--run-dir", tmp_path / "run")
     ft("run", spec, "--run-dir", tmp_path / "run")
+    changed = ft("run", spec, "--set", "lora.target_modules=.*q_proj", "--suffix", "b", "--run-dir", tmp_path / "other")
+    options = "--set 'lora.target_modules=.*q_proj' --suffix b"
+    assert changed.err.endswith(f"To continue: ft run {spec} {options} --run-dir {tmp_path / 'other'}\n")
     assert ended.code == 75
     assert ended.err == f"Stopped at a checkpoint. To continue: ft run {spec} --run-dir {tmp_path / 'run'}\n"
     assert seen[0] == seen[1]

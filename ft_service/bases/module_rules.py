@@ -173,7 +173,7 @@ def _choose_targets(
         return _matches("all-linear", [name for name in meant if left_out.isdisjoint(name.split("."))], allowed)
     if isinstance(wanted, str):
         _refuse_experts(wanted, match_pattern(wanted, [*experts, *barred]))
-        return _matches(wanted, match_pattern(wanted, allowed), allowed)
+        return _matches(wanted, match_pattern(wanted, allowed), allowed, is_pattern=True)
     chosen: set[str] = set()
     for word in wanted:
         named = [name for name in barred if "." in word and f".{name}".endswith(f".{word}")]
@@ -308,12 +308,14 @@ def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _matches(wanted: str, matched: list[str], allowed: list[str]) -> list[str]:
+def _matches(wanted: str, matched: list[str], allowed: list[str], *, is_pattern: bool = False) -> list[str]:
     if matched:
         return matched
     kinds = ", ".join(sorted({last_name(name) for name in allowed})) or "none that can have an adapter"
+    whole = f" A pattern has to match a whole name, such as {allowed[0]}." if is_pattern and allowed else ""
     raise SpecError(
-        f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has {kinds}.", param="lora.target_modules"
+        f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has {kinds}.{whole}",
+        param="lora.target_modules",
     )
 
 

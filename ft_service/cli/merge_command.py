@@ -84,7 +84,7 @@ def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
     names = {
         "adapter_on_base_as_trained": "loss, base as trained",
         "adapter_on_bf16_base": "loss, bf16 base",
-        "merged": f"loss, merged to {report['to']}",
+        "merged": "loss, merged" if report["to"] == "merged" else f"loss, merged to {report['to']}",
     }
     rounding = report["rounding"]
     return [

@@ -21,6 +21,10 @@ class JobProgress:
     train_loss: float | None = None
     valid_loss: float | None = None
     """Loss of the last validation."""
+    valid_step: int = 0
+    """Step of the last validation."""
+    reward_accuracy: float | None = None
+    """Of preference optimisation: the share of a step's pairs whose preferred answer has the higher reward."""
     mean_reward: float | None = None
     """Of reinforcement learning."""
     pace: Pace = ()
@@ -31,7 +35,9 @@ class JobProgress:
         if metrics.train_loss is not None:
             progress = replace(progress, train_loss=metrics.train_loss)
         if metrics.valid_loss is not None:
-            progress = replace(progress, valid_loss=metrics.valid_loss)
+            progress = replace(progress, valid_loss=metrics.valid_loss, valid_step=metrics.step)
+        if (accuracy := (metrics.more or {}).get("rewards/accuracies")) is not None:
+            progress = replace(progress, reward_accuracy=accuracy)
         if (reward := (metrics.more or {}).get("train_mean_reward")) is not None:
             progress = replace(progress, mean_reward=reward)
         if metrics.step != self.step:  # a checkpoint repeats its step's numbers
@@ -55,7 +61,7 @@ class JobProgress:
 
 
 def progress_line(progress: JobProgress) -> str:
-    """Return `step 40/150 · loss 1.234 · valid 1.301 · 5,120 tokens/s · 1:05 left`, as far as it is known."""
+    """Return `step 45/150 · loss 1.234 · valid 1.301 at 40 · 5,120 tokens/s · 1:05 left`, as far as it is known."""
     step = f"step {progress.step}/{progress.total_steps}" if progress.total_steps else ""
     return " · ".join(part for part in (step, numbers(progress)) if part)
 
@@ -67,8 +73,11 @@ def numbers(progress: JobProgress) -> str:
         parts.append(f"mean reward {progress.mean_reward:.3f}")
     if progress.train_loss is not None:
         parts.append(f"loss {progress.train_loss:.3f}")
+    if progress.reward_accuracy is not None:
+        parts.append(f"reward accuracy {progress.reward_accuracy:.2f}")
     if progress.valid_loss is not None:
-        parts.append(f"valid {progress.valid_loss:.3f}")
+        at = f" at {progress.valid_step}" if progress.valid_step != progress.step else ""
+        parts.append(f"valid {progress.valid_loss:.3f}{at}")
     if progress.tokens_per_second is not None:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.seconds_left is not None and progress.step < progress.total_steps:

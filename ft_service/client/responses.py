@@ -42,6 +42,10 @@ class RemoteFile(RemoteObject):
     purpose: str = ""
 
 
+_OF_TRAINING = ("n_epochs", "batch_size", "learning_rate_multiplier")
+"""A method's options that `training` shows too."""
+
+
 class RemoteJob(RemoteObject):
     """OpenAI's FineTuningJob. Times are seconds since the epoch."""
 
@@ -66,6 +70,7 @@ class RemoteJob(RemoteObject):
     """Place in the queue: position, reason, estimated_start, share."""
     suffix: str | None = None
     seed: int | None = None
+    method: dict[str, Any] = {}
     lora: dict[str, Any] = {}
     precision: dict[str, Any] = {}
     training: dict[str, Any] = {}
@@ -87,7 +92,24 @@ class RemoteJob(RemoteObject):
     def options(self) -> dict[str, Any]:
         """All options by dotted name."""
         sections = ("lora", "precision", "training", "distributed", "checkpoint")
-        return {f"{section}.{name}": value for section in sections for name, value in getattr(self, section).items()}
+        named = {f"{section}.{name}": value for section in sections for name, value in getattr(self, section).items()}
+        return self.method_options | named
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """The method by dotted name with the options that it alone has; of a grader, its name and type. Empty: supervised."""
+        kind = self.method.get("type", "supervised")
+        own = self.method.get(kind) or {}
+        if kind == "supervised":
+            return {}
+        given = own.get("hyperparameters") or {}
+        hyperparameters = {name: value for name, value in given.items() if name not in _OF_TRAINING and value is not None}
+        grader = own.get("grader")
+        return {
+            "method.type": kind,
+            **({f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"} if grader else {}),
+            **{f"method.{kind}.hyperparameters.{name}": value for name, value in hyperparameters.items()},
+        }
 
     @property
     def choices(self) -> list[tuple[str, str]]:

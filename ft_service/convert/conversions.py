@@ -236,6 +236,8 @@ def _learns_whole(source: Source) -> bool:
     """Whether samples are learned as a whole, which are documents here."""
     if source.method != "supervised":
         return False
+    if _is_pretraining(source):
+        return True
     if source.tool in ("TRL", "Unsloth"):
         return not _is_on(source, *_ANSWERS_ONLY)
     data = source.get("datasets")
@@ -243,21 +245,26 @@ def _learns_whole(source: Source) -> bool:
     return _is_on(source, "train_on_inputs", "train_on_prompt") or (bool(kinds) and all(kind == "completion" for kind in kinds))
 
 
+def _is_pretraining(source: Source) -> bool:
+    """Whether it is LLaMA-Factory's training on plain text, which packs unless it says otherwise."""
+    return source.get("stage") == "pt"
+
+
 def packing(value: Any, source: Source) -> Verdict:
     """A packed row counts as one sample of a batch there, and here only if it holds documents."""
-    if as_plain(value) in OFF:
+    if as_plain(value) in OFF and not _learns_whole(source):
         return NoEffect("samples are packed without seeing each other: results are those of padded ones")
     if source.method == "supervised" and not _learns_whole(source):
         return ToDo(
             "a packed row counted as one sample of the batch there, and here every sample in it counts: multiply "
             "training.batch_size by the samples that fill a row (training.max_length by their mean length in `ft data stats`)"
         )
-    return Taken({"training.packing": True})
+    return Taken({"training.packing": as_plain(value) not in OFF})
 
 
 def unpacked(value: Any, source: Source) -> Verdict:
     """The tools' default, which is stated for documents: packed ones count as rows in a batch."""
-    return Taken({"training.packing": False}) if _learns_whole(source) else NOT_SET
+    return Taken({"training.packing": False}) if _learns_whole(source) and not _is_pretraining(source) else NOT_SET
 
 
 # Preferences ----------------------------------------------------------------------------------------------------------------

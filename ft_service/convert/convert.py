@@ -212,6 +212,10 @@ def convert_file(path: Path, *, gpus: int | None = None, method: Method | None =
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.") from None
+    if path.suffix in (".py", ".ipynb"):
+        raise SpecError(
+            f"{path} is a program, and this reads settings: write its arguments into a file of YAML (max_length: 2048)."
+        )
     read = parse_yaml(text, str(path))  # JSON is YAML, except for indentation by tabs, which these tools do not write
     body = {str(name): value for name, value in read.items()}  # `on`, `1` and dates are no text in YAML
     table = recognised(body)
@@ -317,7 +321,7 @@ def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method,
         verdict = verdict_on(table, source, name)
         if isinstance(verdict, Refused):
             return "supervised", ""  # the verdict on the option has the reason
-        method = verdict.options["method.type"] if isinstance(verdict, Taken) else "supervised"
+        method = verdict.options.get("method.type", "supervised") if isinstance(verdict, Taken) else "supervised"
         return _agreed(method, asked, f"{name}: {source[name]}")
     if not table.methods:
         if asked == "reinforcement":

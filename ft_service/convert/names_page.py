@@ -26,7 +26,7 @@ differs from ours, the SPEC states the value, with a comment. The exit code is
 - 0 if nothing that changes the result is lost,
 - 1 if something is not supported or is left to you, so that the result may differ until then,
 - 64 if nothing is written: the file is of an unknown kind, or asks for a method that this service does not have (KTO, ORPO,
-  SimPO, PPO, RLOO, reward models, pre-training).
+  SimPO, PPO, RLOO, reward models).
 
 `--gpus N` gives the number of GPUs that trained together: the batch size depends on it, and most files do not state it.
 `--method dpo` or `--method reinforcement` says what a TRL file is for if the file does not show it. `--out SPEC` writes a

@@ -46,11 +46,12 @@ _MESSAGE_KEYS: Mapping[str, set[str]] = {
     "tool": {"tool_call_id", "name"},
     "function": {"name"},
 }
-"""Keys of a message that depend on its role; every message may have role, content and weight."""
+"""Keys of a message that depend on its role; every message may have role, content, and weight or train."""
 _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
     "name": "is not part of chat templates: leave it out",
     "refusal": "cannot be trained on: write it as content",
     "audio": "cannot be trained on: only text can",
+    "train_detail": "masks parts of a message, and a message is learned whole or not at all: give weight 0 or 1",
     **dict.fromkeys(
         ("reasoning_content", "thinking", "tool_calls", "function_call"), "is only for messages of the role assistant"
     ),
@@ -128,13 +129,13 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
     role = required(message, "role", f"{place}.")
     if not isinstance(role, str) or role not in ROLES:
         raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-    known = {"role", "content", "weight"} | _MESSAGE_KEYS.get(role, set())
+    known = {"role", "content", "weight", "train"} | _MESSAGE_KEYS.get(role, set())
     refuse_keys(message, known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}, f"{place}.")
     calls = parse_calls(message, place) if "tool_calls" in message or "function_call" in message else None
     content = "" if calls and message.get("content") is None else _parse_content(message, place)
     parsed = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
     parsed |= _parse_reasoning(message, content, place)
-    if role == "tool":
+    if role == "tool" and ("tool_call_id" in message or "name" not in message):  # TRL's results have the name alone
         parsed["tool_call_id"] = text_of(required(message, "tool_call_id", f"{place}."), f"{place}.tool_call_id")
     if role == "function" or (role == "tool" and "name" in message):  # the function that was called; some templates write it
         parsed["name"] = text_of(required(message, "name", f"{place}."), f"{place}.name")
@@ -170,6 +171,8 @@ def _parse_reasoning(message: dict[str, Any], content: str, place: str) -> dict[
 
 
 def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
+    if "train" in message:
+        return _parse_train(message, role, place)
     if "weight" not in message:
         return 1 if role == "assistant" else 0
     weight = message["weight"]
@@ -178,6 +181,17 @@ def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
     if type(weight) is not int or weight not in (0, 1):
         raise LineError(f"{place}.weight", f"must be 0 or 1, not {shown(weight)}")
     return weight
+
+
+def _parse_train(message: dict[str, Any], role: str, place: str) -> int:
+    """The weight that Axolotl's key for a message's mask means."""
+    if "weight" in message:
+        raise LineError(f"{place}.train", "says the same as weight, which is given too: keep one")
+    if not isinstance(train := message["train"], bool):
+        raise LineError(f"{place}.train", f"must be true or false, not {shown(train)}")
+    if train and role != "assistant":
+        raise LineError(f"{place}.train", f"can be true only for assistant messages, and this one's role is {role}")
+    return int(train)
 
 
 def require_answered_calls(parsed: Sequence[WeightedMessage], place: str = "messages", first: int = 0) -> None:
@@ -197,7 +211,7 @@ def parse_tools(line: Mapping[str, Any]) -> list[Tool]:
     if "parallel_tool_calls" in line and not isinstance(line["parallel_tool_calls"], bool):
         raise LineError("parallel_tool_calls", f"must be true or false, not {kind(line['parallel_tool_calls'])}")
     if "functions" not in line:
-        return [_tool(tool, f"tools.{number}") for number, tool in enumerate(_list(line.get("tools", []), "tools"))]
+        return [_tool(tool, f"tools.{number}") for number, tool in enumerate(_tools_list(line.get("tools", [])))]
     if "tools" in line:
         raise LineError("functions", "is the older word for tools, which are given too: keep one")
     functions = _list(line["functions"], "functions")
@@ -217,7 +231,21 @@ def parse_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
     return [_tool_call(call, f"{place}.tool_calls.{number}") for number, call in enumerate(calls)]
 
 
+def _tools_list(tools: Any) -> list[Any]:
+    """The definitions of tools, which Parquet files and LLaMA-Factory's hold as a string of JSON; an empty one means none."""
+    if not isinstance(tools, str):
+        return _list(tools, "tools")
+    try:
+        parsed = json.loads(tools) if tools.strip() else []
+    except (ValueError, RecursionError):
+        raise LineError("tools", "must be a list, not a string, unless that is JSON of a list") from None
+    return _list(parsed, "tools")
+
+
 def _tool(tool: Any, place: str) -> Tool:
+    is_bare = isinstance(tool, dict) and "function" not in tool and "name" in tool  # as LLaMA-Factory has them
+    if is_bare and tool.get("type", "function") == "function":
+        return _function_tool({key: value for key, value in tool.items() if key != "type"}, place)
     refuse_keys(_object(tool, place), {"type", "function"}, {}, f"{place}.")
     if tool.get("type") != "function":
         raise LineError(f"{place}.type", "must be 'function'")
@@ -246,11 +274,13 @@ def _call(function: Any, place: str) -> dict[str, Any]:
     called = _object(function, place)
     refuse_keys(called, {"name", "arguments"}, {}, f"{place}.")
     name = _name(called, place)
-    text = text_of(called.get("arguments"), f"{place}.arguments")
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        raise LineError(f"{place}.arguments", "is not JSON") from None
+    arguments = called.get("arguments")
+    if not isinstance(arguments, dict):
+        text = text_of(arguments, f"{place}.arguments")
+        try:
+            arguments = json.loads(text)
+        except (ValueError, RecursionError):
+            raise LineError(f"{place}.arguments", "is not JSON") from None
     return {"name": name, "arguments": json_of(_object(arguments, f"{place}.arguments"), f"{place}.arguments")}
 
 

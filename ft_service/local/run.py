@@ -100,7 +100,7 @@ def _claim_directory(run: RunDir, spec: JobSpec) -> None:
     differing = ["spec.json"] if there is None else _differences(_substance(there), _substance(spec))
     if differing:
         raise SpecError(
-            f"run_dir = {str(run.root)!r}: it contains a run of another spec ({', '.join(differing)} differ). "
+            f"run_dir = {str(run.root)!r}: it contains a run of another spec, which differs in {', '.join(differing)}. "
             "Choose an empty directory, or use the spec that the run was started with.",
             param="run_dir",
         )
@@ -116,7 +116,15 @@ def _substance(spec: JobSpec) -> dict[str, Any]:
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    return [name for name in here if there.get(name) != here[name]]
+    """Dotted names of the options that differ."""
+    differing: list[str] = []
+    for name, value in here.items():
+        old = there.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            differing += [f"{name}.{inner}" for inner in _differences(old, value)]
+        elif old != value:
+            differing.append(name)
+    return differing
 
 
 def _next_attempt(run: RunDir, spec: JobSpec) -> Start:

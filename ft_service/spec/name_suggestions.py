@@ -18,18 +18,23 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("train_file", "dataset", "datasets", "dataset_name", "train_data", "data"), "training_file"),
     **dict.fromkeys(("eval_file", "eval_dataset", "valid_file", "val_file", "validation_data"), "validation_file"),
     **dict.fromkeys(("train_on_inputs", "train_on_prompt", "mask_history"), "training.train_on"),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_responses_only"), "training.train_on"),
     **dict.fromkeys(("val_set_size", "val_size", "validation_share", "eval_split", "test_size"), "validation_split"),
     **dict.fromkeys(("rank", "lora_r", "lora_rank"), "lora.r"),
     **dict.fromkeys(("alpha", "lora_alpha"), "lora.lora_alpha"),
     **dict.fromkeys(("dropout", "lora_dropout"), "lora.lora_dropout"),
-    **dict.fromkeys(("lora_target_modules", "lora_target", "lora_target_linear", "targets"), "lora.target_modules"),
+    **dict.fromkeys(
+        ("lora_target_modules", "lora_target", "lora_target_linear", "targets", "layers_to_transform"), "lora.target_modules"
+    ),
     **dict.fromkeys(("rslora", "use_rslora", "peft_use_rslora"), "lora.use_rslora"),
     **dict.fromkeys(("lora_modules_to_save", "additional_target", "trained_modules"), "lora.modules_to_save"),
     **dict.fromkeys(("dora", "use_dora", "peft_use_dora"), "lora.use_dora"),
     **dict.fromkeys(
         ("load_in_4bit", "quantization", "quantization_bit", "bnb_4bit_quant_type", "format", "dtype_base"), "precision.default"
     ),
-    **dict.fromkeys(("bf16", "bfloat16", "float32", "torch_dtype", "dtype"), "precision.compute"),
+    **dict.fromkeys(
+        ("bf16", "fp16", "bfloat16", "float32", "torch_dtype", "dtype", "bnb_4bit_compute_dtype"), "precision.compute"
+    ),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), "training.n_epochs"),
     **dict.fromkeys(("steps", "max_train_steps"), "training.max_steps"),
     **dict.fromkeys(("train_batch_size", "global_batch_size", "total_batch_size"), "training.batch_size"),
@@ -57,7 +62,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("torch_compile",), "distributed.compile"),
     **dict.fromkeys(("cpu_offload", "fsdp_offload_params"), "distributed.offload"),
     **dict.fromkeys(("ddp_timeout", "nccl_timeout"), "distributed.collective_timeout_seconds"),
-    **dict.fromkeys(("checkpoint_steps", "save_interval"), "checkpoint.save_steps"),
+    **dict.fromkeys(("checkpoint_steps", "save_interval", "save_strategy"), "checkpoint.save_steps"),
     **dict.fromkeys(("random_seed", "random_state", "data_seed"), "seed"),
     **dict.fromkeys(("name", "run_name", "output_name"), "suffix"),
 }
@@ -72,7 +77,9 @@ VALUES: Mapping[str, str] = {
     **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_annealing"), "cosine"),
     **dict.fromkeys(("constant_with_warmup",), "constant"),
     **dict.fromkeys(("all", "all_linear", "linear"), "all-linear"),
+    **dict.fromkeys(("wsd",), "warmup_stable_decay"),
     **dict.fromkeys(("sft", "finetune"), "supervised"),
+    **dict.fromkeys(("grpo", "rl", "rft"), "reinforcement"),
 }
 """Value in another tool, in lower case → our value, for options that accept it."""
 

@@ -38,6 +38,14 @@ NOT_YET: Mapping[str, str] = {
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
     **dict.fromkeys((("lora.init_lora_weights", name) for name in ("pissa", "loftq", "olora")), f"use true: {_OWN_BASE}"),
+    (
+        "method.type",
+        "kto",
+    ): "make pairs of a good and a bad answer to a prompt, for dpo, or train on the good answers, supervised",
+    **dict.fromkeys(
+        (("method.type", name) for name in ("orpo", "simpo", "cpo")), "use dpo, whose rpo_alpha is a supervised term"
+    ),
+    **dict.fromkeys((("method.type", name) for name in ("ppo", "rloo")), "use reinforcement, which is GRPO"),
     ("method.type", "tinker"): "a client that runs the training loop creates such jobs by Tinker's wire (docs/tinker.md)",
 }
 """Values that this version refuses: (dotted name, value) → what to do instead."""

@@ -108,7 +108,7 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool
         message = f"must be {message}"
     if not place:
         return OptionFault("", f"{message}.")
-    meant = value_for(first["input"], choices)
+    meant = value_for(first["input"], choices) if len(choices) > 1 or said else None
     hint = f"; did you mean {meant}?" if meant else "."
     return OptionFault(place, f"{place} = {shown_value(first['input'])}: {message}{hint}")
 

@@ -52,10 +52,12 @@ class Arithmetic:
     """What fused kernels compute; None: nothing."""
     not_fused: str | None = None
     """Why a GPU's kernels are not used, though they may be; None: they are, or may not be."""
+    slow: str | None = None
+    """What would be faster on a processor without instructions for bf16; None: nothing."""
 
     @property
     def notes(self) -> list[str]:
-        return [note for note in (self.products, self.fused) if note is not None]
+        return [note for note in (self.products, self.fused, self.slow) if note is not None]
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,19 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
     products = choose_products(base, spec.precision, compute, device)
     wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
     if not wanted or device.type != "cuda" or compute != torch.bfloat16:
-        return Arithmetic(products)
+        return Arithmetic(products, slow=_slow_bf16(compute, device))
     fault = kernel_fault(device)
     return Arithmetic(products, not_fused=fault) if fault else Arithmetic(products, f"Fused kernels compute {fuse(base)}.")
+
+
+def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:
+    """The advice for a processor on which oneDNN has no products in bf16, so that PyTorch computes them by a plain loop."""
+    if device.type != "cpu" or compute != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return (
+        "This processor has no instructions for bf16 (AVX-512 or AMX), and multiplies in it several times more slowly than in "
+        "fp32. precision.compute: fp32 is faster here, and takes more memory for activations."
+    )
 
 
 def base_on_meta(path: str) -> PreTrainedModel:

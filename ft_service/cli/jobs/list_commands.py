@@ -24,6 +24,7 @@ _SHORT = 8
 """Letters of an id on a terminal: enough to identify it."""
 
 Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="Show at most N, newest first.")]
+NewestLast = Annotated[int, typer.Option("--limit", "-n", min=1, help="Show the newest N.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -85,6 +86,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("checkpoints", f"at step{'s' if len(points) > 1 else ''} {steps}" if steps else None),
             ("training file", names.get(job.training_file or "")),
             ("validation file", names.get(job.validation_file or "")),
+            ("seed", str(job.seed) if job.seed is not None else None),
             ("validation split", f"{job.validation_split:g}" if job.validation_split is not None else None),
             *((name, shown(value)) for name, value in job.given_options.items()),
             *job.choices,
@@ -92,7 +94,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
     )
 
 
-def events(job_id: JobId, limit: Newest = 50, as_json: Json = False) -> None:
+def events(job_id: JobId, limit: NewestLast = 50, as_json: Json = False) -> None:
     """Print what has happened to a job, the newest last. `ft watch` continues as more happens."""
     with connect_to_job(job_id) as (client, job_id):
         known = client.events(job_id, limit=limit)

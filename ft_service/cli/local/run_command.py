@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -117,7 +118,16 @@ def run(
                 node=node,
                 options=SupervisorOptions(grace_seconds=settings.stop_grace_seconds),
             )
-    return _report(ended, folder, spec, as_json)
+    given: dict[str, object] = {"--model": model, "--suffix": suffix, "--node-rank": node_rank or None}
+    given |= {"--rdzv-endpoint": rdzv_endpoint or None, "--address": address or None, "--run-dir": folder}
+    again = _command_line(spec, changes or (), given)
+    return _report(ended, folder, again, as_json)
+
+
+def _command_line(spec: Path, changes: Sequence[str], given: Mapping[str, object]) -> str:
+    """The line that continues a run: a run of other options is not continued."""
+    words = ["ft", "run", str(spec), *(word for change in changes for word in ("--set", change))]
+    return shlex.join([*words, *(str(word) for name, value in given.items() if value is not None for word in (name, value))])
 
 
 def _refuse_folders_of_others(folder: Path) -> None:
@@ -201,14 +211,17 @@ def _show(display: Display, event: Event) -> None:
         display.message(event.level, event.message, event.time)
 
 
-def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
+def _report(ended: Exit, folder: Path, again: str, as_json: bool) -> int:
     if as_json:
         print_json({**ended.model_dump(), "run_dir": str(folder)})
     elif ended.reason is ExitReason.SUCCEEDED:
         print_text(f"The adapter is in {folder / 'adapter'}")
     elif ended.reason is ExitReason.STOPPED:
-        print(f"Stopped at a checkpoint. To continue: ft run {spec} --run-dir {folder}", file=sys.stderr)
+        print(f"Stopped at a checkpoint. To continue: {again}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        print_error(f"{reason}\nThe logs are in {folder / ATTEMPTS}", ended.code)
+        # A killed process is no fault of SPEC or data: what was trained is there, and the same line goes on.
+        killed = ended.reason is ExitReason.WORKER_KILLED
+        hint = f"\nTo continue from its last checkpoint: {again}" if killed else ""
+        print_error(f"{reason}\nThe logs are in {folder / ATTEMPTS}{hint}", ended.code)
     return ended.code

@@ -4,7 +4,7 @@ prompt, completion    strings: bare text; messages: a conversation of which the 
 text                  bare text
 conversations         a conversation whose turns have `from` and `value` (or role and content)
 instruction, output   a conversation: instruction and input are the user's message, output the assistant's
-preference pairs      two conversations, or bare texts, that begin alike
+preference pairs      two conversations, or bare texts, that begin alike (LLaMA-Factory's: an instruction or turns, and answers)
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
     Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS),
     Format.TEXT: ("text",),
     Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS),
-    Format.ALPACA: ("instruction", "input", "output", "system"),
+    Format.ALPACA: ("instruction", "input", "output", "system", "history"),
     Format.OPENAI_PAIRS: (
         *("input", "preferred_output", "non_preferred_output", "preferred_completion", "non_preferred_completion"),
     ),
-    Format.TRL_PAIRS: ("prompt", "chosen", "rejected", "tools"),
+    Format.TRL_PAIRS: (
+        *("prompt", "chosen", "rejected", "tools"),
+        *("conversations", "conversation", "instruction", "input", "system", "history"),
+    ),
 }
 
 
@@ -88,17 +91,32 @@ def _text(fields: Fields) -> Record:
 
 
 def _alpaca(fields: Fields) -> Record:
+    question = _question(fields)
+    output = text_of(required(fields, "output"), "output")
+    if not output.strip():
+        raise LineError("output", "is empty, so there is nothing to train on")
+    turns = (*_system(fields), *question, {"role": "assistant", "content": output})
+    return Conversation(turns, tuple(int(turn["role"] == "assistant") for turn in turns))
+
+
+def _question(fields: Fields) -> list[dict[str, Any]]:
+    """The user's message of one of Alpaca's records, its instruction and its input, after LLaMA-Factory's `history`: a list of
+    earlier questions with their answers."""
     instruction = text_of(required(fields, "instruction"), "instruction")
     context = text_of(fields.get("input") or "", "input")
-    output = text_of(required(fields, "output"), "output")
     question = "\n\n".join(text for text in (instruction, context) if text.strip())
     if not question:
         raise LineError("instruction", "is empty, and so is the input")
-    if not output.strip():
-        raise LineError("output", "is empty, so there is nothing to train on")
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    system = _system(fields)
-    return Conversation((*system, *turns), (*(0 for _ in system), 0, 1))
+    turns: list[dict[str, Any]] = []
+    history = fields.get("history") or []
+    if not isinstance(history, list):
+        raise LineError("history", f"must be a list of earlier questions with their answers, not {kind(history)}")
+    for number, earlier in enumerate(history):
+        if not isinstance(earlier, list) or len(earlier) != 2:
+            raise LineError(f"history.{number}", f"must be a list of a question and its answer, not {shown(earlier)}")
+        for role, text in zip(("user", "assistant"), earlier, strict=True):
+            turns.append({"role": role, "content": text_of(text, f"history.{number}")})
+    return [*turns, {"role": "user", "content": question}]
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:
@@ -108,18 +126,48 @@ def _system(fields: Fields) -> list[dict[str, Any]]:
 
 def _sharegpt(fields: Fields) -> Record:
     key = "conversations" if "conversations" in fields else "conversation"
-    turns = required(fields, key)
-    if not isinstance(turns, list) or not turns:
-        raise LineError(key, f"must be a list with at least one turn, not {kind(turns)}")
-    if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        messages = turns
-    else:
-        messages = [_turn(turn, f"{key}.{number}") for number, turn in enumerate(turns)]
+    messages = _messages_of(required(fields, key), key)
     tools = {name: fields[name] for name in _TOOLS if name in fields}
     try:
         return parse_chat({"messages": [*_system(fields), *messages], **tools})
     except LineError as error:
         raise LineError(error.field.replace("messages", key, 1), error.reason) from None
+
+
+def _messages_of(turns: Any, key: str) -> list[Any]:
+    """ShareGPT's turns as messages in OpenAI's format; they may be that already. Raises LineError."""
+    if not isinstance(turns, list) or not turns:
+        raise LineError(key, f"must be a list with at least one turn, not {kind(turns)}")
+    if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
+        return turns
+    return [_turn(turn, f"{key}.{number}") for number, turn in enumerate(turns)]
+
+
+def _trl_pair(fields: Fields) -> Record:
+    """A preference pair in TRL's format, or in one of LLaMA-Factory's, which have its prompt as ShareGPT's turns or as
+    Alpaca's instruction, and each answer as a text or as one turn. Axolotl's pairs of one message each are read so too."""
+    answers = {name: _answer(fields[name], name) for name in ("chosen", "rejected") if name in fields}
+    is_answer = all(isinstance(fields.get(name), str | dict) for name in ("chosen", "rejected"))
+    key = next((name for name in ("conversations", "conversation", "instruction") if fields.get(name) is not None), None)
+    given = {name: fields[name] for name in ("prompt", "tools") if name in fields}
+    if is_answer and isinstance(given.get("prompt"), str) and not isinstance(fields["chosen"], str):
+        given["prompt"] = [{"role": "user", "content": given["prompt"]}]
+    if not is_answer or "prompt" in fields or key is None:
+        return parse_pair({**given, **answers})
+    prompt = _question(fields) if key == "instruction" else _messages_of(fields[key], key)
+    try:
+        return parse_pair({**given, "prompt": [*_system(fields), *prompt], **answers})
+    except LineError as error:
+        raise LineError(error.field.replace("prompt", key, 1), error.reason) from None
+
+
+def _answer(value: Any, place: str) -> Any:
+    """An answer of a pair as messages, if it is one message or has ShareGPT's turns. All else is left as it is."""
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list) and all(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in value):
+        return [_turn(turn, f"{place}.{number}") for number, turn in enumerate(value)]
+    return value
 
 
 def _turn(turn: Any, place: str) -> dict[str, Any]:
@@ -130,11 +178,11 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     content = text_of(value, f"{place}.value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise LineError(f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown(speaker)}")
-    weight = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
+    weight = {key: turn[key] for key in ("weight", "train", "train_detail") if turn.get(key) is not None}
     if speaker == "function_call":
         return {"role": "assistant", "content": None, "function_call": _function_call(content, place), **weight}
     if SPEAKERS[speaker] == "tool":
-        return {"role": "function", "name": "tool", "content": content}
+        return {"role": "function", "name": "tool", "content": content, **weight}
     return {"role": SPEAKERS[speaker], "content": content, **weight}
 
 
@@ -155,5 +203,5 @@ _PARSERS: Mapping[Format, Callable[[Fields], Record]] = {
     Format.SHAREGPT: _sharegpt,
     Format.ALPACA: _alpaca,
     Format.OPENAI_PAIRS: parse_pair,
-    Format.TRL_PAIRS: parse_pair,
+    Format.TRL_PAIRS: _trl_pair,
 }

@@ -195,7 +195,8 @@ def unknown_format(container: Container, keys: Sequence[str]) -> str:
 
 _QUESTIONS = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
 _ANSWERS = ("answer", "response", "reply", "assistant", "output", "completion", "solution")
-"""Frequent names for columns of questions and of answers."""
+_CONTEXTS = ("context", "input", "passage", "document")
+"""Frequent names for columns of questions, of answers, and of texts that a question is about."""
 
 
 def mapping_for(keys: Sequence[str]) -> str:
@@ -205,7 +206,9 @@ def mapping_for(keys: Sequence[str]) -> str:
         pairs = [f"{name}: {lower[name]}" for name in columns_of(format) if name in lower]
         return f"data: {{{', '.join(pairs)}}}"
     question, answer = (next((lower[name] for name in names if name in lower), "COLUMN") for names in (_QUESTIONS, _ANSWERS))
-    return f"data: {{instruction: {question}, output: {answer}}} makes conversations of them"
+    context = next((lower[name] for name in _CONTEXTS if name in lower and lower[name] not in (question, answer)), None)
+    between = f", input: {context}" if context and question != "COLUMN" else ""
+    return f"data: {{instruction: {question}{between}, output: {answer}}} makes conversations of them"
 
 
 def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE) -> DataReader:

@@ -60,7 +60,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         written["role"] = "function"
     if calls := message.get("tool_calls"):
         written["content"] = message["content"] or None
-        if all("id" in call for call in calls):
+        if len(calls) > 1 or "id" in calls[0]:  # the older form holds one call
             written["tool_calls"] = [call | {"function": _called(call)} for call in calls]
         else:
             del written["tool_calls"]

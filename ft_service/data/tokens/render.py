@@ -44,9 +44,9 @@ from ft_service.spec import TrainOn
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
 
-RENDERING = 5
-"""Version of the tokens and targets that this module, answer_markers.py, boundary_tokens.py and tokenize.py make of a
-conversation; increase it when they change."""
+RENDERING = 6
+"""Version of the conversations that chat_line.py and formats/normalize.py make of a record, and of the tokens and targets that
+this module, answer_markers.py, boundary_tokens.py and tokenize.py make of these; increase it when they change."""
 EXACT_ANSWERS = 16
 """First answers of a conversation whose prompts are rendered in any case."""
 _PARTS = ("think", "tool_call", "tool_calls", "tool_response", "arg_value", "function")

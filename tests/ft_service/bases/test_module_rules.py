@@ -33,6 +33,14 @@ def test_without_experts_every_linear_layer_is_meant(shared: bool) -> None:
     assert choose_targets(dense, [], "all-linear", shared_experts=shared) == dense
 
 
+def test_a_pattern_is_told_that_it_has_to_match_a_whole_name() -> None:
+    assert choose_targets(ATTENTION, [], r".*\.(q|k)_proj") == ATTENTION[:1]
+    with pytest.raises(
+        SpecError, match=r"it has o_proj, q_proj\. A pattern has to match a whole name, such as layers\.0\.self_attn"
+    ):
+        choose_targets(ATTENTION, [], "q_proj|k_proj")
+
+
 def test_a_name_alone_stays_ambiguous_in_a_mixture() -> None:
     with pytest.raises(SpecError, match="named with what they lie in"):
         choose_targets(LINEARS, STACKS, ["down_proj"], shared_experts=True)

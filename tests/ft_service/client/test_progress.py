@@ -27,6 +27,16 @@ def test_the_line_says_all_that_is_known() -> None:
     assert numbers(later) == "loss 2.500 · valid 2.250 · 50 tokens/s · 3:20 left"
 
 
+def test_a_validation_of_an_earlier_step_is_told_with_that_step() -> None:
+    later = progress_of(step(49), Metrics(step=49, total_steps=150, valid_loss=2.25), step(50))
+    assert numbers(later).startswith("loss 2.500 · valid 2.250 at 49 · ")
+
+
+def test_preference_optimisation_shows_the_share_of_pairs_that_it_orders() -> None:
+    pairs = step(150).model_copy(update={"more": {"rewards/accuracies": 0.75}})
+    assert progress_line(progress_of(pairs)) == "step 150/150 · loss 1.500 · reward accuracy 0.75 · 50 tokens/s"
+
+
 def test_a_finished_job_has_no_time_left() -> None:
     assert progress_line(progress_of(step(150))) == "step 150/150 · loss 1.500 · 50 tokens/s"
 

@@ -262,10 +262,30 @@ def test_direct_preference_optimisation_stays_that(
     assert converted(tmp_path, body).body["method"] == {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
 
 
+@pytest.mark.parametrize(("given", "packing"), [({}, None), ({"packing": True}, True), ({"packing": False}, False)])
+def test_pre_training_of_llama_factory_learns_documents(tmp_path: Path, given: dict[str, Any], packing: bool | None) -> None:
+    """It packs them unless the file says otherwise, and so do we."""
+    training = converted(tmp_path, FACTORY | {"stage": "pt"} | given).body["training"]
+    assert training["train_on"] == "everything"
+    assert training.get("packing") is packing
+
+
+def test_documents_that_are_not_packed_there_are_not_packed_here(tmp_path: Path) -> None:
+    training = converted(tmp_path, FACTORY | {"train_on_prompt": True, "packing": False}).body["training"]
+    assert training["packing"] is False
+
+
+def test_a_program_is_told_apart_from_settings(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("from unsloth import FastLanguageModel\n")
+    with pytest.raises(SpecError, match="is a program, and this reads settings"):
+        convert_file(path)
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        *((FACTORY | {"stage": stage}, f'stage: "{stage}"') for stage in ("pt", "rm", "ppo", "kto", "other")),
+        *((FACTORY | {"stage": stage}, f'stage: "{stage}"') for stage in ("rm", "ppo", "kto", "other")),
         *((LLAMA_DPO | {"rl": rl}, f'rl: "{rl}"') for rl in ("kto", "orpo", "simpo", "grpo", "gdpo", "ebft")),
         (GPT_OSS | {"reward_model": True}, "reward_model: true"),
         *((FACTORY_DPO | {"pref_loss": loss}, f'pref_loss: "{loss}"') for loss in ("orpo", "simpo")),

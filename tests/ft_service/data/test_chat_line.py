@@ -52,6 +52,31 @@ def test_older_words_for_tools_mean_the_same() -> None:
     assert sample.messages[2] == {"role": "tool", "name": "add", "content": "4"}
 
 
+def test_tools_as_trl_writes_them_are_read() -> None:
+    """TRL's documentation has arguments as objects, calls without an id, and results that name the function alone."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    calls = {"role": "assistant", "tool_calls": [call, call]}
+    result = {"role": "tool", "name": "add", "content": "4"}
+    sample = parse_line(line(USER, calls, result, result, ANSWER, tools=json.dumps([TOOL])))
+    assert sample.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    assert sample.messages[2] == result
+    assert sample.tools == (TOOL,)
+    assert sample.weights == (0, 1, 0, 0, 1)
+
+
+@pytest.mark.parametrize("tools", [[TOOL["function"]], [{"type": "function", **TOOL["function"]}]])
+def test_definitions_of_tools_need_no_type_of_their_own(tools: list[dict[str, object]]) -> None:
+    assert parse_line(line(USER, ANSWER, tools=tools)).tools == (TOOL,)
+    assert parse_line(line(USER, ANSWER, tools=json.dumps(tools))).tools == (TOOL,)
+    assert parse_line(line(USER, ANSWER, tools="")).tools == ()
+
+
+def test_axolotls_mask_of_a_message_is_its_weight() -> None:
+    left_out, learned = ANSWER | {"train": False}, ANSWER | {"train": True}
+    sample = parse_line(line(USER | {"train": False}, left_out, USER, learned))
+    assert sample == Conversation((USER, ANSWER, USER, ANSWER), (0, 0, 0, 1))
+
+
 def test_fields_that_are_null_in_an_answer_of_openai_count_as_absent() -> None:
     """`completion.choices[0].message.model_dump()` has all of them; so have lines that were written from rows of a table."""
     dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
@@ -124,6 +149,12 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line({"role": "robot", "content": "hi"}), "messages.0.role", "not 'robot'"),
         (line({"role": ["user"], "content": "hi"}), "messages.0.role", "must be one of"),
         (line({"role": "tool", "content": "hi"}), "messages.0.tool_call_id", "is required"),
+        (line(USER | {"train": True}, ANSWER), "messages.0.train", "only for assistant messages"),
+        (line(USER, ANSWER | {"train": 1}), "messages.1.train", "must be true or false"),
+        (line(USER, ANSWER | {"train": False, "weight": 1}), "messages.1.train", "keep one"),
+        (line(USER, ANSWER | {"train_detail": []}), "messages.1.train_detail", "weight 0 or 1"),
+        (line(USER, ANSWER, tools="none"), "tools", "must be a list"),
+        (line(USER, ANSWER, tools="{}"), "tools", "must be a list"),
         (line({"role": "function", "content": "hi"}), "messages.0.name", "is required"),
         (line(USER, {"role": "tool", "content": "hi", "tool_call_id": "c"}), "messages.1.tool_call_id", "no call before it"),
         (line({"role": "user"}), "messages.0.content", "is required"),

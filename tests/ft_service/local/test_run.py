@@ -92,7 +92,7 @@ def test_a_failure_is_told(folder: Path) -> None:
 
 def test_another_spec_is_refused_by_name(folder: Path) -> None:
     local(folder, "succeed")
-    with pytest.raises(SpecError, match=r"another spec \(seed, training differ\)"):
+    with pytest.raises(SpecError, match=r"another spec, which differs in seed, training\.max_steps\."):
         local(folder, "succeed", spec=spec_of("j", seed=2, training=TrainingOptions(max_steps=3)))
 
 

@@ -32,6 +32,7 @@ def taken_by(name: str) -> set[str]:
 def test_names_and_values_of_other_tools_stand_for_options_that_there_are() -> None:
     assert not set(NAMES.values()) - set(options_of(JobRequest))
     choices = {"bf16", "fp8", "nf4", "fp32", "adamw_torch", "cosine", "constant", "all-linear", "supervised"}
+    choices |= {"warmup_stable_decay", "reinforcement"}
     assert set(VALUES.values()) == choices
 
 
@@ -54,6 +55,8 @@ def test_what_converting_takes_over_is_what_a_refusal_recommends() -> None:
         ({"training": {"beta2": 0.95}}, "training.beta2: there is no such option; did you mean training.adam_beta2?"),
         ({"adam_epsilon": 1e-6}, "adam_epsilon: there is no such option; did you mean training.adam_epsilon?"),
         ({"trainng": {}}, "trainng: there is no such option; did you mean training?"),
+        ({"training": {"fp16": True}}, "training.fp16: there is no such option; did you mean precision.compute?"),
+        ({"training": {"optim": "paged_adamw_8bit"}}, "training.optim = 'paged_adamw_8bit': must be adamw_torch."),
         ({"qux": 1}, "qux: there is no such option. Check its spelling, or leave it out."),
         ({"precision": {"compute": "float32"}}, "precision.compute = 'float32': must be bf16 or fp32; did you mean fp32?"),
         ({"distributed": {"nproc_per_node": "all"}}, "distributed.nproc_per_node = 'all': must be a whole number or auto."),
@@ -64,6 +67,23 @@ def test_a_refusal_names_what_was_likely_meant(more: dict[str, object], says: st
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | more)
     assert caught.value.message == says
+
+
+@pytest.mark.parametrize(
+    ("more", "meant"),
+    [
+        ({"training": {"assistant_only_loss": True}}, "there is no such option; did you mean training.train_on?"),
+        ({"training": {"lr_scheduler_type": "wsd"}}, "did you mean warmup_stable_decay?"),
+        ({"method": {"type": "grpo"}}, "did you mean reinforcement?"),
+        ({"method": {"type": "kto"}}, "make pairs of a good and a bad answer to a prompt, for dpo"),
+        ({"method": {"type": "orpo"}}, "use dpo, whose rpo_alpha is a supervised term."),
+        ({"method": {"type": "ppo"}}, "use reinforcement, which is GRPO."),
+    ],
+)
+def test_what_other_tools_have_is_refused_with_what_to_use_here(more: dict[str, object], meant: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_request(BODY | more)
+    assert meant in caught.value.message
 
 
 def test_an_unknown_key_of_a_list_s_entry_is_not_taken_for_an_option_elsewhere() -> None:

@@ -26,6 +26,18 @@ def refusal(model: Path, **options: Any) -> SpecError:
     return caught.value
 
 
+@pytest.mark.parametrize(
+    ("compute", "supported", "told"), [("bf16", False, True), ("bf16", True, False), ("fp32", False, False)]
+)
+def test_a_processor_without_bf16_is_told_with_what_is_faster(
+    compute: str, supported: bool, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    spec = spec_for(save_tiny("llama", tmp_path), precision={"compute": compute})
+    notes = build(spec, CPU).arithmetic.notes
+    assert any("precision.compute: fp32 is faster here" in note for note in notes) is told
+
+
 def config_only(folder: Path, model_type: str, **values: Any) -> Path:
     AutoConfig.for_model(model_type, **values).save_pretrained(folder)
     return folder

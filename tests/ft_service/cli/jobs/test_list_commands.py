@@ -90,6 +90,23 @@ def test_events_and_checkpoints_are_listed(ft: Ft, server: StubServer) -> None:
     assert "at steps 10, 20" in ft("get", "last").out
 
 
+def test_get_shows_the_method_its_own_options_and_the_seed(ft: Ft, server: StubServer) -> None:
+    own = {"beta": 0.2, "loss_type": "ipo", "rpo_alpha": None, "batch_size": 4}
+    server.jobs["ftjob-1"] = job_body(method={"type": "dpo", "dpo": {"hyperparameters": own}}, seed=7)
+    shown = dict(line.split(maxsplit=1) for line in ft("get", "last").out.splitlines())
+    assert shown["seed"] == "7"
+    assert {name: value for name, value in shown.items() if name.startswith("method.")} == {
+        "method.type": "dpo",
+        "method.dpo.hyperparameters.beta": "0.2",
+        "method.dpo.hyperparameters.loss_type": "ipo",
+    }
+    grader = {"type": "string_check", "name": "right"}
+    server.jobs["ftjob-1"] = job_body(method={"type": "reinforcement", "reinforcement": {"grader": grader}})
+    assert "right (string_check)" in ft("get", "last").out
+    server.jobs["ftjob-1"] = job_body(method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3}}})
+    assert "method." not in ft("get", "last").out
+
+
 def test_get_shows_what_was_asked_for_and_not_every_default(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body(lora={"r": 8, "lora_dropout": 0.0}, training={"packing": False}, suffix="mine")
     server.files = [{"id": "file-0", "filename": "train.jsonl", "bytes": 5}]

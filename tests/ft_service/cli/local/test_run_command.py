@@ -139,6 +139,9 @@ def test_running_again_keeps_the_id_and_the_drawn_seed(ft: Ft, spec: Path, train
     train(remember)
     ended = ft("run", spec, "--run-dir", tmp_path / "run")
     ft("run", spec, "--run-dir", tmp_path / "run")
+    changed = ft("run", spec, "--set", "lora.target_modules=.*q_proj", "--suffix", "b", "--run-dir", tmp_path / "other")
+    options = "--set 'lora.target_modules=.*q_proj' --suffix b"
+    assert changed.err.endswith(f"To continue: ft run {spec} {options} --run-dir {tmp_path / 'other'}\n")
     assert ended.code == 75
     assert ended.err == f"Stopped at a checkpoint. To continue: ft run {spec} --run-dir {tmp_path / 'run'}\n"
     assert seen[0] == seen[1]
@@ -151,6 +154,13 @@ def test_a_failure_is_told_with_the_exit_code_of_the_attempt(ft: Ft, spec: Path,
     ended = ft("run", spec)
     assert ended.code == exit_of(reason, "It ended.", error).code == code
     assert ended.err.startswith("ft: precision.overrides: 'q' matches no module.\n  More.\n  The logs are in ")
+
+
+def test_a_killed_run_says_how_it_goes_on(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
+    train(lambda *_: exit_of(ExitReason.WORKER_KILLED, "torchrun was killed by SIGKILL."))
+    ended = ft("run", spec, "--run-dir", tmp_path / "run")
+    assert ended.code == 1
+    assert ended.err.endswith(f"  To continue from its last checkpoint: ft run {spec} --run-dir {tmp_path / 'run'}\n")
 
 
 def test_a_directory_in_use_is_one_line(ft: Ft, spec: Path, train: Any) -> None:

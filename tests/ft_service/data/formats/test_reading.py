@@ -118,6 +118,8 @@ def test_a_table_of_no_known_format_is_told_with_its_columns(tmp_path: Path) -> 
         (fault,) = check_lines(write(tmp_path, head)).faults
         assert "it is CSV, and its columns are 'question', 'reply'" in fault.reason
         assert fault.reason.endswith("data: {instruction: question, output: reply} makes conversations of them")
+    (dolly,) = check_lines(write(tmp_path, b"instruction,context,response\na,b,c\n")).faults
+    assert "data: {instruction: instruction, input: context, output: response}" in dolly.reason
     (other,) = check_lines(write(tmp_path, b"Prompt,Completion\na,b\n")).faults
     assert other.reason.endswith("data: {prompt: Prompt, completion: Completion}")
 

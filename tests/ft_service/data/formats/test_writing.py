@@ -28,6 +28,16 @@ def test_calls_of_tools_survive_being_written(tmp_path: Path) -> None:
     assert records(write(tmp_path, lines([line_of(chat)]))) == [chat]
 
 
+def test_no_call_without_an_id_is_lost_where_there_are_several(tmp_path: Path) -> None:
+    """OpenAI's older form of calls without ids holds one call only."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": number}}} for number in (1, 2)]
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [{"role": "tool", "name": "add", "content": text} for text in "12"]
+    turns = ({"role": "user", "content": "1, 2?"}, asked, *results, {"role": "assistant", "content": "3"})
+    chat = Conversation(turns, (0, 1, 0, 0, 1))
+    assert records(write(tmp_path, lines([line_of(chat)]))) == [chat]
+
+
 def test_a_prompt_becomes_a_chat_when_that_is_asked_for() -> None:
     assert line_of(PromptCompletion("a", "b"), as_chat=True) == {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -22,6 +22,7 @@ from ft_service.spec import StoredSpec
 from ft_service.store.records import JobChange, NewJob, NewSweep, Sweep
 from ft_service.store.sql import Store
 from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, messages, new_reconciler, new_store, spec_of
 
@@ -61,10 +62,15 @@ class Places:
         self.launcher.end(job_id, attempt, exit_of(reason, "over"), checkpoint)
 
     def settle(self, turns: int = 16) -> None:
-        """Turns for everybody, and looks at the sweeps in between."""
+        """Turns for everybody, and looks at the sweeps in between, once the files of all jobs are checked: by a thread."""
+        wait_for(lambda: (self.reconciler.step() or True) and not self._validating())
         for _ in range(turns):
             self.reconciler.step()
             move_sweeps(self.store)
+
+    def _validating(self) -> int:
+        with self.store.reading() as connection:
+            return connection.exec_driver_sql("SELECT count(*) FROM jobs WHERE state = 'validating_files'").scalar_one()
 
 
 def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None, sweep: str = SWEEP, first: int = 1) -> list[str]:

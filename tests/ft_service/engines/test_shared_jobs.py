@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,14 @@ def store(folder: Path) -> Iterator[Store]:
 
 def turn_until(reconciler, what):
     """Give jobs their turns until `what` is true, and return it."""
-    return wait_for(lambda: [reconciler.step() for _ in range(20)] and what())
+
+    @wraps(what)
+    def turned():
+        for _ in range(20):
+            reconciler.step()
+        return what()
+
+    return wait_for(turned)
 
 
 def engines(store: Store) -> list[EngineRecord]:

@@ -1,8 +1,8 @@
 """Plays an engine and its ranks without torch, and the ranks of a job alone: `scripted_engine.py SCRIPTS RUN_DIR ATTEMPT`.
 
 SCRIPTS is `JOB:step,step;JOB:step;*:step`: what is done for each job, one step of every seat in a round. Steps are those of
-scripted_worker.py (event, checkpoint=S, succeed, refuse), where a job that is to be paused with a checkpoint writes that first: it
-is seen training, and may be paused, from its first step on. And
+scripted_worker.py (event, checkpoint=S, succeed, refuse), where a job that is to be paused with a checkpoint writes that first:
+it is seen training, and may be paused, from its first step on. And
 
     hold         wait until there is a file `go` in the home or the run directory, or the seat is stopped
     read=FILE    fail unless the file, in the home, can be read and not written

@@ -48,11 +48,12 @@ def wait_for(what: Callable[[], Value | None], seconds: float = HANG_SECONDS, *,
     The pauses grow with the time waited, since questions take processor time from what is waited for.
     """
     began = time.monotonic()
-    while (waited := time.monotonic() - began) < seconds:
+    while True:
+        waited = time.monotonic() - began  # before the look, so that the last one comes when the time is over
         if value := what():
             return value
+        assert waited < seconds, f"did not happen within {seconds:g} seconds: {source_of(what)}"
         time.sleep(max(every, min(LONGEST_PAUSE, waited / 20)))
-    raise AssertionError(f"did not happen within {seconds:g} seconds: {source_of(what)}")
 
 
 def source_of(what: Callable[..., Any]) -> str:

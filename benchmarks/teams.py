@@ -42,7 +42,8 @@ from sqlalchemy import text
 
 from benchmarks.machine import machine, save
 from benchmarks.wire import postgresql
-from tests.support.installation import ADMIN_KEY, SLOTS, START_SECONDS, Installation, installation, wait_for
+from tests.support.attempts import wait_for
+from tests.support.installation import ADMIN_KEY, SLOTS, START_SECONDS, Installation, installation
 
 BLOW_SECONDS = (2.0, 5.0)
 USERS = 6

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.attempts import HANG_SECONDS
+
 HEAVY = ("torch", "transformers", "peft", "bitsandbytes", "wandb")
 SERVICE = (
     "fastapi",
@@ -32,5 +34,5 @@ SERVICE = (
 )
 def test_a_fresh_interpreter_loads_nothing_from_the_wrong_side(module: str, forbidden: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*(set(sys.modules) & set({forbidden!r})))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

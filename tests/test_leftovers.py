@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attempts import HANG_SECONDS
+
 TESTS = Path(__file__).parent
 PARALLEL = ("-n", "2", "--dist", "loadfile")
 UNTIDY = {
@@ -41,7 +43,9 @@ def run(project: Path, modules: dict[str, str], options: tuple[str, ...]) -> sub
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of third parties take seconds
-    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(PARALLEL, marks=pytest.mark.slow)], ids=["alone", "side-by-side"])

@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import sqlite3
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.rundir.events import Metrics
 from ft_service.store.records import NewEvent
-from tests.support.attempts import kill_leftovers
+from tests.support.attempts import kill_leftovers, wait_for
 from tests.support.bases import save_base
 from tests.support.rest.process import ended, server, started
 from tests.support.rest.service import TRAINING as LINES
@@ -70,12 +70,15 @@ def undelivered(service: Service) -> bool:
         return connection.exec_driver_sql("SELECT 1 FROM integrations WHERE finished_at IS NULL").first() is not None
 
 
-def until(sender: MetricsSender, condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+def until(sender: MetricsSender, condition: Callable[[], object]) -> None:
+    """Let a sender look for what is to be sent until the condition is true."""
+
+    @wraps(condition)
+    def looked() -> object:
         sender.look()
-        time.sleep(0.02)
+        return condition()
+
+    wait_for(looked)
 
 
 def steps(*numbers: int, attempt: int = 1) -> list[NewEvent]:
@@ -227,7 +230,7 @@ def test_a_jobs_steps_go_to_trackio_and_its_event_says_where(
     put(service, job_id, *steps(3, 4, attempt=2), **SUCCEEDED)
     sender = MetricsSender(settings, service.store)
     try:
-        until(sender, lambda: not undelivered(service), 240.0)
+        until(sender, lambda: not undelivered(service))
     finally:
         sender.stop()
     assert told(client, job_id, "trackio") == [f"trackio run: {folder.as_uri()}/?project=tuning"]
@@ -323,11 +326,11 @@ def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(h
         assert not any(KEY in Path(f"/proc/{pid}/environ").read_text() for pid in workers)
         _, first = ended(process, signal.SIGTERM)
     with server(home, SERVE_SCRIPTED, **settings) as process, started(home, process) as client:
-        wait_until(lambda: only_run(wandb_server).states == ["running", "running"], 60.0)
+        wait_until(lambda: only_run(wandb_server).states == ["running", "running"])
         client.fine_tuning.jobs.pause(job_id)
-        wait_until(lambda: only_run(wandb_server).states[-1] == "75", 60.0)
+        wait_until(lambda: only_run(wandb_server).states[-1] == "75")
         client.fine_tuning.jobs.resume(job_id)
-        wait_until(lambda: only_run(wandb_server).states[-1] == "0", 60.0)
+        wait_until(lambda: only_run(wandb_server).states[-1] == "0")
         assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
         assert told(client, job_id, "W&B") == [f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"]
         assert KEY not in "".join(event.to_json() for event in client.fine_tuning.jobs.list_events(job_id))

@@ -188,7 +188,7 @@ def test_a_section_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> Non
 
 def test_a_section_that_ends_badly_is_a_row_with_its_last_words(tmp_path: Path) -> None:
     results = tmp_path / "rows"
-    harness.run_section("unheard of", Section("ceilings", 60), "cpu", True, results, tmp_path, time.monotonic() + 600)
+    harness.run_section("unheard of", Section("ceilings", 600), "cpu", True, results, tmp_path, time.monotonic() + 600)
     (row,) = read(results)
     assert (row.status, row.numbers) == ("failed", {"exit_code": 1})
     assert "KeyError: 'unheard of'" in row.note

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.ports import free_port
+
 Object = dict[str, Any]
 Key = tuple[str, str, str]
 """Plural, namespace ("" for what has none), name."""
@@ -200,7 +202,7 @@ class ApiServer:
     def __init__(self, state: State) -> None:
         self.state = state
         self.requests: set[Request] = set()
-        self.port = 0
+        self.port = free_port()  # which is still free when it is started again
         self._server: _Server | None = None
 
     @property
@@ -209,7 +211,6 @@ class ApiServer:
 
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self.port), self)
-        self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def stop(self) -> None:

@@ -96,8 +96,7 @@ class Kubelet:
         self.name = name
         self.labels = {"ft-test": namespace}
         self._namespace = namespace
-        self.frozen = False
-        """Act as a node that does not answer: its processes continue, unobserved."""
+        self._frozen = False
         self._http = http
         self._mounts = mounts
         self._pods: dict[str, _Pod] = {}
@@ -122,6 +121,16 @@ class Kubelet:
         with suppress(httpx2.HTTPError):
             self._http.delete(f"/api/v1/nodes/{self.name}")
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it acts as a node that does not answer: its processes continue, unobserved."""
+        return self._frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        with self._lock:  # a look that has begun is over before
+            self._frozen = frozen
 
     def out_of_memory(self, pod: str) -> None:
         """As the kernel does it: the container is gone, and the node knows why."""
@@ -162,11 +171,10 @@ class Kubelet:
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
-            if self.frozen:
-                continue
             with suppress(httpx2.HTTPError, ValueError), self._lock:  # the API server may be away
-                self._heartbeat()
-                self._turn()
+                if not self._frozen:
+                    self._heartbeat()
+                    self._turn()
 
     def _heartbeat(self) -> None:
         if time.monotonic() - self._beat < HEARTBEAT_SECONDS:

@@ -172,8 +172,8 @@ class _Strikes:
         kind = "supervisor" if blow.kind == "sigterm" else blow.kind
         attempt = last_attempt(self._run)
         # Where it has not started yet, or has gone already, its supervisor in its place.
-        there = eventually(lambda: self._victims(kind) or self._victims("supervisor") or ([] if self._story.finished else None))
-        if not there:
+        there = eventually(lambda: self._victims(kind) or self._victims("supervisor") or self._story.finished)
+        if isinstance(there, bool):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(there[blow.victim % len(there)], signal.SIGTERM if blow.kind == "sigterm" else signal.SIGKILL)

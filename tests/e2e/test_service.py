@@ -127,7 +127,7 @@ def test_pause_resume_and_cancel(server: Server, data: Path) -> None:
     assert client.fine_tuning.jobs.retrieve(job.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="been cancelled"):
         client.fine_tuning.jobs.resume(job.id)
-    job_after = submit(client, data, steps=1)
+    job_after = submit(client, data, steps=4000)
     wait_until(client, job_after.id, "running")  # on both slots, so the first job's is free
     client.fine_tuning.jobs.cancel(job_after.id)
     eventually(lambda: nothing_left(server.run(job_after.id)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ft_service.host import processes
 from ft_service.host.processes import ProcessIdentity
@@ -17,6 +18,8 @@ from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Start
 
 Value = TypeVar("Value")
+HANG_SECONDS = 300.0
+"""How long something is waited for that is certain to come, unless it hangs: on a busy machine, too."""
 LONGEST_PAUSE = 0.25
 """The longest pause of `wait_for` in seconds, unless its caller asks for longer ones."""
 WORKER = Path(__file__).parent / "programs/scripted_worker.py"
@@ -39,18 +42,28 @@ def write_start(run: RunDir, attempt: int, job_id: str = "ftjob-test") -> None:
     run.write_if_absent(f"attempts/{attempt}/start.json", start)
 
 
-def wait_for(what: Callable[[], Value | None], seconds: float = 30.0, *, every: float = 0.02) -> Value:
-    """The first answer that is neither None nor False. Fails the test if none comes in time. `every`: the shortest pause.
+def wait_for(what: Callable[[], Value | None], seconds: float = HANG_SECONDS, *, every: float = 0.02) -> Value:
+    """The first answer that is true: neither None nor empty. Fails the test if none comes in time. `every`: the shortest pause.
 
     The pauses grow with the time waited, since questions take processor time from what is waited for.
     """
     began = time.monotonic()
-    while (waited := time.monotonic() - began) < seconds:
-        value = what()
-        if value is not None and value is not False:
+    while True:
+        waited = time.monotonic() - began  # before the look, so that the last one comes when the time is over
+        if value := what():
             return value
+        assert waited < seconds, f"did not happen within {seconds:g} seconds: {source_of(what)}"
         time.sleep(max(every, min(LONGEST_PAUSE, waited / 20)))
-    raise AssertionError(f"did not happen within {seconds:g} seconds: {what}")
+
+
+def source_of(what: Callable[..., Any]) -> str:
+    """What a condition that is waited for says, and where: for the failure of a test whose condition has not come true."""
+    inner = inspect.unwrap(what)
+    try:
+        place = f"{Path(inspect.getfile(inner)).name}:{inspect.getsourcelines(inner)[1]}"
+        return f"{inspect.getsource(inner).strip()} ({place})"
+    except (OSError, TypeError):  # a method of an object that is not written in Python, or a partial function
+        return repr(what)
 
 
 def process_of(run: RunDir, name: str) -> ProcessIdentity:

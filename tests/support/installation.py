@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import openai
 
 from ft_service.store.sql import Store, open_store
+from tests.support.attempts import wait_for
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -205,10 +205,3 @@ def installation(folder: Path, url: str) -> Iterator[Installation]:
             for one in [*units, host]:
                 print(f"--- {one.name}", one.said(), sep="\n", file=sys.stderr)
             raise
-
-
-def wait_for(what: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, f"did not happen within {seconds:g} s"
-        time.sleep(0.1)

@@ -17,7 +17,7 @@ import openai
 from openai.types.fine_tuning import FineTuningJob
 
 from ft_service.rundir.directory import RunDir
-from tests.support.attempts import wait_for
+from tests.support.attempts import HANG_SECONDS, wait_for
 from tests.support.describing import put_descriptions
 
 Value = TypeVar("Value")
@@ -73,7 +73,7 @@ class Server:
     def stop(self) -> int:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(30)
+        return self._process.wait(HANG_SECONDS)
 
     def run(self, job_id: str) -> RunDir:
         return RunDir(self.home / "runs" / job_id)

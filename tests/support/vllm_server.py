@@ -7,7 +7,6 @@ FT_TEST_VLLM=http://127.0.0.1:8000/v1     one that serves the sample base in fp3
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx2
 
 from tests.support.bases import SAMPLE
+from tests.support.ports import free_port
 
 VLLM = os.environ.get("FT_TEST_VLLM", "")
 ABSENT = "vLLM is not here: FT_TEST_VLLM names a Python that has it, or a server"
@@ -37,9 +37,7 @@ def vllm_serving(folder: Path, model: Path = SAMPLE) -> Iterator[str]:
     if VLLM.startswith("http"):
         yield VLLM
         return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "HOME": str(folder)}
     with (folder / "log").open("wb") as log:

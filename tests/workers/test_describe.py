@@ -16,6 +16,7 @@ from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
 from ft_service.plan.weight_storage import layout_of, stored_weights
+from tests.support.attempts import HANG_SECONDS
 from tests.support.bases import TINY, llama_shapes, save_base, save_headers, spec_on
 from tests.support.training.causal_types import save_type
 from tests.support.training.models import save_tiny, save_tiny_llama
@@ -26,7 +27,7 @@ from workers.describe import _document, describe
 
 def _described(folder: Path) -> bytes:
     command = [sys.executable, "-m", "workers.describe", str(folder)]
-    return subprocess.run(command, check=True, capture_output=True, timeout=120).stdout
+    return subprocess.run(command, check=True, capture_output=True, timeout=HANG_SECONDS).stdout
 
 
 def test_the_process_prints_one_document(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from ft_service.rundir.events import SettledOption
 from ft_service.rundir.manifest import ORIGINS, Manifest, Origins, parent_of, without_paths
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec, LoraOptions
+from tests.support.attempts import HANG_SECONDS
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
 from tests.support.training.models import save_chat_base, save_chats, spec_for
@@ -294,7 +295,7 @@ def test_plain_peft_in_a_fresh_process_loads_exactly_this_adapter(finished: RunD
     ids = torch.arange(40).reshape(2, 20) + 60
     torch.save(ids, tmp_path / "ids.pt")
     arguments = [spec.model.path, str(finished.path("adapter")), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
-    subprocess.run([sys.executable, "-c", PLAIN_PEFT, *arguments], check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-c", PLAIN_PEFT, *arguments], check=True, capture_output=True, timeout=HANG_SECONDS)
     loaded: dict[str, Any] = torch.load(tmp_path / "out.pt")
     exported = adapter(finished)
     assert loaded["adapter"].keys() == exported.keys()

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from ft_service.jobs.states import State
+from tests.support.attempts import HANG_SECONDS
 from tests.support.rest.receiver import Received, Receiver, receiving
 from tests.support.rest.service import Service, put, run_dir
 
@@ -123,7 +124,7 @@ def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: R
 
     def chunks() -> Iterator[bytes]:
         yield chunk("Hel")
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_SECONDS)
         yield chunk("lo")
         yield b"data: [DONE]\n\n"
 
@@ -202,21 +203,25 @@ class TestWaiting:
     def test_a_server_no_longer_computes_what_nobody_waits_for(
         self, service: Service, listener: socket.socket, tuned: str
     ) -> None:
-        with pytest.raises(httpx2.ReadTimeout):
-            service.http("POST", "/v1/chat/completions", json={"model": tuned, "messages": MESSAGES}, timeout=0.5)
-        connection, _ = listener.accept()
+        body = json.dumps({"model": tuned, "messages": MESSAGES})
+        headers = f"host: x\r\nauthorization: Bearer {service.key}\r\ncontent-length: {len(body)}\r\n"
+        url = httpx2.URL(service.url)
+        listener.settimeout(HANG_SECONDS)
+        with socket.create_connection((url.host, url.port)) as asking:
+            asking.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n{body}".encode())
+            connection, _ = listener.accept()  # who asks goes once the server has been asked, and not before
         with connection:
-            connection.settimeout(20)
+            connection.settimeout(HANG_SECONDS)
             while connection.recv(65536):
                 pass  # until the service has closed it
 
 
 class TestAway:
     @pytest.fixture
-    def configure(self, configure: dict[str, Any]) -> dict[str, Any]:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return configure | {"inference_url": f"http://127.0.0.1:{listener.getsockname()[1]}/v1"}
+    def configure(self, configure: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with socket.socket() as bound:  # it listens to nobody, and nobody else can meanwhile
+            bound.bind(("127.0.0.1", 0))
+            yield configure | {"inference_url": f"http://127.0.0.1:{bound.getsockname()[1]}/v1"}
 
     def test_a_server_that_is_away_is_a_503(self, client: openai.OpenAI, tuned: str) -> None:
         with pytest.raises(openai.InternalServerError, match="FT_INFERENCE_URL") as caught:

@@ -187,19 +187,22 @@ def test_one_process_describes_a_base_for_all_who_ask(tmp_path: Path, open_descr
 def test_a_base_that_hangs_keeps_no_other_waiting_and_urgent_ones_go_first(tmp_path: Path, open_descriptions: Open) -> None:
     log = tmp_path / "log"
     hanging = save_base(tmp_path / "hanging", test="hang", log=str(log))
+    go = tmp_path / "go"
+    held = save_base(tmp_path / "held", test="slow", log=str(log), go=str(go))  # which the others wait for
     others = [save_base(tmp_path / f"other-{number}", rope_theta=float(number), log=str(log)) for number in range(1, 7)]
+    urgent = save_base(tmp_path / "urgent", rope_theta=99.0, log=str(log))
     descriptions = open_descriptions(oddly())
     descriptions.ask(hanging)
     wait_for(log.exists)
-    for base in others:
+    for base in (held, *others):
         assert descriptions.ask(base, first=False) is None
-    urgent = save_base(tmp_path / "urgent", rope_theta=99.0, log=str(log))
     descriptions.ask(urgent)
+    go.touch()
 
-    for base in (urgent, *others):
+    for base in (held, urgent, *others):
         wait_for(lambda base=base: descriptions.known(base))
     begun = [line.split()[0] for line in log.read_text().splitlines()]
-    assert begun.index("urgent") <= 2, "after the one that was being described"
+    assert begun[:3] == ["hanging", "held", "urgent"], "after the one that was being described"
     assert descriptions.known(hanging) is None
 
 

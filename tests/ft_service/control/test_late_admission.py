@@ -25,7 +25,7 @@ from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import File, Principal
 from ft_service.store.sql import Store
-from tests.support.attempts import wait_for
+from tests.support.attempts import HANG_SECONDS, wait_for
 from tests.support.bases import save_base
 from tests.support.describing import at_once, described_here, oddly
 from tests.support.fake_launcher import FakeLauncher
@@ -177,7 +177,8 @@ def test_what_admission_refuses_is_refused_later_with_the_same_words(
 
 @pytest.mark.parametrize("test", ["hang", "crash", "eat", "garbage"])
 def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_path: Path, test: str) -> None:
-    service = open_service(oddly(seconds=8.0))
+    enough = threading.Event()  # a process that hangs is ended after the other job has begun, however long that takes
+    service = open_service(lambda folder, stop: oddly(HANG_SECONDS)(folder, lambda: stop() or enough.is_set()))
     log = tmp_path / "log"
     save_base(service.folder / "hostile", test=test, log=str(log))
     save_base(service.folder / "good", log=str(log))
@@ -188,6 +189,7 @@ def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_pa
     assert service.step_until(good, State.RUNNING).state is State.RUNNING
     if test == "hang":
         assert get(service.store, bad.id).state is State.VALIDATING
+        enough.set()
     failed = service.step_until(bad, State.FAILED)
     assert failed.error is not None
     assert "hostile cannot be described, so it cannot be tuned here" in failed.error["message"]

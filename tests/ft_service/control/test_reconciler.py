@@ -747,17 +747,17 @@ def training_since(launcher: FakeLauncher, store: Store, reconciler: Reconciler,
 def test_a_higher_priority_displaces_what_has_held_its_slots_long_enough(
     tmp_path: Path, store: Store, launcher: FakeLauncher
 ) -> None:
-    reconciler = new_reconciler(tmp_path, store, launcher, preempt_after=600.0)
+    reconciler = new_reconciler(tmp_path, store, launcher, preempt_after=3600.0)
     add_job(store, "ftjob-low")
     start_running(reconciler, store, launcher, "ftjob-low")
-    training_since(launcher, store, reconciler, "ftjob-low", 590.0)
+    training_since(launcher, store, reconciler, "ftjob-low", 600.0)
     add_job(store, "ftjob-high", priority=5)
     step_until(reconciler, store, State.QUEUED, job_id="ftjob-high")
     for _ in range(5):
         reconciler.step()
     assert launcher.signals == [], "it has not held them for long enough"
 
-    training_since(launcher, store, reconciler, "ftjob-low", 11.0)
+    training_since(launcher, store, reconciler, "ftjob-low", 3000.0)
     wait_for(lambda: (reconciler.step(), launcher.signals or None)[1])
     [(job_id, _, control)] = launcher.signals
     assert (job_id, control.desired) == ("ftjob-low", Desired.PAUSE)

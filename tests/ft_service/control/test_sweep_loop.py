@@ -22,6 +22,7 @@ from ft_service.spec import StoredSpec
 from ft_service.store.records import JobChange, NewJob, NewSweep, Sweep
 from ft_service.store.sql import Store
 from ft_service.supervisor.attempt_outcome import exit_of
+from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, messages, new_reconciler, new_store, spec_of
 
@@ -61,10 +62,21 @@ class Places:
         self.launcher.end(job_id, attempt, exit_of(reason, "over"), checkpoint)
 
     def settle(self, turns: int = 16) -> None:
-        """Turns for everybody, and looks at the sweeps in between."""
+        """Turns for everybody, and looks at the sweeps in between, once the files of all jobs are checked."""
+        self.check()
         for _ in range(turns):
             self.reconciler.step()
             move_sweeps(self.store)
+
+    def check(self) -> None:
+        """Turns until the files of all jobs are checked, by a thread."""
+
+        def checked() -> bool:
+            self.reconciler.step()
+            with self.store.reading() as connection:
+                return not connection.exec_driver_sql("SELECT count(*) FROM jobs WHERE state = 'validating_files'").scalar_one()
+
+        wait_for(checked)
 
 
 def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None, sweep: str = SWEEP, first: int = 1) -> list[str]:
@@ -183,6 +195,7 @@ def test_a_keeper_that_comes_late_decides_the_same(tmp_path: Path, store: Store)
     """All losses are there before anybody looks, as after a restart."""
     ids = add_sweep(store, 4)
     places = Places(tmp_path, store)
+    places.check()
     for _ in range(30):
         places.reconciler.step()
     for job_id, loss in zip(ids, (3.0, 1.0, 2.0, 4.0), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ def store(folder: Path) -> Iterator[Store]:
 
 
 def turn_until(reconciler: Reconciler, what: Any) -> Any:
-    return wait_for(lambda: [reconciler.step() for _ in range(5)] and what(), SECONDS)
+    @wraps(what)
+    def turned() -> Any:
+        for _ in range(5):
+            reconciler.step()
+        return what()
+
+    return wait_for(turned, SECONDS)
 
 
 def start_two(reconciler: Reconciler, store: Store, home: Path) -> tuple[str, str]:

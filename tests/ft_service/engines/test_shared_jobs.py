@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,14 @@ def store(folder: Path) -> Iterator[Store]:
 
 def turn_until(reconciler, what):
     """Give jobs their turns until `what` is true, and return it."""
-    return wait_for(lambda: [reconciler.step() for _ in range(20)] and what())
+
+    @wraps(what)
+    def turned():
+        for _ in range(20):
+            reconciler.step()
+        return what()
+
+    return wait_for(turned)
 
 
 def engines(store: Store) -> list[EngineRecord]:
@@ -130,7 +138,7 @@ def test_a_job_resumed_on_other_ranks_leaves_those_it_shared_with(folder: Path, 
 
 
 def test_a_job_ends_in_its_engine_when_its_time_is_up(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed")
+    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed", idle_seconds=30.0)
     add_sharing_job(store, "ftjob-1", max_seconds=1)
     add_sharing_job(store, "ftjob-2")
     queue_first(store, reconciler, "ftjob-1", "ftjob-2")
@@ -165,7 +173,7 @@ def test_each_seat_is_paused_resumed_and_cancelled_for_itself(folder: Path, stor
 
 
 def test_the_failure_of_one_seat_is_its_own(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "ftjob-1:event,refuse;*:event,hold,succeed")
+    reconciler = engine_reconciler(folder, store, "ftjob-1:event,refuse;*:event,hold,succeed", idle_seconds=30.0)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     assert step_until(reconciler, store).reason is Reason.PERMANENT_ERROR
@@ -195,7 +203,9 @@ def test_the_job_that_ends_its_engines_fails_and_the_others_succeed(folder: Path
 
 
 def test_who_was_alone_in_a_lost_engine_has_failed_and_goes_on_alone(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "ftjob-1:event,succeed;*:event,hold,checkpoint=4,hold,succeed")
+    reconciler = engine_reconciler(
+        folder, store, "ftjob-1:event,succeed;*:event,hold,checkpoint=4,hold,succeed", idle_seconds=30.0
+    )
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     assert step_until(reconciler, store).state is State.SUCCEEDED
@@ -227,7 +237,8 @@ def test_a_restarted_service_finds_its_engine_again(folder: Path, store: Store, 
 
 
 def test_a_job_of_higher_priority_takes_the_slots_of_an_engine(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "ftjob-3:event,succeed;*:checkpoint=1,event,hold,succeed", preempt_after=0.0)
+    play = "ftjob-3:event,succeed;*:checkpoint=1,event,hold,succeed"
+    reconciler = engine_reconciler(folder, store, play, preempt_after=0.0, idle_seconds=30.0)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     turn_until(reconciler, lambda: phases(store, *two) == [Phase.TRAINING] * 2)

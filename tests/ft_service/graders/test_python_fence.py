@@ -13,6 +13,7 @@ import pytest
 from ft_service.graders import python_fence, system_calls
 from ft_service.graders.grades import GradingError, Score
 from ft_service.graders.python_fence import FencedGrader
+from tests.support.attempts import HANG_SECONDS
 from tests.support.graders import case
 from tests.support.rest.service import wait_until
 
@@ -124,9 +125,12 @@ def test_it_sees_no_environment_and_no_file_of_the_service(tmp_path: Path, monke
 )
 def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, said: str) -> None:
     body = f"def grade(sample, item):\n    if item: return 1\n{textwrap.indent(source, '    ')}"
-    with FencedGrader(body, seconds=1.0) as grader:
+    with FencedGrader(body) as grader:
+        grader.start()  # which takes its own time
+        grader._seconds = 1.0
         failed = grader.score(case("4"))
         assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), failed
+        grader._seconds = HANG_SECONDS
         assert grader.score(case("4", {"n": 1})) == Score(1.0)
 
 

@@ -28,7 +28,7 @@ from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange
 from ft_service.store.sql import Store, migrate, open_store
-from tests.support.attempts import wait_for
+from tests.support.attempts import HANG_SECONDS, wait_for
 from tests.support.bases import save_base
 from tests.support.creating import create_job
 from tests.support.reconciling import spec_of
@@ -87,7 +87,7 @@ class Answer:
         self.ticket = preview.submit(PreviewModel(base, precision, job), order, self._parts.put, on_processor=beside)
 
     def part(self, kind: str) -> dict[str, Any]:
-        while (part := self._parts.get(timeout=30))["kind"] != kind:
+        while (part := self._parts.get(timeout=HANG_SECONDS))["kind"] != kind:
             if part["kind"] == "error":
                 raise part["error"]
         return part
@@ -166,7 +166,7 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
     pid = preview.pid
     job = succeeded(store, tmp_path)
     preview.preload(job)
-    wait_for(lambda: Places(tmp_path).run(job.id).has(preview_module.PREVIEWED), 30)
+    wait_for(lambda: Places(tmp_path).run(job.id).has(preview_module.PREVIEWED))
     (message,) = told(store, job)
     assert message.startswith("In the preview: served, verified: 1 prompts")
     asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)
@@ -190,11 +190,11 @@ def test_a_verdict_that_could_not_be_told_is_told_after_the_next_request(
     monkeypatch.setattr(store.jobs, "add_events", away_once)
     preview, job = make(), succeeded(store, tmp_path)
     assert Answer(preview, "loads", precision=NF4, adapter="/x", job=job).text() == "1"
-    assert failed.wait(30)
+    assert failed.wait(HANG_SECONDS)
     asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)
     asked.text()
     assert asked.ticket.order["probes"]
-    wait_for(lambda: told(store, job) != [], 30)
+    wait_for(lambda: told(store, job) != [])
 
 
 def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tm
     time.sleep(0.5)
     assert preview.pid is None
     Answer(preview, base="/b").text()
-    wait_for(lambda: preview.pid is None, 30)
+    wait_for(lambda: preview.pid is None)
     time.sleep(0.2)
     preview.preload(job)
     time.sleep(0.5)
@@ -215,9 +215,9 @@ def test_the_preview_comes_back_to_who_tried_models_before_the_job(make: Make, s
     preview = make()
     Answer(preview).text()
     first = preview.pid
-    wait_for(lambda: preview.release_slots([0, 1]), 30)
+    wait_for(lambda: preview.release_slots([0, 1]))
     preview.preload(succeeded(store, tmp_path))
-    wait_for(lambda: preview.pid is not None, 30)
+    wait_for(lambda: preview.pid is not None)
     assert preview.pid != first
     assert Answer(preview, "loads", precision=NF4, adapter="/x").text() == "1"
 
@@ -232,13 +232,13 @@ def test_another_base_that_is_being_asked_is_left_alone(
     time.sleep(0.5)
     assert Answer(preview, "loads", base="/b").text() == "1"
     monkeypatch.setattr(preview_module, "REST_SECONDS", 0.0)
-    wait_for(lambda: told(store, job) != [], 30)
+    wait_for(lambda: told(store, job) != [])
 
 
 def test_a_model_that_answers_as_another_is_told_of(make: Make, store: Store, tmp_path: Path) -> None:
     job = succeeded(store, tmp_path, tuned=[-5.0, -5.0], base=[-1.0, -1.0])
     Answer(make(), precision=NF4, adapter="/x", job=job).text()
-    wait_for(lambda: told(store, job) != [], 30)
+    wait_for(lambda: told(store, job) != [])
     assert "answers with the base" in told(store, job)[0]
 
 
@@ -252,7 +252,7 @@ def test_whoever_waits_for_a_base_too_long_is_told(make: Make, monkeypatch: pyte
 def test_it_is_gone_when_nobody_asks(make: Make) -> None:
     preview = make(preview_idle_seconds=0.2)
     Answer(preview).text()
-    wait_for(lambda: preview.pid is None, 30)
+    wait_for(lambda: preview.pid is None)
     assert Answer(preview).text()
 
 
@@ -322,7 +322,7 @@ def test_beside_training_the_processor_answers_whoever_asks_for_that(
     assert claimed is not None
     assert claimed.job.id == job.id
     assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.CANCELLED), release_slots=True))
-    wait_for(lambda: not alive(pid), 30)
+    wait_for(lambda: not alive(pid))
     assert Answer(preview, base=base, precision=NF4, beside=True).text() == "tiny nf4 None"
     assert os.getpriority(os.PRIO_PROCESS, preview.pid or 0) == os.getpriority(os.PRIO_PROCESS, 0), "it has a slot of its own"
 
@@ -335,13 +335,13 @@ def test_a_request_that_arrives_while_the_process_is_being_ended_waits_for_the_n
 
     def held(process: PreviewProcess) -> None:
         ends.set()
-        may_end.wait(30)
+        may_end.wait(HANG_SECONDS)
         stock(process)
 
     monkeypatch.setattr(PreviewProcess, "end", held)
     assert Answer(preview).text() == "a bf16 None"
     first = preview.pid
-    assert ends.wait(30), "it is idle"
+    assert ends.wait(HANG_SECONDS), "it is idle"
     asked = Answer(preview)
     may_end.set()
     assert asked.text() == "a bf16 None"
@@ -362,6 +362,13 @@ def test_beside_training_no_base_takes_more_than_half_of_the_free_memory(
 
 
 def test_a_job_gets_its_slots(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, stock = threading.Event(), PreviewProcess.end
+
+    def held(process: PreviewProcess) -> None:
+        may_end.wait(HANG_SECONDS)
+        stock(process)
+
+    monkeypatch.setattr(PreviewProcess, "end", held)  # until it is gone, nobody is answered
     monkeypatch.setattr(preview_module, "LEAVE_SECONDS", 0.5)
     preview = make()
     hanging = Answer(preview, "hang")
@@ -371,7 +378,8 @@ def test_a_job_gets_its_slots(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
     assert not preview.release_slots([0, 1])
     with pytest.raises(UnavailableError, match="made way for a training job"):
         Answer(preview)
-    wait_for(lambda: preview.release_slots([0, 1]), 30)
+    may_end.set()
+    wait_for(lambda: preview.release_slots([0, 1]))
     assert not alive(pid)
     assert "made way" in hanging.error().message
 
@@ -384,7 +392,7 @@ def test_it_ends_with_its_thread(tmp_path: Path, store: Store) -> None:
     hanging.part("begun")
     pid = preview.pid
     stop.set()
-    thread.join(30)
+    thread.join(HANG_SECONDS)
     assert not alive(pid)
     assert "is ending" in hanging.error().message
     with pytest.raises(UnavailableError):

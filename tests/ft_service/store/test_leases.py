@@ -131,9 +131,9 @@ def test_new_jobs_and_running_ones_do_not_keep_each_other_waiting(store):
         for values in ({}, {"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h1", "attempt": 1})
     )
     with store.writing() as connection:
-        connection.execute(jobs.update().where(jobs.c.id == running.id).values(looked_at=store.now() - 1))
+        connection.execute(jobs.update().where(jobs.c.id == running.id).values(looked_at=store.now() - 200))
     for first, new_first in ((running, False), (new, True), (new, False)):
-        claimed = store.leases.claim(host="h1", owner="t", lease_seconds=60, idle_seconds=0.5, new_first=new_first)
+        claimed = store.leases.claim(host="h1", owner="t", lease_seconds=60, idle_seconds=100.0, new_first=new_first)
         assert claimed is not None
         assert claimed.job.id == first.id
         assert store.leases.apply(claimed, JobChange(job=claimed.job))

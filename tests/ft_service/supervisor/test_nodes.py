@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from ft_service import installation
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, Start
 from tests.support.attempts import wait_for
+from tests.support.ports import free_port
 
 SECONDS = 180.0
 WORKERS = """
@@ -56,9 +56,7 @@ def test_the_error_of_one_node_is_told_though_the_other_had_to_be_killed(folder:
     run = RunDir(folder / "run")
     start = Start(job_id="ftjob-1", attempt=1, world_size=4, generation=1, checkpoint=None, nodes=2)
     run.write("attempts/1/start.json", start)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     nodes = [supervise(run, node, port) for node in range(2)]
     try:
         failed = wait_for(lambda: run.read("attempts/1/nodes/1/exit.json", Exit), SECONDS)

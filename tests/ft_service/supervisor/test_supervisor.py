@@ -113,7 +113,7 @@ def test_cancel_leaves_no_process(folder: Path) -> None:
     process = supervise(run, "hang")
     everything = all_processes(run)
     run.write("attempts/1/control.json", Control(generation=2, desired=Desired.CANCEL))
-    process.wait(timeout=20)
+    process.wait()
     wait_for(lambda: gone(everything))
     assert exit_of(run).reason == "cancelled"
 

@@ -130,10 +130,10 @@ def test_a_real_torchrun_listens_on_nothing_and_says_which_rank_was_killed(
     torchrun_pid = parent_of(ranks[0].pid)
     assert parent_of(torchrun_pid) == supervisor_of(run).pid
     assert listening_sockets(torchrun_pid) == {}
-    output = wait_for(lambda: rank_output(run, 0))
+    output = wait_for(lambda: rank_output(run, 0))  # which a rank writes after its number
     assert f"cwd {run.root} init file://{run.root}/attempts/1/rendezvous/ranks" in output
     os.kill(ranks[1].pid, 9)
-    found = wait_for(lambda: run.read("attempts/1/exit.json", Exit), 60)
+    found = wait_for(lambda: run.read("attempts/1/exit.json", Exit))
     assert (found.reason, found.message) == ("worker_killed", "Rank 1 was killed by SIGKILL.")
 
 

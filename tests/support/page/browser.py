@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+
+from tests.support.attempts import HANG_SECONDS, wait_for
 
 Found = TypeVar("Found")
 
@@ -62,17 +64,17 @@ def browsing(downloads: Path) -> Iterator[webdriver.Chrome]:
         driver.quit()
 
 
-def until(condition: Callable[[], Found], seconds: float = 30.0) -> Found:
+def until(condition: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
     """Return a condition's value once it is true; elements that are replaced meanwhile are found again."""
-    deadline = time.monotonic() + seconds
-    while True:
+
+    @wraps(condition)
+    def found() -> Found | None:
         try:
-            if found := condition():
-                return found
+            return condition()
         except (NoAlertPresentException, NoSuchElementException, StaleElementReferenceException):
-            pass
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+            return None
+
+    return wait_for(found, seconds, every=0.05)
 
 
 def find(driver: webdriver.Chrome, css: str) -> WebElement:

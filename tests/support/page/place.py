@@ -31,6 +31,7 @@ from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.describing import at_once
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.page.seeded import new_settings
+from tests.support.ports import free_port
 from tests.support.rest.service import wait_until
 
 PROJECT = "default"
@@ -54,7 +55,8 @@ class Place:
     holder: Principal = field(init=False)
     preview: Preview | None = field(init=False)
     launcher: FakeLauncher = field(default_factory=lambda: FakeLauncher(slots=8))
-    port: int = 0
+    port: int = field(default_factory=free_port)
+    """One that is still free when it serves again."""
 
     def __post_init__(self) -> None:
         self.settings = new_settings(self.home, **self.more_settings)
@@ -82,7 +84,6 @@ class Place:
     def start(self) -> None:
         """Serve, on the same port as before."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
         app = create_app(self.settings, self.store, preview=self.preview, descriptions=at_once())
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._serving = threading.Thread(target=self._server.run, args=([self._listener],))

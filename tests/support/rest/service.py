@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from ft_service.rundir.events import Metrics
 from ft_service.settings import Settings
 from ft_service.store.records import Checkpoint, JobChange, NewEvent
 from ft_service.store.sql import Store
+from tests.support.attempts import HANG_SECONDS, wait_for
 
 LINE = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
 TRAINING = LINE.encode() * 3
@@ -60,13 +60,9 @@ class Service:
         return self.connections.request(method, f"{self.url}{path}", headers=headers, **options)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait in pauses that grow with the time waited, from 5 to 100 milliseconds."""
-    began = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - began
-        assert waited < seconds, "waited in vain"
-        time.sleep(max(0.005, min(0.1, waited / 20)))
+def wait_until(condition: Callable[[], object], seconds: float = HANG_SECONDS) -> None:
+    """As `wait_for`, of what is soon there: the first pauses are 5 milliseconds."""
+    wait_for(condition, seconds, every=0.005)
 
 
 def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int, ...] = (), **changes: Any) -> Job:

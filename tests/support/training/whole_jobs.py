@@ -123,7 +123,7 @@ class Run:
 
 def train(runs: Iterable[Run], world: int) -> None:
     """Train each to its end, on ranks that are started once."""
-    run_on_ranks(_train, world, list(runs), timeout=300)
+    run_on_ranks(_train, world, list(runs))
 
 
 def _train(rank: int, world: int, runs: list[Run]) -> None:

@@ -195,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine = new_engine(folder / what / "engine", specs[HEALTHY[0]])
         for name in names:
             prepare(specs[name], RunDir(folder / what / name), engine)
-    run_on_ranks(on_rank, WORLD, str(folder), timeout=240.0)
+    run_on_ranks(on_rank, WORLD, str(folder))
     return folder
 
 

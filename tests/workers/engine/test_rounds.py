@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engine.rounds import PATIENCE, Turn, next_round
@@ -13,6 +13,7 @@ JOBS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2)), min_size=1, m
 """(tokens of a micro-batch, priority)"""
 
 
+@settings(database=None, deadline=None)
 @given(JOBS, st.integers(1, 600), st.integers(1, 120))
 def test_every_job_computes_within_the_bound_and_the_budget_holds(
     jobs: list[tuple[int, int]], budget: int, rounds: int

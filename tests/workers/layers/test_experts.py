@@ -56,7 +56,7 @@ def test_experts_train_as_by_peft(tmp_path: Path) -> None:
     for world in (1, 2):
         specs = {family: spec_for(folder, ranks=world, **options_for(family)) for family, folder in folders.items()}
         truth = truth or {family: reference_steps(folders[family], spec) for family, spec in specs.items()}
-        for found in run_on_ranks(train_all, world, specs, timeout=300):
+        for found in run_on_ranks(train_all, world, specs):
             for family, steps in found.items():
                 assert any("experts" in name for name in steps[0].grads), family
                 assert_parity(steps, truth[family], loss=2e-6)

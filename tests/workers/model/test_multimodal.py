@@ -93,7 +93,7 @@ def test_the_text_decoder_trains_as_in_the_published_class(precision: dict[str, 
         world: {family: spec_for(bases / family, ranks=world, **options_for(precision, family)) for family in IN_SHORT}
         for world in (1, 2)
     }
-    one, two = (run_on_ranks(train_all, world, specs[world], timeout=300) for world in (1, 2))
+    one, two = (run_on_ranks(train_all, world, specs[world]) for world in (1, 2))
     for family, spec in specs[1].items():
         (truth,) = reference_steps(Path(spec.model.path), spec, steps=1)
         for found in (*one, *two):
@@ -107,7 +107,7 @@ def test_other_wrappers_train_as_in_the_published_class(bases: Path) -> None:
         for family in WRAPPERS
         if family not in IN_SHORT
     }
-    (found,) = run_on_ranks(train_all, 1, specs, timeout=300)
+    (found,) = run_on_ranks(train_all, 1, specs)
     truth = {family: reference_steps(Path(spec.model.path), spec, steps=1)[0] for family, spec in specs.items()}
     for family, expected in truth.items():
         check(family, found[family], expected)

@@ -28,6 +28,7 @@ from ft_service.rundir.events import Event, read_segments
 from ft_service.rundir.manifest import Manifest
 from ft_service.rundir.verify import verify
 from ft_service.spec import DataFileRef, JobSpec
+from tests.support.attempts import HANG_SECONDS
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
 from tests.support.training.kept_tokens import give_tokens
@@ -100,11 +101,11 @@ def assert_same_state(run: RunDir, other: RunDir, name: str) -> None:
 
 
 def slowly_written(rank: int, world: int, root: str, attempt: int) -> tuple[Outcome, int]:
-    """An attempt in which every write in the background begins only once training has gone on for a step.
+    """An attempt in which every write in the background begins only once training has gone on for a step, and told it.
 
     How many writes were on their way at once, at most.
     """
-    stepped, write, step = threading.Semaphore(0), checkpoint.write, Trainer._begin
+    stepped, write, step = threading.Semaphore(0), checkpoint.write, Trainer._report
     now, most = 0, 0
 
     def slow_write(*arguments: Any) -> str:
@@ -112,17 +113,17 @@ def slowly_written(rank: int, world: int, root: str, attempt: int) -> tuple[Outc
         now += 1
         most = max(most, now)
         if threading.current_thread() is not threading.main_thread():
-            assert stepped.acquire(timeout=60), "training stands still while a checkpoint is written"
+            assert stepped.acquire(timeout=HANG_SECONDS), "training stands still while a checkpoint is written"
         name = write(*arguments)
         now -= 1
         return name
 
     def told_step(trainer: Trainer, *arguments: Any) -> Any:
-        begun = step(trainer, *arguments)
-        stepped.release() if begun.step in (3, 5, 6) else None  # the last one is waited for
-        return begun
+        metrics = step(trainer, *arguments)
+        stepped.release() if metrics.step in (3, 5, 6) else None  # the last one is waited for
+        return metrics
 
-    with patch.object(checkpoint, "write", slow_write), patch.object(Trainer, "_begin", told_step):
+    with patch.object(checkpoint, "write", slow_write), patch.object(Trainer, "_report", told_step):
         return attempt_on_rank(rank, world, root, attempt), most
 
 

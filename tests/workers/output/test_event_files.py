@@ -7,6 +7,7 @@ from pathlib import Path
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.rundir.events import Event, Metrics
+from tests.support.attempts import HANG_SECONDS
 from tests.support.event_files import curves, session_starts
 from workers.output.event_files import EventFile, write_event_file
 from workers.output.report import Reporter, metrics_of_all_attempts, steps_of_all_attempts
@@ -73,7 +74,7 @@ def test_a_full_disk_holds_up_no_job_and_what_it_did_not_take_follows(tmp_path: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # enough for a segment, which is a file of its own
     try:
         training.start()
-        training.join(20)
+        training.join(HANG_SECONDS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not training.is_alive(), "a job that waits for its TensorBoard file trains no more"

@@ -211,7 +211,7 @@ def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path,
     thread = threading.Thread(target=give_each_step)
     thread.start()
     try:
-        run_on_ranks(engine_with_heartbeats_on_rank, 2, str(engine.root), timeout=120)
+        run_on_ranks(engine_with_heartbeats_on_rank, 2, str(engine.root))
     finally:
         ended.set()
         thread.join()

@@ -64,7 +64,7 @@ def test_two_clients_that_take_turns_train_what_each_trains_alone(tmp_path: Path
     thread = threading.Thread(target=clients)
     thread.start()
     try:
-        run_on_ranks(engine_on_rank, 2, str(engine.root), timeout=120)
+        run_on_ranks(engine_on_rank, 2, str(engine.root))
     finally:
         ended.set()
         thread.join()

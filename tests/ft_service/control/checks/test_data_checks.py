@@ -108,9 +108,9 @@ def data(path: Path, turns: int = 2, lines: int = 1) -> DataFileRef:
 def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
     monkeypatch: pytest.MonkeyPatch, store: Store, tmp_path: Path
 ) -> None:
-    """With real processes. The endless one comes first, and is still at it when the good one has moved."""
+    """With real processes. The endless one comes first, and is still at it when the others are done."""
     monkeypatch.setattr(check_lanes, "SHORT_SECONDS", 1.0)
-    monkeypatch.setattr(examiner, "RENDER_SECONDS", 4.0)
+    monkeypatch.setattr(examiner, "RENDER_SECONDS", 600.0)
     monkeypatch.setattr(examiner, "MEMORY_BYTES", 256 * MIB)
     good = base(tmp_path / "good")
     files = {
@@ -128,12 +128,16 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="good")
         assert get(store, "endless").state is State.VALIDATING
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="long")
-        for name, why in (("growing", "needed more than 256 MiB of memory"), ("endless", "took longer than 4 seconds")):
+        for name, why in (("growing", "needed more than 256 MiB of memory"), ("endless again", "took longer than 1 seconds")):
+            if name == "endless again":
+                assert get(store, "endless").state is State.VALIDATING
+                monkeypatch.setattr(examiner, "RENDER_SECONDS", 1.0)
+                add_job(store, name, model=files["endless"][0], training_data=files["endless"][1])
             failed = step_until(reconciler, store, State.FAILED, job_id=name)
             assert failed.error is not None
             assert failed.error["code"] == "invalid_training_file"
             head, fault = failed.error["message"].splitlines()
-            assert head == f"{name}.jsonl: 1 of 1 line cannot be trained on."
+            assert head == f"{name.split()[0]}.jsonl: 1 of 1 line cannot be trained on."
             assert fault == f"line 1: the base's chat template {why}"
     finally:
         reconciler.close()
@@ -224,7 +228,14 @@ def test_what_takes_long_steps_aside_in_few_processes_and_all_get_their_turn(
     hanging = [add_job(store, f"hang-{number}", training_data=file) for number in range(4)]
     quick = add_job(store, "quick", training_data=file)
     assert [checks.result(job) for job in hanging] == [None] * 4
-    assert wait_for(lambda: checks.demote_slow() or checks.result(quick)) == Checked()
+
+    def result_of_quick() -> Checked | None:
+        """The quick one is not demoted, however long the machine takes."""
+        if quick.id not in {job.id for job in checks.under_way()}:
+            checks.demote_slow()
+        return checks.result(quick)
+
+    assert wait_for(result_of_quick) == Checked()
     assert scripted.alive() <= 1 + check_lanes.LONG_LANES
     dropped: set[str] = set()
 

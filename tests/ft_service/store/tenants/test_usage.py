@@ -19,7 +19,7 @@ def used(store, **query) -> list[Usage]:
     return store.usage.usage(UsageQuery(first_day=day - 1, last_day=day + 1, **query))
 
 
-@settings(database=None)
+@settings(database=None, deadline=None)
 @given(st.lists(st.floats(0, 1e7), max_size=30), st.randoms())
 def test_sums_of_use_are_the_same_in_any_order(seconds, random):
     some = [exact(one) for one in seconds]

@@ -227,11 +227,14 @@ def _advice_on_file(file: FileStatistics, asked: Measure) -> Iterator[str]:
     if file.cut.count:
         lengths = file.lengths
         near = f", {lengths.p99} one in a hundred" if lengths.p99 < lengths.most else ""
-        change = f"training.max_length: {lengths.most} would cut none{near}."
+        cut, lost = file.cut.text(file.word), counted(file.lost_tokens, "token")
         if asked.at_context:
-            longest = asked.training.max_length
-            change = f"The base's context is {longest:,} tokens: shorten or split them, or take a base with a longer one."
-        yield f"{file.name}: {file.cut.text(file.word)} cut, {counted(file.lost_tokens, 'token')} lost. {change}"
+            yield (
+                f"{file.name}: {cut} cut, {lost} lost. The base's context is {asked.training.max_length:,} tokens: shorten or "
+                "split them, or take a base with a longer one."
+            )
+        else:
+            yield f"{file.name}: {cut} cut, {lost} lost. training.max_length: {lengths.most} would cut none{near}."
     if file.duplicates.count:
         yield (
             f"{file.name}: {file.duplicates.text(file.word)} with the same tokens as an earlier one, learned once for each "

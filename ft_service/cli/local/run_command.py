@@ -118,16 +118,17 @@ def run(
                 node=node,
                 options=SupervisorOptions(grace_seconds=settings.stop_grace_seconds),
             )
-    given: dict[str, object] = {"--model": model, "--suffix": suffix, "--node-rank": node_rank or None}
-    given |= {"--rdzv-endpoint": rdzv_endpoint or None, "--address": address or None, "--run-dir": folder}
+    given: dict[str, object] = {"model": model, "suffix": suffix, "node_rank": node_rank or None}
+    given |= {"rdzv_endpoint": rdzv_endpoint or None, "address": address or None, "run_dir": folder}
     again = _command_line(spec, changes or (), given)
     return _report(ended, folder, again, as_json)
 
 
 def _command_line(spec: Path, changes: Sequence[str], given: Mapping[str, object]) -> str:
-    """The line that continues a run: a run of other options is not continued."""
+    """The line that continues a run: a run of other options is not continued. `given`: the command's parameters by name."""
     words = ["ft", "run", str(spec), *(word for change in changes for word in ("--set", change))]
-    return shlex.join([*words, *(str(word) for name, value in given.items() if value is not None for word in (name, value))])
+    options = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items() if value is not None}
+    return shlex.join([*words, *(word for option in options.items() for word in option)])
 
 
 def _refuse_folders_of_others(folder: Path) -> None:

@@ -205,16 +205,22 @@ def refuse_dora(use_dora: bool, what: Sequence[str]) -> None:
         )
 
 
-def refuse_without_position(longest: int, positions: int | None, embeddings: Mapping[str, int]) -> None:
-    """Raise SpecError for samples with more tokens than positions for each of which a base has learned a vector (GPT-2, OPT):
-    training would fail at the first of them. Rotary positions have no end.
+def learned_positions(positions: int, embeddings: Mapping[str, int]) -> str | None:
+    """The weight in which a base has learned a vector for each of its positions (GPT-2, OPT); None: rotary positions, or the
+    like, have no end. `embeddings`: weights of embeddings other than the tokens' → their rows.
+    """
+    return next((name for name, rows in embeddings.items() if 0 <= rows - positions <= _MORE_POSITIONS), None)
 
-    `longest`: tokens of the longest sample, once it is cut; `positions`: of the base, None: it does not say; `embeddings`:
-    weights of embeddings other than the tokens' → their rows.
+
+def refuse_without_position(longest: int, positions: int | None, embeddings: Mapping[str, int]) -> None:
+    """Raise SpecError for samples with more tokens than a base has learned positions: training would fail at the first of them.
+
+    `longest`: tokens of the longest sample, once it is cut; `positions`: of the base, None: it does not say; `embeddings`: as
+    `learned_positions` takes them.
     """
     if positions is None or longest <= positions:
         return
-    learned = next((name for name, rows in embeddings.items() if 0 <= rows - positions <= _MORE_POSITIONS), None)
+    learned = learned_positions(positions, embeddings)
     if learned is not None:
         raise SpecError(
             f"training.max_length: the longest sample has {longest} tokens, and the base has learned {positions} positions "

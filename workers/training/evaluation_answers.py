@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ft_service.bases.module_rules import learned_positions
 from ft_service.data.answer_metrics import score
 from ft_service.data.tokens.sample import Tokens
 from ft_service.rundir.evaluations import (
@@ -35,12 +36,12 @@ from ft_service.wording import counted
 from workers.base.rank_objects import by_first, from_all, from_first
 from workers.data.batches import make_batch
 from workers.data.micro_batches import MicroBatchLimits, share_out
-from workers.model.multimodal import causal_model, text_decoder
 from workers.output.publishing import write_document
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import reshard
 from workers.training.context import TrainingContext
 from workers.training.evaluation_prompts import Question, ends_of, text_of
+from workers.training.guards import positions_of
 from workers.training.packing import TOKENS
 from workers.training.step import last_logits
 
@@ -204,13 +205,13 @@ def messages(found: Evaluation, *, everything: bool) -> list[str]:
 
 
 def room_of(context: TrainingContext) -> int | None:
-    """Tokens that a prompt and its answer may have together: as many as the base has positions, or as a sample of the job.
-    None: the base does not say.
-
-    Behind its positions a base that learned a vector for each has none, and fails.
+    """Tokens that a prompt and its answer may have together: as many as the base has positions, or as a sample of the job, if
+    the base has learned no vector for each position: behind them it would fail. None: the base does not say.
     """
-    positions = getattr(text_decoder(causal_model(context.model)).config, "max_position_embeddings", None)
-    return max(positions, context.runtime.spec.training.max_length) if isinstance(positions, int) else None
+    positions, embeddings = positions_of(context.model)
+    if positions is None or learned_positions(positions, embeddings):
+        return positions
+    return max(positions, context.runtime.spec.training.max_length)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,12 @@ def check_positions(model: nn.Module, *sets: TokenSet) -> None:
     """Raises SpecError for samples that the loaded model has no positions for (`refuse_without_position`): the plan knows them
     only once they are counted.
     """
+    longest = max((int(samples.lengths.max()) for samples in sets if len(samples)), default=0)
+    refuse_without_position(longest, *positions_of(model))
+
+
+def positions_of(model: nn.Module) -> tuple[int | None, dict[str, int]]:
+    """Positions of a base, None: it does not say; and the rows of its embeddings other than the tokens', by their weight."""
     causal = causal_model(model)
     positions = getattr(text_decoder(causal).config, "max_position_embeddings", None)
     tokens = causal.get_input_embeddings()
@@ -106,8 +112,7 @@ def check_positions(model: nn.Module, *sets: TokenSet) -> None:
         for name, module in causal.named_modules()
         if isinstance(module, nn.Embedding) and module is not tokens
     }
-    longest = max((int(samples.lengths.max()) for samples in sets if len(samples)), default=0)
-    refuse_without_position(longest, positions if isinstance(positions, int) else None, others)
+    return positions if isinstance(positions, int) else None, others
 
 
 def _own_parameters(group: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
@@ -25,7 +25,7 @@ from workers.data.micro_batches import MicroBatchLimits
 from workers.ranks.sharding import Gradients
 from workers.training import evaluation_answers
 from workers.training.context import TrainingContext
-from workers.training.evaluation_answers import Evaluator, GreedyDecoding, greedy
+from workers.training.evaluation_answers import Evaluator, GreedyDecoding, greedy, room_of
 from workers.training.evaluation_prompts import Question
 
 CPU = torch.device("cpu")
@@ -89,6 +89,18 @@ def test_a_prompt_without_room_for_an_answer_is_told_of(tmp_path: Path, monkeypa
     assert "prompt 1 (and 1 more) leaves no room for an answer in the base's context of 16 tokens" in told.said[0]
 
 
+def test_a_base_with_rotary_positions_has_room_for_samples_as_long_as_the_jobs() -> None:
+    for model, room in ((_with_positions(16), 16), (_with_rotary_positions(16), 64), (_with_rotary_positions(128), 128)):
+        spec = SimpleNamespace(training=SimpleNamespace(max_length=64))
+        assert room_of(cast(Any, SimpleNamespace(model=model, runtime=SimpleNamespace(spec=spec)))) == room
+
+
+def _with_rotary_positions(count: int) -> LlamaForCausalLM:
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(max_position_embeddings=count, vocab_size=64, **sizes))
+
+
 def _with_positions(count: int, device: str = "meta") -> GPT2LMHeadModel:
     """A model that has learned a vector for each of so many positions."""
     torch.manual_seed(0)
@@ -133,7 +145,7 @@ def evaluator(
     run: RunDir, attempt: int, told: Told, references: tuple[str | None, ...] = ("b", None), tokens: int = 1
 ) -> Evaluator:
     """`tokens`: of each prompt."""
-    start, spec = SimpleNamespace(attempt=attempt), SimpleNamespace(training=SimpleNamespace(max_length=16))
+    start, spec = SimpleNamespace(attempt=attempt), SimpleNamespace(training=SimpleNamespace(max_length=64))
     runtime: Any = SimpleNamespace(rank=0, world=1, device=CPU, run=run, fence=Fence(run, attempt), start=start, spec=spec)
     questions = [Question(np.array([97] * tokens, dtype=np.int32), "a", reference) for reference in references]
     options = EvaluationOptions(metrics=["exact_match", "json_valid"])

@@ -41,7 +41,7 @@ def test_a_second_run_goes_on_only_where_that_makes_sense(
 def test_what_openais_client_has_no_argument_for_rides_in_extra_body() -> None:
     arguments = create_arguments(load_spec_file(SAMPLE_SPEC).body, "file-1", "file-2")
     assert (arguments["training_file"], arguments["validation_file"]) == ("file-1", "file-2")
-    assert arguments["extra_body"]["precision"] == {"default": "nf4"}
+    assert arguments["extra_body"]["precision"] == {"default": "nf4", "compute": "fp32"}
     known = set(Jobs.create.__code__.co_varnames)
     assert set(arguments) <= known
     assert known >= OPENAI_FIELDS

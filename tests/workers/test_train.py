@@ -471,6 +471,7 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
         return None
 
     on_rank_1 = {"_resume": nothing, "_saver": nothing, "AdapterWatch": nothing, "by_first": failed_on_rank_0}
+    on_rank_1 |= {"EmbeddedRows": SimpleNamespace(of=nothing)}
     loop = {"CommandLoop": lambda *_: SimpleNamespace(run=lambda: (True, None)), "use_best": collective}
     for name, replacement in (on_rank_1 | loop).items():
         monkeypatch.setattr(f"workers.train.{name}", replacement)

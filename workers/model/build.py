@@ -133,8 +133,12 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
 
 
 def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:
-    """The advice for a processor on which oneDNN has no products in bf16, so that PyTorch computes them by a plain loop."""
-    if device.type != "cpu" or compute != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    """The advice for a processor on which oneDNN has no products in bf16, so that PyTorch computes them by a plain loop. None
+    where PyTorch is without oneDNN, as on macOS: there nothing is known.
+    """
+    if device.type != "cpu" or compute != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return None
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     return (
         "This processor has no instructions for bf16 (AVX-512 or AMX), and multiplies in it several times more slowly than in "

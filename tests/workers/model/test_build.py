@@ -26,6 +26,12 @@ def refusal(model: Path, **options: Any) -> SpecError:
     return caught.value
 
 
+def test_where_pytorch_is_without_onednn_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.delattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", raising=False)
+    assert build(spec_for(save_tiny("llama", tmp_path), precision={"compute": "bf16"}), CPU).arithmetic.slow is None
+
+
 @pytest.mark.parametrize(
     ("compute", "supported", "told"), [("bf16", False, True), ("bf16", True, False), ("fp32", False, False)]
 )

@@ -2,6 +2,7 @@
 # make serve        the server in the foreground, with the sample base model
 # make wheel        everything as one file for pip, in dist
 # make test         every test that needs no GPU        make test-all   the long ones too
+# make test-failed  those that failed then, once more and one after another
 # make bench        every benchmark; results go to benchmarks/results
 # make gpu-report   what one GPU shows of the workers: right numbers, speed, memory; without a GPU: that it would run
 # make check        format, lint, types, the direction of imports, and links and anchors of the documentation
@@ -34,7 +35,7 @@ GPU := $(wildcard /dev/nvidia0)
 # Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart serve wheel test test-all bench gpu-report docs check
+.PHONY: help quickstart serve wheel test test-failed test-all bench gpu-report docs check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
@@ -52,6 +53,9 @@ wheel: $(READY)
 
 test: $(READY) $(TRITON)
 	@$(PYTEST) -m "not slow$(if $(GPU),, and not gpu)"
+
+test-failed: $(READY) $(TRITON)
+	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-all: $(READY) $(TRITON) $(CLIENTS) $(COOKBOOK)
 	@$(PYTEST) $(if $(GPU),,-m "not gpu")

@@ -40,7 +40,7 @@ def project(tmp_path: Path) -> Path:
 def run(project: Path, modules: dict[str, str], options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     for name, body in modules.items():
         (project / f"tests/test_{name}.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of third parties take seconds
     return subprocess.run(
@@ -66,6 +66,19 @@ def test_each_kind_is_enough(project: Path, kind: str) -> None:
         os.kill(int(process[1]), signal.SIGKILL)
     assert len(re.findall(rf"^  {kind} ", ended.stdout, re.MULTILINE)) == 1, ended.stdout + ended.stderr
     assert (ended.returncode, "2 passed" in ended.stdout) == (1, True)
+
+
+@pytest.mark.parametrize("tidy", [True, False])
+def test_a_failed_test_is_run_once_more_unless_something_was_left(project: Path, tidy: bool) -> None:
+    """What `make test-failed` does after `make test`."""
+    failing = "from pathlib import Path\ndef test_it(): Path('.pytest_cache/once').touch(exist_ok=False)"
+    (project / ".pytest_cache").mkdir()
+    (project / ".pytest_cache/once").touch()
+    first = run(project, {"failing": failing, "other": TIDY if tidy else UNTIDY["file"]}, PARALLEL)
+    assert (first.returncode, "1 failed, 1 passed" in first.stdout) == (1, True), first.stdout + first.stderr
+    (project / ".pytest_cache/once").unlink()
+    again = run(project, {}, ("--last-failed", "--last-failed-no-failures", "none"))
+    assert (again.returncode, "1 passed" in again.stdout) == ((0, True) if tidy else (5, False)), again.stdout + again.stderr
 
 
 def test_a_tidy_run_has_passed(project: Path) -> None:

@@ -88,7 +88,7 @@ def test_other_machines_prepare_tests_as_our_own_ci_does() -> None:
     assert len(ours) >= 3
     jobs = [job for path in WORKFLOWS for job in _jobs(path).values()]
     commands = [[step.get("run") for step in job["steps"]] for job in jobs]
-    testing = [run for run in commands if {"make test", "make test-all"} & set(run)]
+    testing = [run for run in commands if any((command or "").startswith("make test") for command in run)]
     assert len(testing) == len(WORKFLOWS)
     assert all(set(ours) <= set(run) for run in testing)
 

@@ -96,7 +96,7 @@ def capacity_of(settings: Settings, profile: str | None = None, project: str | N
 def _of_profile(profile: PodProfile) -> Capacity:
     machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
-        machine = replace(machine, memory=profile.memory_limit)
+        machine = replace(machine, memory=profile.memory_limit, slow_bf16=False)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.has_gpus else 0
     return Capacity(
@@ -114,7 +114,7 @@ def _of_profile(profile: PodProfile) -> Capacity:
 def _of_slurm(profile: SlurmProfile) -> Capacity:
     machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
     if machine.shared_memory:  # of the node, not of this host
-        machine = replace(machine, memory=None)
+        machine = replace(machine, memory=None, slow_bf16=False)
     return Capacity(
         "a node of this cluster",
         QUEUE_SLOTS,

@@ -202,7 +202,7 @@ def dtype_policy(value: Any, source: Source) -> Verdict:
 def dtype(value: Any, source: Source) -> Verdict:
     """The type of the base's weights in memory; bf16 or fp16, if given, decide the type of computation."""
     if str(value) == "auto" or as_plain(source.get("bf16")) is True or (source.tool == "TRL" and not source.get("fp16")):
-        return NoEffect("precision.default says how weights are stored, and precision.compute is bf16")
+        return NoEffect("precision.default says how weights are stored, and precision.compute in what they multiply")
     return compute_dtype(value, source)
 
 
@@ -210,7 +210,7 @@ def bf16(value: Any, source: Source) -> Verdict:
     if as_plain(value) is True or str(value).lower() == "full":  # Axolotl's
         return Taken({"precision.compute": "bf16"})
     if str(value).lower() == "auto":  # of the machine that trains, which is not this one
-        return NoEffect("precision.compute is bf16 unless set")
+        return NoEffect("precision.compute is bf16 unless set, where the processor has instructions for it")
     if as_plain(source.get("fp16")) is True:
         return NoEffect("fp16 decides")
     return Taken({"precision.compute": "fp32"})

@@ -18,6 +18,7 @@ from ft_service.plan.fitting_settings import (
     BUSY,
     CHECKPOINTING,
     COMPILE,
+    COMPUTE,
     COPIES,
     EPOCHS,
     FITTED,
@@ -69,15 +70,15 @@ def settle(
     lengths: SampleLengths | None = None,
     ranks: Ranks | None = None,
 ) -> Settled:
-    """Choose a spec's "auto" options. Nothing changes where the machine's memory is not known.
+    """Choose a spec's "auto" options. Of these only precision.compute is chosen where the machine's memory is not known.
 
     Options that were chosen before are chosen again if more is known now: the ranks that really train (`ranks`; None: those of
     the spec), or the counted lengths of the samples. Formats stay, since results depend on them. Raises SpecError as a plan
     does, and for precision.default "auto" on a machine whose memory is not known.
     """
-    if is_settled(spec, lengths, ranks):
-        return Settled(spec)
-    settled = settle_on(base, _reopened(spec, lengths, ranks), machine, lengths)
+    settled = with_compute(spec, machine)
+    if not is_settled(settled, lengths, ranks):
+        settled = settle_on(base, _reopened(settled, lengths, ranks), machine, lengths)
     changed = [option for option in settled.chosen if value_of(settled, option) != value_of(spec, option)]
     return Settled(settled, tuple(_sentence(settled, option) for option in changed))
 
@@ -90,7 +91,7 @@ def is_settled(spec: JobSpec, lengths: SampleLengths | None = None, ranks: Ranks
 
 def settle_on(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None) -> JobSpec:
     """The spec with its "auto" options chosen."""
-    spec = with_rate(base, within_context(base, spec))
+    spec = with_compute(with_rate(base, within_context(base, spec)), machine)
     given = [option for option in (*FITTED, COMPILE) if is_open(spec, option)]
     if not given:
         return spec
@@ -121,16 +122,30 @@ def with_rate(base: Description, spec: JobSpec) -> JobSpec:
     return with_options(spec, {RATE: rate}).model_copy(update={"chosen": {**spec.chosen, RATE: why}})
 
 
+def with_compute(spec: JobSpec, machine: Machine) -> JobSpec:
+    """The spec with precision.compute "fp32" for a processor without instructions for bf16, unless it was given."""
+    if not machine.slow_bf16 or _compute_given(spec):
+        return spec
+    why = "this processor has no instructions for bf16, and is several times slower in it"
+    return with_options(spec, {COMPUTE: "fp32"}).model_copy(update={"chosen": {**spec.chosen, COMPUTE: why}})
+
+
 def _length_given(spec: JobSpec) -> bool:
     return "max_length" in spec.training.model_fields_set
 
 
+def _compute_given(spec: JobSpec) -> bool:
+    return "compute" in spec.precision.model_fields_set
+
+
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
     """The spec with the options that results depend on as they were chosen for the same job before, if they are still "auto";
-    training.max_length too, unless it is given.
+    training.max_length and precision.compute too, unless they are given.
     """
     if not _length_given(spec):
         spec = with_options(spec, {LENGTH: before.training.max_length})
+    if not _compute_given(spec):
+        spec = with_options(spec, {COMPUTE: before.precision.compute})
     kept = {option: before.chosen[option] for option in KEPT if option in before.chosen}
     for option in (FORMAT, RATE):
         if not is_open(spec, option):

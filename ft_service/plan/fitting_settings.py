@@ -36,7 +36,8 @@ LENGTH = "training.max_length"
 RATE = "training.learning_rate"
 BATCH = "training.batch_size"
 EPOCHS = "training.n_epochs"
-KEPT = (FORMAT, LENGTH, RATE, BATCH, EPOCHS)
+COMPUTE = "precision.compute"
+KEPT = (FORMAT, COMPUTE, LENGTH, RATE, BATCH, EPOCHS)
 """Options that results depend on: chosen once, and never again for the same job."""
 COMPILE = "distributed.compile"
 FITTED = (FORMAT, COPIES, CHECKPOINTING, BUDGET)

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from ft_service.errors import SpecError
-from ft_service.host.hardware import gpu_count, memory_bytes, torch_build, wsl_models
+from ft_service.host.hardware import gpu_count, lacks_bf16, memory_bytes, torch_build, wsl_models
 from ft_service.spec import JobSpec
 
 EFFICIENCY = 0.48
@@ -50,6 +50,8 @@ class Machine:
     them layers need more memory."""
     by_cudnn: bool = False
     """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in ft_service/plan/memory.py)."""
+    slow_bf16: bool = False
+    """Whether it is a processor without instructions for bf16, several times slower in it than in fp32."""
 
 
 _BY_CUDNN = ("GH200", "H200", "H200-NVL", "H100", "H100-NVL", "H100-PCIe")
@@ -93,6 +95,11 @@ _OTHER_CARDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D"})
 """Words that make another card of one whose name a marketing name contains; Max-Q is written as two words here."""
 
 CPU = "cpu"
+SLOW_BF16 = (
+    "This processor has no instructions for bf16 (AVX-512 or AMX), and multiplies in it several times more slowly than in "
+    "fp32. precision.compute: fp32 is faster here, and takes more memory for activations."
+)
+"""Advice for a job that is to compute in bf16 on a processor with `slow_bf16`."""
 _CORE_FLOPS = 75e9
 """fp32 matrix products of one server core with 256-bit vectors: 67 (32 rows) to 92 (512 rows) were measured on an AMD EPYC."""
 _CORE_MEMORY_BANDWIDTH = 2.5e9
@@ -138,7 +145,7 @@ def _words(name: str) -> frozenset[str]:
 def host_cpu() -> Machine:
     """This host without its GPUs: one core per rank, memory shared by all ranks."""
     figures = (_CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH)
-    return Machine(CPU, memory_bytes(), *figures, shared_memory=True, heap_factor=HEAP_FACTOR)
+    return Machine(CPU, memory_bytes(), *figures, shared_memory=True, heap_factor=HEAP_FACTOR, slow_bf16=lacks_bf16())
 
 
 def this_host(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def settled_options(spec: JobSpec) -> dict[str, SettledOption]:
 
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
-        return host_cpu()
+        return replace(host_cpu(), slow_bf16=False)  # results depend on precision.compute: the ranks do not choose it
     return machine_of_gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
 
 

@@ -17,6 +17,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ft_service.bases.base_files import read_config, require_openable
 from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
+from ft_service.host.hardware import lacks_bf16
+from ft_service.plan.machines import SLOW_BF16
 from ft_service.spec import JobSpec, WeightFormat, WrapBySize
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
@@ -133,17 +135,8 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
 
 
 def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:
-    """The advice for a processor on which oneDNN has no products in bf16, so that PyTorch computes them by a plain loop. None
-    where PyTorch is without oneDNN, as on macOS: there nothing is known.
-    """
-    if device.type != "cpu" or compute != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return None
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    return (
-        "This processor has no instructions for bf16 (AVX-512 or AMX), and multiplies in it several times more slowly than in "
-        "fp32. precision.compute: fp32 is faster here, and takes more memory for activations."
-    )
+    """The advice for a processor that is slow in bf16, if the layers compute in it there."""
+    return SLOW_BF16 if device.type == "cpu" and compute == torch.bfloat16 and lacks_bf16() else None
 
 
 def base_on_meta(path: str) -> PreTrainedModel:

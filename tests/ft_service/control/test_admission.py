@@ -136,7 +136,7 @@ def test_an_id_admits_one_job(store: Store, models: Path) -> None:
 
 
 def test_the_plan_is_the_jobs_second_event(store: Store, models: Path) -> None:
-    job = admit(store, models, lora={"r": 100}, precision={"default": "nf4"})
+    job = admit(store, models, lora={"r": 100}, precision={"default": "nf4", "compute": "bf16"})
 
     told = store.jobs.list_events("p", job.id).data[::-1]
     assert [event.level for event in told] == ["info", "info", "warn"]

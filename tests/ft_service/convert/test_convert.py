@@ -582,7 +582,12 @@ def test_answers_alone_are_learned_if_either_option_says_so(
         ("axolotl", "train_on_inputs", True, Taken({"training.train_on": "everything"})),
         ("llama_factory", "mask_history", True, Taken({"training.train_on": "last_assistant"})),
         ("trl", "assistant_only_loss", False, Taken({"training.train_on": "everything"})),
-        ("axolotl", "bf16", "auto", NoEffect("precision.compute is bf16 unless set")),
+        (
+            "axolotl",
+            "bf16",
+            "auto",
+            NoEffect("precision.compute is bf16 unless set, where the processor has instructions for it"),
+        ),
         ("axolotl", "bf16", "full", Taken({"precision.compute": "bf16"})),
         ("transformers", "bf16", False, Taken({"precision.compute": "fp32"})),
         ("trl", "eos_token", "<|im_end|>", ToDo("the base's tokenizer is used as it is")),

@@ -8,7 +8,7 @@ import pytest
 from ft_service.data.statistics import Measure
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import Ranks, keep_choices
-from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu
+from ft_service.plan.machines import GIB, MACHINES, SLOW_BF16, Machine, machine_of_gpu
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import DataFileRef
 from tests.support.bases import LLAMA_8B, plan_of, save_base, settle_for, spec_on
@@ -89,3 +89,27 @@ def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> Non
     assert settle_for(spec_on(save_base(tmp_path / "8b", LLAMA_8B)), HOST).spec.training.max_length == 2048
     begun = unsaid.model_copy(update={"training": unsaid.training.model_copy(update={"max_length": 2048})})
     assert settle_for(keep_choices(unsaid, begun), HOST).spec.training.max_length == 2048, "its samples are those it began with"
+
+
+def test_a_processor_without_bf16_computes_in_fp32_unless_told_otherwise(tmp_path: Path) -> None:
+    slow = replace(HOST, slow_bf16=True)
+    unsaid = open_spec(tmp_path, "tiny")
+    settled = settle_for(unsaid, slow)
+    assert settled.spec.precision.compute == "fp32"
+    why = "this processor has no instructions for bf16, and is several times slower in it"
+    assert f"precision.compute: fp32 ({why})." in settled.news
+    nothing_open = spec_on(Path(unsaid.model.path), training={"max_length": 64})
+    assert settle_for(nothing_open, slow).spec.precision.compute == "fp32"
+    assert settle_for(nothing_open, HOST).spec.precision.compute == "bf16"
+    assert settle_for(settled.spec, MACHINES["H100"], CHATS, Ranks(2, 1)).spec.precision.compute == "fp32", (
+        "results depend on it"
+    )
+    assert keep_choices(unsaid, settled.spec).precision.compute == "fp32"
+    begun = settle_for(unsaid, HOST).spec
+    kept = settle_for(keep_choices(unsaid, begun), slow).spec
+    assert kept.precision.compute == "bf16", "a job that began in bf16 continues in it"
+    said = spec_on(Path(unsaid.model.path), precision={"compute": "bf16"})
+    assert settle_for(said, slow).spec.precision.compute == "bf16"
+    assert SLOW_BF16 in plan_of(said, slow).hints
+    assert plan_of(said, slow).speed is None, "no rate was measured"
+    assert SLOW_BF16 not in plan_of(unsaid, slow).hints

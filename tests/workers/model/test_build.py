@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from ft_service.errors import SpecError
+from ft_service.host.hardware import lacks_bf16
 from tests.support.training.models import COMMON, FAMILIES, save_tiny, spec_for
 from workers.base.load import load
 from workers.model.build import base_on_meta, build, decoder_layers
@@ -26,19 +27,16 @@ def refusal(model: Path, **options: Any) -> SpecError:
     return caught.value
 
 
-def test_where_pytorch_is_without_onednn_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.delattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", raising=False)
-    assert build(spec_for(save_tiny("llama", tmp_path), precision={"compute": "bf16"}), CPU).arithmetic.slow is None
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch is without oneDNN")
+def test_onednn_has_products_in_bf16_unless_the_processor_lacks_them() -> None:
+    assert torch.ops.mkldnn._is_mkldnn_bf16_supported() is not lacks_bf16()
 
 
-@pytest.mark.parametrize(
-    ("compute", "supported", "told"), [("bf16", False, True), ("bf16", True, False), ("fp32", False, False)]
-)
+@pytest.mark.parametrize(("compute", "lacks", "told"), [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)])
 def test_a_processor_without_bf16_is_told_with_what_is_faster(
-    compute: str, supported: bool, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compute: str, lacks: bool, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    monkeypatch.setattr("workers.model.build.lacks_bf16", lambda: lacks)
     spec = spec_for(save_tiny("llama", tmp_path), precision={"compute": compute})
     notes = build(spec, CPU).arithmetic.notes
     assert any("precision.compute: fp32 is faster here" in note for note in notes) is told

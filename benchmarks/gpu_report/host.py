@@ -17,11 +17,14 @@ from workers.layers import fused, packed_attention
 from workers.layers.linear import _Call, products
 from workers.layers.scored_attention import AttentionPattern
 from workers.quant import fp8_products
+from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import PLAIN
 from workers.quant.weights import FP8Weight, NF4Weight
 
 TOKENS, WIDTH = 64, 256
 CALLS = 100
+LARGE = 8192, 4096
+"""Rows and columns of products whose number of rows the library has not met before."""
 
 
 def measure(context: Context) -> None:
@@ -33,6 +36,9 @@ def measure(context: Context) -> None:
         calls |= kernels_of(device, x)
     for name, act in calls.items():
         context.rows.run(name, partial(host_time, act))
+    if context.on_gpu:
+        for name, of_rows in by_rows(device).items():
+            context.rows.run(name, partial(time_of_new_rows, of_rows))
 
 
 def host_time(act: Callable[[], Any]) -> dict[str, float]:
@@ -45,6 +51,37 @@ def host_time(act: Callable[[], Any]) -> dict[str, float]:
             act()
         rounds.append(time.perf_counter() - began)
     return {"microseconds": 1e6 * sorted(rounds[1:])[2] / CALLS}
+
+
+def time_of_new_rows(of_rows: Callable[[int], Any]) -> dict[str, float]:
+    """Microseconds of the host a call of another number of rows, which the library meets for the first time and again."""
+    found: dict[str, float] = {}
+    of_rows(LARGE[0])
+    for name in ("microseconds", "microseconds_again"):
+        synchronize()
+        began = time.perf_counter()
+        for number in range(1, CALLS + 1):
+            of_rows(LARGE[0] - 7 * number)
+        found[name] = 1e6 * (time.perf_counter() - began) / CALLS
+    return found
+
+
+def by_rows(device: torch.device) -> dict[str, Callable[[int], Any]]:
+    """Products of the first rows of a large input."""
+    rows, cols = LARGE
+    x, weight = (torch.randn(count, cols, device=device, dtype=torch.bfloat16) for count in (rows, cols))
+    found: dict[str, Callable[[int], Any]] = {"a product of new rows": lambda count: x[:count] @ weight.t()}
+    if fp8_products.why_not(torch.bfloat16, device) is None:
+        codes, scale = FP8Weight.quantize(weight).parts
+        given = fp8_products._rounded(x)
+        of_weight = codes.t(), scale.t().contiguous()
+
+        def in_fp8(count: int) -> Tensor:
+            return fp8_products._product(FP8Parts(given.codes[:count], given.scale[:count]), *of_weight, x[:count])
+
+        found["a product in FP8 of new rows"] = in_fp8
+        found["a product in FP8 of new rows, filled up"] = lambda count: in_fp8(fp8_products.filled_up(count))
+    return found
 
 
 def products_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]:
@@ -90,7 +127,7 @@ def kernels_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]:
         ones = fp8_products.ones(TOKENS, device)
         calls["rounded to FP8"] = lambda: fp8_products._rounded(x)
         calls["FP8 codes transposed"] = lambda: fp8_products._transposed(codes)
-        calls["a product in FP8"] = lambda: fp8_products._product(rounded, codes.t(), ones, x.shape[:1], torch.bfloat16)
+        calls["a product in FP8"] = lambda: fp8_products._product(rounded, codes.t(), ones, x)
     return calls
 
 

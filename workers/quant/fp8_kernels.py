@@ -1,6 +1,6 @@
 """Kernels for CUDA in Triton of what products in FP8 need besides the products; import it only there, as `mask_kernel`.
 
-    quantised_rows    rounds bf16 rows to FP8, times a scale a column if there is one: reads 2 bytes an element, writes 1
+    quantise_rows     rounds bf16 rows to FP8, times a scale a column if there is one: reads 2 bytes an element, writes 1
     transposed        turns a weight's codes, byte by byte, in tiles: PyTorch's copy reaches a tenth of the bandwidth
 
 The arithmetic is that of `fp8_products._rounded_by_parts` on a processor, bit for bit: divisions are rounded to the nearest,
@@ -115,21 +115,20 @@ def casts_twice(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CASTS_AT_ONCE
 
 
-def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
-    """Codes of bf16 [rows, cols], float8_e4m3fn. `scales`, fp32 of rows or more, takes the rows' scales, and zeros behind them.
+def quantise_rows(x: Tensor, factors: Tensor | None, codes: Tensor, scales: Tensor) -> None:
+    """Put bf16 [rows, cols] into `codes`, float8_e4m3fn of rows or more, whose others are left, and the rows' scales into
+    `scales`, fp32 of rows or more, with zeros behind them.
 
     `factors`: fp32, one a column, by which x is multiplied before; rounded to bf16.
     """
     rows, cols = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=x.device)
-    if codes.numel():
+    if x.numel():
         block = min(_BLOCK, next_power(cols))
         tensors = x, x if factors is None else factors.contiguous(), codes, scales
         constants = factors is not None, casts_twice(x.device), -(-cols // block), block
         warps = max(4, block // (32 * _A_THREAD))
         _quantise((scales.shape[0], 1, 1), tensors, (rows, cols, x.stride(0), *_FINITE), *constants, num_warps=warps)
-    return codes
 
 
 def transposed(codes: Tensor) -> Tensor:

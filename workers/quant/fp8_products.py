@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_service.plan.memory import next_power
 from workers.quant import fp8, gpu_kernels
 from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import Numerics, reshaped
@@ -37,8 +38,10 @@ OFF_STREAM = (CAPABILITY, (2, 12))
 """On GPUs of this compute capability the product is not on the current stream in PyTorch before this release, and so reads what
 is not yet written (pytorch#177651)."""
 
-SCALE_ROWS = 256
-"""Some of torch's kernels read scales in blocks of so many rows, also past the last one (pytorch#133334)."""
+BLOCK_ROWS = 256
+"""Rows are filled up to a multiple of this. For every number of rows that it has not met, the library looks for its fastest
+kernel, and micro-batches of packed samples differ in theirs. Some kernels also read scales in such blocks, past the last row
+(pytorch#133334)."""
 
 
 class InFP8(Numerics):
@@ -49,13 +52,13 @@ class InFP8(Numerics):
 
     def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         codes, scale = parts
-        return _product(_rounded_input(x), codes.t(), scale.t(), x.shape[:-1], x.dtype)
+        return _product(_rounded_input(x), codes.t(), scale.t(), x)
 
     def linear_grad(self, grad: Tensor, parts: list[Tensor], cols: int) -> Tensor:
         codes, scale = parts
         flat = grad.reshape(-1, grad.shape[-1])
         folded, by_columns = _rounded(flat, scale), _transposed(codes).t()
-        return _product(folded, by_columns, ones(cols, grad.device), grad.shape[:-1], grad.dtype)
+        return _product(folded, by_columns, ones(cols, grad.device), grad)
 
 
 @functools.lru_cache(maxsize=64)
@@ -90,7 +93,7 @@ _last_input = _LastInput()
 
 
 def _rounded_input(x: Tensor) -> FP8Parts:
-    """x [.., cols] rounded to FP8 row by row, once for all layers that have the same input."""
+    """`_rounded` of x [.., cols], once for all layers that have the same input."""
     if _inside_operator() or x.is_inference():
         return _rounded(x.reshape(-1, x.shape[-1]))
     parts = _last_input.find(x)
@@ -124,13 +127,17 @@ def _compare(kernels: ModuleType, device: torch.device) -> None:
         expected = _rounded_by_parts(x, factors)
         found = _rounded_by_kernel(kernels, x.to(device), None if factors is None else factors.to(device))
         assert torch.equal(found.scale.cpu(), expected.scale), "it gives other scales"
-        assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8)), "it gives other codes"
-    turned = kernels.transposed(expected.codes.to(device))
-    assert torch.equal(turned.view(torch.uint8).cpu(), expected.codes.t().view(torch.uint8)), "it turns codes otherwise"
+        found, expected = (parts.codes[: len(x)].view(torch.uint8).cpu() for parts in (found, expected))
+        assert torch.equal(found, expected), "it gives other codes"
+    codes = fp8.quantize(x).codes
+    turned = kernels.transposed(codes.to(device))
+    assert torch.equal(turned.view(torch.uint8).cpu(), codes.t().view(torch.uint8)), "it turns codes otherwise"
 
 
 def _rounded(x: Tensor, factors: Tensor | None = None) -> FP8Parts:
-    """x [rows, cols] rounded to FP8 row by row, after each column is multiplied by its factor [cols, 1], if there are any."""
+    """x [rows, cols] rounded to FP8 row by row, after each column is multiplied by its factor [cols, 1], if there are any. Rows
+    that fill them up have a scale of zero, and any codes.
+    """
     kernels = _kernels(x.device)[0] if x.is_cuda and x.dtype == torch.bfloat16 else None
     return _rounded_by_parts(x, factors) if kernels is None else _rounded_by_kernel(kernels, x, factors)
 
@@ -138,20 +145,37 @@ def _rounded(x: Tensor, factors: Tensor | None = None) -> FP8Parts:
 def _rounded_by_parts(x: Tensor, factors: Tensor | None) -> FP8Parts:
     if factors is not None:
         x = torch.mul(x, factors.t(), out=torch.empty_like(x))  # in fp32, rounded once to x's dtype
-    rows, cols = x.shape
-    codes, scale = fp8.empty_parts(rows, cols, x.device)
+    rows = x.shape[0]
+    codes, scales = _unfilled(x)
+    scales.zero_()
     if rows:
-        scale = fp8.scales_of(x)
-        for part, some, inverse in fp8.in_cache(codes, x, scale.reciprocal()):
+        scale = scales[:rows].copy_(fp8.scales_of(x))
+        for part, some, inverse in fp8.in_cache(codes[:rows], x, scale.reciprocal()):
             torch.mul(some, inverse, out=part)  # in fp32, rounded once
-    return FP8Parts(codes, scale)
+    return _as_filled(codes, scales)
 
 
 def _rounded_by_kernel(kernels: ModuleType, x: Tensor, factors: Tensor | None) -> FP8Parts:
-    rows = x.shape[0]
-    scale = torch.empty(_in_blocks(rows), 1, device=x.device)
-    codes = kernels.quantised_rows(x, factors, scale)
-    return FP8Parts(codes, scale if scale.shape[0] == rows else scale[:rows])
+    codes, scales = _unfilled(x)
+    kernels.quantise_rows(x, factors, codes, scales)
+    return _as_filled(codes, scales)
+
+
+def _unfilled(x: Tensor) -> FP8Parts:
+    """Uninitialised storage for the rows of x [rows, cols], filled up; of scales whole blocks."""
+    rows = filled_up(x.shape[0])
+    codes = torch.empty(rows, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
+    return FP8Parts(codes, torch.empty(-(-rows // BLOCK_ROWS) * BLOCK_ROWS, 1, device=x.device))
+
+
+def _as_filled(codes: Tensor, scales: Tensor) -> FP8Parts:
+    rows = codes.shape[0]
+    return FP8Parts(codes, scales if scales.shape[0] == rows else scales[:rows])
+
+
+def filled_up(rows: int) -> int:
+    """Rows of a product for so many: whole blocks, or below one the next power of two."""
+    return next_power(rows) if 0 < rows < BLOCK_ROWS else -(-rows // BLOCK_ROWS) * BLOCK_ROWS
 
 
 def _transposed(codes: Tensor) -> Tensor:
@@ -191,27 +215,18 @@ def fits(rows: int, cols: int) -> bool:
     return rows % MULTIPLE == 0 and cols % MULTIPLE == 0
 
 
-def _product(x: FP8Parts, codes: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """x [rows, n] times codes [n, m], whose columns are contiguous, with a scale a column [1, m] → [*shape, m].
+def _product(x: FP8Parts, codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+    """x, rounded from rows of `like` [.., n], times codes [n, m], whose columns are contiguous, with a scale a column [1, m] →
+    [.., m] in the dtype of `like`.
 
     Tensor cores add up with fewer bits, and take 5 to 13 % less time for it. On an H200 the results of 8,192 rows with outliers
     times weights of an 8B model's sizes were 0.1 to 2.3 % farther from exact ones than with all bits: rounding costs far more.
     """
+    shape = *like.shape[:-1], codes.shape[1]
     if not x.codes.shape[0]:
-        return x.scale.new_empty(*shape, codes.shape[1], dtype=dtype)
+        return like.new_empty(shape)
     y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  its public successor is newer than torch 2.11
-        x.codes, codes, _within_blocks(x.scale), scale.contiguous(), out_dtype=dtype, use_fast_accum=True
+        x.codes, codes, x.scale, scale.contiguous(), out_dtype=like.dtype, use_fast_accum=True
     )
-    return reshaped(y, *shape, codes.shape[1])
-
-
-def _within_blocks(scale: Tensor) -> Tensor:
-    """Scales [rows, 1] at the beginning of memory that is whole blocks of them, as the kernel leaves them."""
-    rows = scale.shape[0]
-    if scale.storage_offset() == 0 and scale.untyped_storage().nbytes() >= _in_blocks(rows) * scale.element_size():
-        return scale
-    return torch.zeros(_in_blocks(rows), 1, device=scale.device)[:rows].copy_(scale)
-
-
-def _in_blocks(rows: int) -> int:
-    return -(-rows // SCALE_ROWS) * SCALE_ROWS
+    rows = like.numel() // like.shape[-1]
+    return reshaped(y if rows == y.shape[0] else y.resize_(rows, y.shape[1]), *shape)

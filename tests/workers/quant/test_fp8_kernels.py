@@ -65,7 +65,9 @@ def same(x, factors):
     expected = fp8_products._rounded_by_parts(x, factors)
     found = fp8_products._rounded_by_kernel(fp8_kernels, x, factors)
     assert torch.equal(found.scale.view(torch.int32), expected.scale.view(torch.int32)), (x.shape, factors is None)
-    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8)), (x.shape, factors is None)
+    assert not found.scale[len(x):].any() and found.codes.shape == expected.codes.shape, (x.shape, factors is None)
+    found, expected = (parts.codes[: len(x)].view(torch.uint8) for parts in (found, expected))
+    assert torch.equal(found, expected), (x.shape, factors is None)
 
 for rows, cols in ((1, 16), (3, 100), (5, 4096), (4, 5000), (1, 20000), (0, 16)):
     spread = torch.logspace(-30, 30, max(1, rows))[:rows, None]
@@ -82,7 +84,8 @@ ends = torch.ones(3, 64, dtype=torch.bfloat16)
 ends[0, 3], ends[1, 5], ends[2, 7] = float("inf"), float("nan"), float("-inf")
 found, expected = fp8_products._rounded_by_kernel(fp8_kernels, ends, None), fp8_products._rounded_by_parts(ends, None)
 for ours, theirs in zip(found, expected, strict=True):
-    assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.float().nan_to_num(), theirs.float().nan_to_num())
+    ours, theirs = ours[:3].float(), theirs[:3].float()
+    assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 codes = torch.randint(0, 256, (200, 130), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
 for rows, cols in ((200, 130), (64, 64), (1, 130), (65, 1), (0, 16)):
@@ -104,17 +107,17 @@ def test_the_kernels_of_fp8_round_as_the_processor_does(tmp_path: Path, twice: b
 def kernels_of_the_processor(called: list[str]) -> Any:
     """In place of the kernels' module, with PyTorch's operations."""
 
-    def quantised_rows(x: Tensor, factors: Tensor | None, scales: Tensor) -> Tensor:
+    def quantise_rows(x: Tensor, factors: Tensor | None, codes: Tensor, scales: Tensor) -> None:
         called.append("rounded" if factors is None else "scaled and rounded")
-        codes, own = fp8_products._rounded_by_parts(x, factors)
-        scales.zero_()[: len(own)].copy_(own)
-        return codes
+        own = fp8_products._rounded_by_parts(x, factors)
+        codes[: len(x)].copy_(own.codes[: len(x)])
+        scales.zero_()[: len(x)].copy_(own.scale[: len(x)])
 
     def transposed(codes: Tensor) -> Tensor:
         called.append("turned")
         return codes.t().contiguous()
 
-    return SimpleNamespace(quantised_rows=quantised_rows, transposed=transposed)
+    return SimpleNamespace(quantise_rows=quantise_rows, transposed=transposed)
 
 
 def test_products_are_the_same_with_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,31 +128,28 @@ def test_products_are_the_same_with_kernels_and_without(monkeypatch: pytest.Monk
     kernels: ModuleType = kernels_of_the_processor(called)
     products: list[Any] = []
     monkeypatch.setattr(fp8_products, "_product", lambda x, codes, scale, *_, **__: products.append((*x, codes, scale)))
-    numerics, scales = FP8Weight.IN_FP8, [0, 0]
-    for number, device in enumerate(("cpu", "cuda")):
+    numerics = FP8Weight.IN_FP8
+    for device in ("cpu", "cuda"):
         if device == "cuda":
             monkeypatch.setattr(fp8_products, "_rounded", lambda x, f=None: fp8_products._rounded_by_kernel(kernels, x, f))
             monkeypatch.setattr(fp8_products, "_transposed", kernels.transposed)
         numerics.linear(x.clone(), [codes, scale], 64)
         numerics.linear_grad(grad, [codes, scale], 64)
-        rounded = products[-2][1]
-        scales[number] = fp8_products._within_blocks(rounded).data_ptr() == rounded.data_ptr()
     assert called == ["rounded", "scaled and rounded", "turned"]
-    assert scales == [False, True], "the kernel has left them where the product wants them"
     for without, with_kernels in zip(products[:2], products[2:], strict=True):
-        for ours, theirs in zip(without, with_kernels, strict=True):
+        for number, (ours, theirs) in enumerate(zip(without, with_kernels, strict=True)):
             assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
-            assert torch.equal(ours.float(), theirs.float())
+            filled = number < 2  # codes and scales of five rows in eight
+            ours, theirs = (one.float()[:5] if filled else one.float() for one in (ours, theirs))
+            assert torch.equal(ours, theirs)
 
 
 def test_kernels_that_compute_something_else_are_not_used() -> None:
     good = kernels_of_the_processor([])
     fp8_products._compare(good, torch.device("cpu"))
-    wrong: Any = SimpleNamespace(quantised_rows=good.quantised_rows, transposed=lambda codes: codes.view(-1, codes.shape[0]))
+    wrong: Any = SimpleNamespace(quantise_rows=good.quantise_rows, transposed=lambda codes: codes.view(-1, codes.shape[0]))
     with pytest.raises(AssertionError, match="turns codes otherwise"):
         fp8_products._compare(wrong, torch.device("cpu"))
-    wrong = SimpleNamespace(
-        quantised_rows=lambda x, _, scales: good.quantised_rows(x, None, scales), transposed=good.transposed
-    )
+    wrong = SimpleNamespace(quantise_rows=lambda x, _, *made: good.quantise_rows(x, None, *made), transposed=good.transposed)
     with pytest.raises(AssertionError, match="other scales"):
         fp8_products._compare(wrong, torch.device("cpu"))

@@ -119,12 +119,13 @@ def test_compiled_code_that_uses_a_buffer_again_gets_its_new_values(quantised: l
 @pytest.mark.parametrize("rows", [1, 7, 16, 255, 256, 257])
 def test_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = FP8Weight.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
-    scales, fast = [], []
+    scales, fast, counts = [], [], []
     multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 
     def watched(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
         scales.append(scale_a.untyped_storage().nbytes() // 4)
         fast.append(options["use_fast_accum"])
+        counts.append((a.shape[0], scale_a.shape[0]))
         return multiply(a, b, scale_a, scale_b, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", watched)
@@ -133,6 +134,8 @@ def test_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     y.sum().backward()
     assert distance(y, rounded(x.detach()) @ weight.dequantize(torch.float32).t()) < 1e-6
     assert [size % 256 for size in scales] == [0, 0], "what kernels read past the last row is ours"
+    filled = {1: 1, 7: 8, 16: 16, 255: 256, 256: 256, 257: 512}[rows]
+    assert counts == [(filled, filled)] * 2, "kernels are looked for at few numbers of rows"
     assert fast == [True, True]
 
 

@@ -1,4 +1,6 @@
-"""Profile of a step: the kernels that its time goes to, what adapters take of it, and how long the device has nothing to do."""
+"""Profile of a step: the kernels and the host's operations that its time goes to, what adapters take of it, and how long the
+device has nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from benchmarks.gpu_report.speed_job import RANK, Shape, job, shapes_of
 FIRST, LAST = 3, 5
 """Steps behind which profiling begins and ends."""
 KERNELS = 15
+OPERATIONS = 15
+"""Of the host: operators, and calls of CUDA's."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 RANKS = {RANK, 2 * RANK, 3 * RANK}
 """Of the adapters of one product: those of gate and up, or of q, k and v, are multiplied as one."""
@@ -44,6 +48,10 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
     kernels = [event for event in events if event.device_type == DeviceType.CUDA]
     steps = LAST - FIRST
     adapters = [event for event in events if event.name in PRODUCTS and of_adapters(event.input_shapes)]
+    averages = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    for event in averages[:OPERATIONS]:
+        own = {"ms_a_step": event.self_cpu_time_total / 1e3 / steps, "calls_a_step": event.count / steps}
+        context.rows.add(f"{precision}, {shape}, on the host: {event.key}", **own)
     if kernels:
         spans = [(event.time_range.start, event.time_range.end) for event in kernels]
         whole = max(end for _, end in spans) - min(start for start, _ in spans)
@@ -58,9 +66,6 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
             "adapters_ms": sum(event.self_device_time_total for event in adapters) / 1e3 / steps,
             "adapters_products": len(adapters) / steps,
         }
-    averages = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    for event in averages[:KERNELS]:
-        context.rows.add(f"{precision}, {shape}: {event.key}", ms_a_step=event.self_cpu_time_total / 1e3 / steps)
     return {
         "operators_a_step": sum(event.count for event in averages) / steps,
         "adapters_ms": sum(event.self_cpu_time_total for event in adapters) / 1e3 / steps,

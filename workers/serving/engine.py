@@ -26,7 +26,7 @@ from workers.serving.cached_attention import KeyValueCache, Span
 from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.model import ServedModel, TokenSpan
 from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
-from workers.serving.room import Room
+from workers.serving.room import Room, same_errors
 from workers.serving.sampling import Sampling, choose, scores
 
 MOST_SEQUENCES = 32
@@ -189,7 +189,8 @@ class Engine:
         self._hold_back()
         for group in self._groups():
             try:
-                self._forward(group)
+                with same_errors():
+                    self._forward(group)
             except torch.OutOfMemoryError:
                 self._make_room(group)
 
@@ -314,8 +315,9 @@ class Engine:
         does not fit the base, or cannot be read, and where memory is short."""
         unprobed = [] if folder in self._probed else probes
         try:
-            adapter = self._model.adapters.get(folder)
-            logprobs = [self._model.logprobs(tokens, adapter) for tokens in unprobed]
+            with same_errors():
+                adapter = self._model.adapters.get(folder)
+                logprobs = [self._model.logprobs(tokens, adapter) for tokens in unprobed]
         except torch.OutOfMemoryError as error:
             raise SpecError(
                 "The device's memory is full, so that the adapter could not be loaded: ask again when other answers have "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 FIRST_CAPACITY = 64
@@ -53,3 +55,15 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     inner = value if isinstance(value, (list, tuple)) else [*(value.values() if isinstance(value, dict) else ())]
     for part in (*inner, *vars(value).values()) if hasattr(value, "__dict__") else inner:
         yield from tensors_in(part, seen)
+
+
+@contextmanager
+def same_errors() -> Iterator[None]:
+    """While it is entered, a tensor for which a host has no memory is torch.OutOfMemoryError, as it is on a GPU: PyTorch tells
+    it by the text alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error

@@ -101,3 +101,20 @@ def test_room_by_two_measures() -> None:
     assert (room.fixed, room.of_token) == (100, 15.0)
     assert room.most_tokens == 660
     assert Room.measured(10_000, (4, 140), (8, 140)).most_tokens > 10**9, "only a state"
+
+
+def test_what_a_host_refuses_costs_one_request(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's error for a tensor larger than a processor's memory is of no kind of its own."""
+    forward = served.forward
+
+    def greedy(pieces: Any) -> torch.Tensor:
+        if any(len(piece.ids) == len(PROMPTS[2]) for piece in pieces):
+            torch.empty(2**60)
+        return forward(pieces)
+
+    monkeypatch.setattr(served, "forward", greedy)
+    large = TokenRequest("large", PROMPTS[2], max_tokens=4, temperature=0.0)
+    found, said, _ = answers(served, [TokenRequest("small", PROMPTS[0], max_tokens=4, temperature=0.0), large])
+    (error,) = [message for message in said if message["kind"] == "error"]
+    assert (error["id"], error["code"]) == ("large", "out_of_memory")
+    assert len(found["small", 0]) == 4

@@ -8,8 +8,8 @@ when it is idle for a while, and with the server. For another base or other form
 to start a process takes longer than to load a base.
 
 While training has every slot, a client may ask for an answer on the CPU: by a process of the lowest priority that takes at most
-half of the free memory, is killed first when memory runs out, and ends after a minute without a request or as soon as a slot is
-free.
+half of the free memory for its base, and half of the rest for answers, is killed first when memory runs out, and ends after a
+minute without a request or as soon as a slot is free.
 
 When a job succeeds while models are being tried, its model is loaded in advance. As on an inference server, the trainer's
 log-probabilities prove that the tuned model answers (served_verdict.py); an event tells the job's user once.

@@ -9,6 +9,7 @@ ranks let the seats go on in the same order, so that the collectives of a seat m
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -111,19 +112,17 @@ class TrainingEngine:
                 self._compute([(of_seat[0][0], max(tokens for _, tokens in of_seat)) for of_seat in seen])
                 continue
             decision = decision or RoundOrders()
-            self._leave(seen, decision.dropped)
+            if self._leave(seen, decision.dropped):
+                gc.collect()  # their modules and threads refer to each other, and their memory is the others'
             if decision.ends:
                 return
             if decision.stops:
                 self._stopping = True
                 for seat in self.seats:
                     seat.request_stop()
-            back = [seat for seat in self.seats if seat.key in decision.due and seat.state is SeatState.WAITS]
-            for seat in back:
-                seat.used = max(seat.used, self._least_used())
             for order in decision.orders:
                 self._join(order)
-            self._go_on(dict.fromkeys(back, ()))
+            self._take_back(decision.due)
 
     def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
         """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
@@ -188,13 +187,22 @@ class TrainingEngine:
         self.seats.append(seat)
         self._go_on({seat: ()})
 
+    def _take_back(self, due: Sequence[str]) -> None:
+        """Let seats go on that have waited."""
+        back = [seat for seat in self.seats if seat.key in due and seat.state is SeatState.WAITS]
+        for seat in back:
+            seat.used = max(seat.used, self._least_used())
+        self._go_on(dict.fromkeys(back, ()))
+
     def _least_used(self) -> int:
         """The fewest tokens of the jobs that compute: what a job begins with that joins them, or has waited."""
         computing = [seat for seat in self.seats if seat.state is not SeatState.WAITS] or self.seats
         return min((seat.used for seat in computing), default=0)
 
-    def _leave(self, seen: Sequence[Sequence[tuple[int, int]]], dropped: Sequence[str]) -> None:
-        """Drop the seats that are over, or have failed on a rank, and let go of those that have ended."""
+    def _leave(self, seen: Sequence[Sequence[tuple[int, int]]], dropped: Sequence[str]) -> bool:
+        """Drop the seats that are over, or have failed on a rank, and let go of those that have ended. Returns whether there
+        was one."""
+        before = len(self.seats)
         for seat, of_ranks in zip(list(self.seats), seen, strict=True):
             states = [state for state, _ in of_ranks]
             if max(states) <= SeatState.ANSWERS and seat.key not in dropped:
@@ -208,6 +216,7 @@ class TrainingEngine:
             if self.runtime.rank == 0:
                 self._left.append(seat)
         self._conclude()
+        return len(self.seats) < before
 
     def _conclude(self) -> None:
         """Write the exit records of seats that have ended; those that the disk refuses are tried again."""

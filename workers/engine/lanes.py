@@ -113,7 +113,10 @@ class LaneModel:
     def compute(self, call: Forward, calls: Sequence[tuple[Lane, Any]]) -> Sequence[Any]:
         """Make one call for all lanes that wait for it. Returns their results."""
         self._calls = [(lane, dict(lane.left)) for lane, _ in calls]
-        return call([arguments for _, arguments in calls])
+        try:
+            return call([arguments for _, arguments in calls])
+        finally:
+            self._calls = []  # a job that ends next would leave its adapters here
 
     def backward(self, losses: Sequence[Tensor]) -> None:
         """The backward of all lanes of a `run`. A loss that is not a number changes the gradients of its own lane alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,8 @@ def measure(model: PeftModel, samples: Sequence[Tokens], device: torch.device) -
             tuned = _logprobs(model, ids)
             with without_adapter(model):
                 base = _logprobs(model, ids)
-            probes.append(Probe(tokens=ids.tolist(), tuned=tuned, base=base))
+            if all(map(math.isfinite, (*tuned, *base))):  # others prove nothing, and JSON has no numbers for them
+                probes.append(Probe(tokens=ids.tolist(), tuned=tuned, base=base))
     reshard(model)
     return probes
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, shares_of
+from workers.serving.room import FIRST_CAPACITY, SPARE, tensors_in
 
 NAME = "ft_cached"
 """Name of this attention among transformers' implementations."""
-FIRST_CAPACITY = 64
 
 
 class KeyValueCache:
@@ -36,6 +36,11 @@ class KeyValueCache:
         """Add new tokens, [1, groups, tokens, ..] each; what the layer then knows, new tokens included."""
         kept = self._layers.setdefault(layer, _LayerCache())
         return kept.extend(key, value)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it knows, without spare capacity."""
+        return sum(kept.nbytes for kept in self._layers.values()) + sum(own.nbytes for own in tensors_in(self.state))
 
     def fork(self) -> KeyValueCache:
         """The cache of another sequence that begins with the same tokens. Keys and values are shared until one of the two is
@@ -58,13 +63,17 @@ class _LayerCache:
         new = key.shape[2]
         end = self.count + new
         if self.count == 0 or end > self.keys.shape[2]:
-            capacity = max(FIRST_CAPACITY, end + end // 2)
+            capacity = max(FIRST_CAPACITY, end + int(end * SPARE))
             self.keys = _grown(self.keys, key, self.count, capacity)
             self.values = _grown(self.values, value, self.count, capacity)
         self.keys[:, :, self.count : end] = key
         self.values[:, :, self.count : end] = value
         self.count = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys[:, :, : self.count].nbytes + self.values[:, :, : self.count].nbytes
 
     def fork(self) -> _LayerCache:
         """A cache without spare capacity, so that its first extension copies it and writes nothing into this one."""

@@ -12,6 +12,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ from workers.serving.cached_attention import KeyValueCache, Span
 from workers.serving.chat_tokens import Chats, ChatTokenizer
 from workers.serving.model import ServedModel, TokenSpan
 from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
+from workers.serving.room import Room, same_errors
 from workers.serving.sampling import Sampling, choose, scores
 
 MOST_SEQUENCES = 32
@@ -41,7 +43,7 @@ DEFAULT_MAX_TOKENS = 2048
 """Most tokens of an answer whose request names no limit, if the base's context has room."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     """One answer of a request."""
 
@@ -91,6 +93,7 @@ class Engine:
         self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        """In the order in which they began."""
         self._tokens: dict[str, int] = {}
         """Request → tokens of its finished answers."""
         self._probed: set[str] = set()
@@ -183,9 +186,11 @@ class Engine:
         """Run one forward, or wait a little for a prompt if nothing else is to be done."""
         self.take_rendered(0.0 if self._waiting or self._running else PROMPT_SECONDS)
         self._admit()
+        self._hold_back()
         for group in self._groups():
             try:
-                self._forward(group)
+                with same_errors():
+                    self._forward(group)
             except torch.OutOfMemoryError:
                 self._make_room(group)
 
@@ -205,6 +210,9 @@ class Engine:
         """Let waiting answers run while there are places."""
         while self._waiting and len(self._running) < MOST_SEQUENCES:
             one = self._next()
+            if self._running and not self._has_room(one):
+                return
+            self._waiting.remove(one)
             one.ids = list(one.ids)
             self._running.append(one)
             if one.first is not None:
@@ -215,11 +223,33 @@ class Engine:
     def _next(self) -> _Sequence:
         """The first that waits, unless its request has many places already and another one waits."""
         places = Counter(one.request_id for one in self._running)
-        for place, one in enumerate(self._waiting):
+        for one in self._waiting:
             if places[one.request_id] < MOST_OF_REQUEST:
-                del self._waiting[place]
                 return one
-        return self._waiting.popleft()
+        return self._waiting[0]
+
+    def _has_room(self, one: _Sequence) -> bool:
+        """Whether there is memory for one more answer, and for some tokens more than it has."""
+        room = self._model.room
+        return room is None or self._held(room) + room.taken(len(one.ids) * 5 // 4) <= room.bytes
+
+    def _held(self, room: Room) -> int:
+        """Bytes of what is known of all sequences; answers that wait share what is known of their prompt."""
+        tokens = {id(one.memory): one.read for one in self._waiting if one.first is not None}
+        tokens |= {id(one.memory): len(one.ids) for one in self._running}
+        return sum(map(room.taken, tokens.values()))
+
+    def _hold_back(self) -> None:
+        """Where memory does not suffice any more, let the answers that began last wait, and read their tokens anew then."""
+        if (room := self._model.room) is None:
+            return
+        holders = [*self._running[1:], *(one for one in self._waiting if one.first is not None)]
+        while holders and self._held(room) > room.bytes:
+            one = holders.pop()
+            one.memory, one.read, one.first = KeyValueCache(), 0, None
+            if one in self._running:
+                self._running.remove(one)
+                self._waiting.appendleft(one)
 
     def _answers(self, request: ChatRequest, chat: ChatTokenizer, prompt: list[int]) -> list[_Sequence]:
         room = self._room(prompt, request.max_tokens, "messages", "the messages")
@@ -244,12 +274,16 @@ class Engine:
 
     def _room(self, prompt: Sequence[int], wanted: int | None, param: str, which: str) -> int:
         """Tokens that fit behind a prompt. Raises SpecError if there are not as many as are wanted."""
-        room = self._model.context - len(prompt)
+        context, memory = self._model.context, self._model.room
+        most = context if memory is None else min(context, memory.most_tokens)
+        room = most - len(prompt)
         if room < (wanted or 1):
             more = f" and {wanted} were requested" if wanted else ""
+            limit = f"The base's context is {context} tokens"
+            if most < context:
+                limit = f"The memory of the preview's host suffices for {most} tokens of an answer with its prompt"
             raise SpecError(
-                f"The base's context is {self._model.context} tokens: the prompt has {len(prompt)}{more}. Shorten {which}"
-                f"{' or max_tokens' if wanted else ''}.",
+                f"{limit}: the prompt has {len(prompt)}{more}. Shorten {which}{' or max_tokens' if wanted else ''}.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -281,8 +315,9 @@ class Engine:
         does not fit the base, or cannot be read, and where memory is short."""
         unprobed = [] if folder in self._probed else probes
         try:
-            adapter = self._model.adapters.get(folder)
-            logprobs = [self._model.logprobs(tokens, adapter) for tokens in unprobed]
+            with same_errors():
+                adapter = self._model.adapters.get(folder)
+                logprobs = [self._model.logprobs(tokens, adapter) for tokens in unprobed]
         except torch.OutOfMemoryError as error:
             raise SpecError(
                 "The device's memory is full, so that the adapter could not be loaded: ask again when other answers have "
@@ -322,10 +357,24 @@ class Engine:
             place += count
         if not pieces:
             return
+        if self._model.by_state and pieces[0].rows > self._scored_at_once:
+            self._forward_in_parts(ran[0], pieces[0])
+            return
         logits = self._model.forward(pieces).split([piece.rows for piece in pieces])
         last = torch.stack([own[-1] for own in logits]).cpu()
         for one, piece, own, row in zip(ran, pieces, logits, last, strict=True):
             self._take(one, piece, own, row)
+
+    def _forward_in_parts(self, one: _Sequence, piece: TokenSpan) -> None:
+        """A forward of a prompt that is read whole, of which more log-probabilities are wanted than are computed at once."""
+        place = len(one.ids) - piece.rows
+        with closing(self._model.forward_in_parts(piece, self._scored_at_once)) as parts:
+            for logits in parts:
+                if place + len(logits) == len(one.ids):
+                    self._take(one, piece, logits, logits[-1].cpu())
+                elif not self._score(one, logits, place):
+                    return
+                place += len(logits)
 
     def _taken(self, sequences: Sequence[_Sequence]) -> dict[int, int]:
         """Id of each sequence that runs in this forward → its next tokens that are read. Prompts are read in the order in which
@@ -338,10 +387,7 @@ class Engine:
             self._turn(one)
             unread = len(one.ids) - one.read
             count = unread
-            if self._model.by_state:
-                if not self._score_apart(one):
-                    continue
-            elif unread > 1:
+            if unread > 1 and not self._model.by_state:
                 count = min(unread, budget, one.unscored + scored - one.read if one.scored else unread)
             if count == 0:
                 continue
@@ -359,17 +405,6 @@ class Engine:
     @property
     def _scored_at_once(self) -> int:
         return max(1, SCORED_LOGITS // self._model.words)
-
-    def _score_apart(self, one: _Sequence) -> bool:
-        """Report log-probabilities of a prompt that is read at once, except the last ones, whose logits fit into that forward:
-        by forwards of its beginnings. False: the request has failed."""
-        while one.scored and one.prompt - one.unscored > self._scored_at_once:
-            end = one.unscored + self._scored_at_once
-            span = Span(KeyValueCache(), 0, end)
-            logits = self._model.forward([TokenSpan(one.ids[:end], span, 0, one.adapter, self._scored_at_once, len(one.ids))])
-            if not self._score(one, logits, end - len(logits)):
-                return False
-        return True
 
     def _take(self, one: _Sequence, piece: TokenSpan, logits: Tensor, last: Tensor) -> None:
         """Continue with a sequence after a forward of its next tokens. `last`: the logits of the last one, on the CPU."""

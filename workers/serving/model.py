@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.errors import SpecError
+from ft_service.host.hardware import available_memory
 from ft_service.spec import PrecisionOptions
 from workers.base.load import load
 from workers.layers.segment_attention import NAME as SEGMENTS
@@ -22,10 +24,12 @@ from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.multimodal import text_decoder
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.special_types import NOT_PREVIEWED
+from workers.patches.forward import replace_forward
 from workers.patches.sample_positions import BY_LENGTH, rotate_by_length
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.serving.batched_adapters import Adapter, Adapters, AdapterSpan
 from workers.serving.cached_attention import CURRENT, NAME, KeyValueCache, Span
+from workers.serving.room import Room
 
 _TRIALS = 3
 _STATE_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -85,8 +89,15 @@ class ServedModel:
         self.words: int = head.weight.shape[0]
         self.vocabulary: int = min(self.words, len(read.weight))
         """Ids below are tokens that can be read and written."""
+        self._hidden: Any = None
+        """What the layers have made of a prompt whose logits are made in parts."""
+        self._in_parts = False
         if self.by_state:
+            whole = next(child for child in model.children() if any(module is layers[0] for module in child.modules()))
+            replace_forward(whole, partial(self._once, whole.forward))
             self._require_kept_state(decoder.config.model_type, compute)
+        self.room: Room | None = self._measured_room() if device.type == "cpu" else None
+        """For what is known of all sequences; None: the device itself refuses what it has no room for."""
         self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
 
     def rotation(self, length: int) -> int:
@@ -100,6 +111,27 @@ class ServedModel:
         wanted = [torch.arange(piece.span.end - piece.rows, piece.span.end) for piece in pieces]
         self._last = torch.cat(wanted).to(self.device)
         return self._row(pieces)
+
+    @torch.inference_mode()
+    def forward_in_parts(self, piece: TokenSpan, most: int) -> Generator[Tensor, None, None]:
+        """As `forward` of one piece of a model `by_state`, at most so many rows at a time: the layers run once for all."""
+        parts = torch.arange(piece.span.end - piece.rows, piece.span.end, device=self.device).split(most)
+        self._in_parts = True
+        try:
+            self._last = parts[0]
+            yield self._row([piece])
+            for part in parts[1:]:
+                self._last = part
+                yield self._model(input_ids=torch.tensor([piece.ids[:1]], device=self.device)).logits[0].float()
+        finally:
+            self._in_parts, self._hidden = False, None
+
+    def _once(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of all layers together, before the head and what follows it."""
+        if not self._in_parts:
+            return own(*args, **kwargs)
+        self._hidden = own(*args, **kwargs) if self._hidden is None else self._hidden
+        return self._hidden
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
@@ -134,6 +166,15 @@ class ServedModel:
             last = self.forward([TokenSpan(ids[place : place + 1], Span(memory, 0, 1), place, None)])
         if float((last - whole).norm() / whole.norm()) > _STATE_BOUND[compute]:
             raise _answers_otherwise(kind)
+
+    def _measured_room(self) -> Room:
+        """Half of the memory that is free now, and what layers keep of a sequence, by two short ones."""
+        known = []
+        for length in (4, 8):
+            memory = KeyValueCache()
+            self.forward([TokenSpan([1] * length, Span(memory, 0, length), 0, None)])
+            known.append((length, memory.nbytes))
+        return Room.measured(available_memory() // 2, *known)
 
     def settle_threads(self, most: int) -> int:
         """Take as many threads as give the next token soonest, `most` or one: where others use the processors too, or the base

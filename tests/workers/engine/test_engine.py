@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -97,7 +98,18 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     destroyed: list[Groups] = []
     destroy = Groups.destroy
     Groups.destroy = lambda self: destroyed.append(self) or destroy(self)
+    build, modules = seat_thread.build, WeakSet[torch.nn.Module]()
+
+    def built(*given: Any) -> Any:
+        made = build(*given)
+        for module in made.peft_model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                modules.add(module)
+        return made
+
+    seat_thread.build = built
     engine_on_rank(rank, world, root)
+    assert not modules, "an engine without jobs holds no adapter"
     assert len(destroyed) == 3, "of those that failed or were cancelled: an engine would come to have too many open files"
     assert not any(groups.save in _world.pg_map or groups.stop in _world.pg_map for groups in destroyed)
     assert len([name for name in read if name == "config.json"]) <= 1, (

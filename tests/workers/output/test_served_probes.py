@@ -43,3 +43,17 @@ def test_probes_are_those_of_plain_peft(family: str, targets: dict[str, Any], tm
         assert probe.tuned == pytest.approx(tuned.tolist(), abs=1e-4)
         assert probe.base == pytest.approx(plain.tolist(), abs=1e-4)
         assert probe.tuned != pytest.approx(probe.base, abs=1e-2)
+
+
+def test_a_model_that_has_diverged_leaves_no_probe_that_nobody_can_read(tmp_path: Path) -> None:
+    """What is no number is null in JSON, and a document with it was unreadable as a whole."""
+    base = save_tiny("llama", tmp_path)
+    spec = spec_for(base, lora={"r": 4}, precision={"compute": "fp32"})
+    built = build(spec, torch.device("cpu"))
+    load(built.peft_model, base, seed=7, compute_dtype=torch.float32, device=torch.device("cpu"))
+    samples = [Tokens(np.arange(1, 6, dtype=np.int32), np.ones(5, dtype=bool))]
+    assert len(measure(built.peft_model, samples, torch.device("cpu"))) == 1
+    with torch.no_grad():
+        for _, parameter in adapters(built.peft_model):
+            parameter.fill_(float("nan"))
+    assert measure(built.peft_model, samples, torch.device("cpu")) == []

@@ -155,9 +155,12 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_plain_forward(
     assert sampler.all("end", "tokens") == sampler.all("none", "tokens") == greedy(plain, OTHER)
 
 
-def test_layers_that_keep_a_state_give_the_same_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their prompt is read whole, and its logits are wanted in parts; several continuations begin with copies of the state."""
-    folder = save_tiny("qwen3_5_text", tmp_path / "base")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"], ids=["its head is the last", "logits are scaled"])
+def test_layers_that_keep_a_state_give_the_same_log_probabilities(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their prompt is read whole and once, its logits are made in parts; continuations begin with copies of the state."""
+    folder = save_tiny(family, tmp_path / "base")
     served = ServedModel(str(folder), FP32, torch.device("cpu"), None)
     assert served.by_state
     monkeypatch.setattr(engine_module, "SCORED_LOGITS", 4 * served.words)
@@ -168,8 +171,13 @@ def test_layers_that_keep_a_state_give_the_same_log_probabilities(tmp_path: Path
 
     sampler = Sampler(served, NoText())
     prompt = [5, 9, 100, 3, 77, 21, 8, 250, 13]
+    read: list[int] = []
+    embedding = served._model.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].numel()))
     sampler.ask("a", prompt, n=3, scored=len(prompt) - 1, max_tokens=5, temperature=1.0, seed=3)
     sampler.run()
+    hook.remove()
+    assert [tokens for tokens in read if tokens > 1] == [len(prompt)], "once, whatever its length"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = chosen(logs_of(model, prompt), prompt, 1)
     assert sampler.all("a", "logprobs", None, "scores") == pytest.approx(expected, abs=1e-4)

@@ -92,7 +92,7 @@ from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of, settle_attention
 from workers.training.reference_logprobs import INDEX as REFERENCE
-from workers.training.reference_logprobs import compute_reference, find_reference, key_of_reference
+from workers.training.reference_logprobs import NeededPairs, compute_reference, find_reference, key_of_reference
 from workers.training.served_quality import Comparison
 
 
@@ -326,8 +326,8 @@ def _objectives(context: TrainingContext, train: TokenSet, valid: TokenSet) -> t
     run, spec = context.runtime.run, context.runtime.spec
     if spec.dpo is None:
         return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
-    key = key_of_reference(run, spec, train, valid)
-    reference = find_reference(run, key, train, valid) or compute_reference(context, key, train, valid)
+    needed, key = NeededPairs.of(spec, train, valid), key_of_reference(run, spec, train, valid)
+    reference = find_reference(run, key, needed) or compute_reference(context, key, needed)
     if reference is None:
         return None
     return Preference(train, reference.training, spec.dpo), Preference(valid, reference.validation, spec.dpo)

@@ -204,7 +204,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     probes = measure(built.peft_model, held_out, runtime.device)
     forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))  # before the model is merged
     second = partial(_sharded_over_all, runtime)
-    served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
+    shared, seconds = prepared.resident is not None, seconds_of_job(runtime, began)
+    served = Comparison(context, built, job, valid_data, evaluator, second, shared, seconds).measured(job.step)
     publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)

@@ -29,6 +29,7 @@ from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
+from ft_service.wording import kind
 
 Body = TypeVar("Body", bound=Strict)
 SCHEMAS = "#/components/schemas/{model}"
@@ -179,7 +180,7 @@ def parse_json(body: bytes) -> Any:
 def parse_body(body: Any, model: type[Body]) -> Body:
     """Return a JSON body as a strict model. Raises SpecError naming the field, its value and the limit."""
     if not isinstance(body, dict):
-        raise SpecError(f"The body must be an object, not {type(body).__name__}.")
+        raise SpecError(f"The body must be an object, not {kind(body)}.")
     try:
         return model.model_validate(body)
     except ValidationError as error:

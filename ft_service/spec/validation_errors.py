@@ -141,7 +141,7 @@ def _choices(fault: Any) -> list[str]:
     """The accepted values of a Literal; empty for other errors."""
     if fault["type"] != "literal_error":
         return []
-    parts = fault["ctx"]["expected"].replace(" or ", ", ").split(", ")
+    parts: list[str] = fault["ctx"]["expected"].replace(" or ", ", ").split(", ")
     return [_CONSTANTS.get(part, part.strip("'")) for part in parts]
 
 

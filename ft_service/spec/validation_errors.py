@@ -28,7 +28,8 @@ _WORDS: Mapping[str, str] = {
     "less_than": "must be less than {lt}",
     "string_too_short": "must have at least {characters}",
     "string_too_long": "must have at most {characters}",
-    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {entries}",
+    "too_long": "must have at most {entries}",
     "finite_number": "must be a number that is not infinite",
     "string_unicode": "must be text in UTF-8 (a file's name too: rename it)",
     "string_pattern_mismatch": "must match {pattern}",
@@ -130,7 +131,9 @@ def words_of(fault: Any) -> str:
     if template is None:
         return fault["msg"].removeprefix("Value error, ")
     length = context.get("min_length", context.get("max_length", 0))
-    return template.format(characters=counted(length, "character"), **{name: _plain(value) for name, value in context.items()})
+    known = {name: _plain(value) for name, value in context.items()}
+    entries = f"{length:,} {'entry' if length == 1 else 'entries'}"
+    return template.format(characters=counted(length, "character"), entries=entries, **known)
 
 
 def _plain(value: object) -> object:

@@ -91,8 +91,7 @@ from workers.training.guards import AdapterWatch, check_gathered_weights, check_
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of, settle_attention
-from workers.training.reference_logprobs import INDEX as REFERENCE
-from workers.training.reference_logprobs import NeededPairs, compute_reference, find_reference, key_of_reference
+from workers.training.reference_logprobs import NeededPairs, compute_reference, find_reference, is_intact, key_of_reference
 from workers.training.served_quality import Comparison
 
 
@@ -311,9 +310,9 @@ def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter)
     A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is lost of its beginning.
     """
     run, spec, resumes = runtime.run, runtime.spec, runtime.start.checkpoint is not None
-    kept = [key for key, used in ((REFERENCE, spec.dpo), (evaluated_steps(run).get(0, ""), spec.evaluation)) if used]
-    needed = not resumes or not all(run.path(key).is_file() for key in kept)
-    parent = spec.parent if spec.parent and from_first(needed) else None
+    first_answers = evaluated_steps(run).get(0, "")
+    lost = bool(spec.evaluation and not run.path(first_answers).is_file()) or bool(spec.dpo and not is_intact(run))
+    parent = spec.parent if spec.parent and from_first(not resumes or lost) else None
     adopted = on_all(partial(adopt, prepared.parameters, parent)) if parent else None
     if adopted is not None and prepared.changed is not None:
         prepared.changed()

@@ -112,6 +112,12 @@ class NeededPairs:
         return found
 
 
+def is_intact(run: RunDir) -> bool:
+    """Whether an earlier attempt's values are there as they were written."""
+    size = run.path(VALUES).stat().st_size if run.path(VALUES).is_file() else 0
+    return _stored(run, size) is not None
+
+
 def find_reference(run: RunDir, key: str, needed: NeededPairs) -> Reference | None:
     """Return what an earlier attempt stored, None if it is absent, damaged, or lacks a value. Called by all ranks together;
     rank 0 reads."""
@@ -195,14 +201,18 @@ def _split(values: Tensor, training: int) -> Reference:
 
 
 def _read(run: RunDir, key: str, needed: NeededPairs) -> np.ndarray | None:
-    size = 8 * needed.values
-    index, body = run.readable(INDEX, ReferenceIndex), run.readable_bytes(VALUES, size)
-    if index is None or body is None or index.key != key or len(body) != size:
+    stored = _stored(run, 8 * needed.values)
+    if stored is None or stored[0].key != key or len(stored[1]) != needed.values:
         return None
-    if hashlib.sha256(body).hexdigest() != index.sha256:
+    return None if np.isnan(stored[1][needed.places()]).any() else stored[1]
+
+
+def _stored(run: RunDir, most: int) -> tuple[ReferenceIndex, np.ndarray] | None:
+    """What is stored, of at most so many bytes; None if it is absent or damaged."""
+    index, body = run.readable(INDEX, ReferenceIndex), run.readable_bytes(VALUES, most)
+    if index is None or body is None or len(body) % 8 or hashlib.sha256(body).hexdigest() != index.sha256:
         return None
-    values = np.frombuffer(body, "<f8").astype(np.float64)
-    return None if np.isnan(values[needed.places()]).any() else values
+    return index, np.frombuffer(body, "<f8").astype(np.float64)
 
 
 def _write(runtime: Runtime, key: str, values: np.ndarray) -> None:

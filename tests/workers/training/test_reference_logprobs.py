@@ -138,6 +138,15 @@ def test_a_job_that_goes_on_is_measured_against_its_parent(finished: RunDir, spe
     assert abs(float(table(run)[0]["rewards/margins"])) < 1e-2 * float(table(finished)[-1]["rewards/margins"])
     assert run.get("reference.bin") != finished.get("reference.bin")
 
+    going_on_again = RunDir(tmp_path / "again")
+    for folder in ("attempts", "checkpoints/step-2-a1"):
+        shutil.copytree(run.path(folder), going_on_again.path(folder))
+    for name in ("spec.json", "origins.json", "reference.json"):
+        shutil.copy(run.path(name), going_on_again.path(name))
+    going_on_again.path("reference.bin").write_bytes(b"damaged.")
+    assert run_attempt(going_on_again, 2, 1, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert going_on_again.get("reference.bin") == run.get("reference.bin"), "computed again with the parent's adapter"
+
 
 def test_a_job_is_stopped_while_its_reference_is_computed(spec: JobSpec, tmp_path: Path) -> None:
     run = RunDir(tmp_path)

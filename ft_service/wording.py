@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from typing import Any
+
+_SHOWN = 80
+"""Most characters of a value in a message."""
+
 
 def counted(number: float, word: str, one: str = "", several: str = "") -> str:
     """`1 line`, `1,200 lines`, `0.5 days`; with verbs `1 line is`, `1,200 lines are`."""
@@ -9,3 +16,46 @@ def counted(number: float, word: str, one: str = "", several: str = "") -> str:
     text = f"{amount} {word}" if number == 1 else f"{amount} {word}s"
     verb = one if number == 1 else several
     return f"{text} {verb}" if verb else text
+
+
+def kind(value: object) -> str:
+    """The kind of a value as JSON and YAML have it: `null`, `true`, `a number`, `an object`."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (list, dict)):
+        name = "a list" if isinstance(value, list) else "an object"
+        return name if value else f"an empty {name.split()[1]}"
+    return "a string" if isinstance(value, str) else "a number"
+
+
+def shown_value(value: object) -> str:
+    """A value as YAML writes it on a line, cut to 80 characters: `'text'`, `null`, `{'rows': [1, true]}`."""
+    text = ""
+    for part in _parts(value):  # no more of it than is shown: it may have any size and depth
+        text += part
+        if len(text) > _SHOWN:
+            return text[: _SHOWN - 3] + "..."
+    return text
+
+
+def _parts(value: Any) -> Iterator[str]:
+    if value is None or isinstance(value, bool):
+        yield json.dumps(value)
+    elif isinstance(value, str):
+        yield repr(value[: _SHOWN + 1])
+    elif isinstance(value, dict):
+        yield "{"
+        for number, (key, inner) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _parts(key)
+            yield ": "
+            yield from _parts(inner)
+        yield "}"
+    elif isinstance(value, (list, tuple)):
+        yield "["
+        for number, inner in enumerate(value):
+            yield ", " if number else ""
+            yield from _parts(inner)
+        yield "]"
+    else:
+        yield repr(value)

@@ -91,8 +91,7 @@ from workers.training.guards import AdapterWatch, check_gathered_weights, check_
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of, settle_attention
-from workers.training.reference_logprobs import INDEX as REFERENCE
-from workers.training.reference_logprobs import compute_reference, find_reference, key_of_reference
+from workers.training.reference_logprobs import NeededPairs, compute_reference, find_reference, is_intact, key_of_reference
 from workers.training.served_quality import Comparison
 
 
@@ -204,7 +203,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     probes = measure(built.peft_model, held_out, runtime.device)
     forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))  # before the model is merged
     second = partial(_sharded_over_all, runtime)
-    served = Comparison(context, built, job, valid_data, evaluator, second, prepared.resident is not None).measured(job.step)
+    shared, seconds = prepared.resident is not None, seconds_of_job(runtime, began)
+    served = Comparison(context, built, job, valid_data, evaluator, second, shared, seconds).measured(job.step)
     publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
@@ -310,9 +310,9 @@ def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter)
     A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is lost of its beginning.
     """
     run, spec, resumes = runtime.run, runtime.spec, runtime.start.checkpoint is not None
-    kept = [key for key, used in ((REFERENCE, spec.dpo), (evaluated_steps(run).get(0, ""), spec.evaluation)) if used]
-    needed = not resumes or not all(run.path(key).is_file() for key in kept)
-    parent = spec.parent if spec.parent and from_first(needed) else None
+    first_answers = evaluated_steps(run).get(0, "")
+    lost = bool(spec.evaluation and not run.path(first_answers).is_file()) or bool(spec.dpo and not is_intact(run))
+    parent = spec.parent if spec.parent and from_first(not resumes or lost) else None
     adopted = on_all(partial(adopt, prepared.parameters, parent)) if parent else None
     if adopted is not None and prepared.changed is not None:
         prepared.changed()
@@ -326,8 +326,8 @@ def _objectives(context: TrainingContext, train: TokenSet, valid: TokenSet) -> t
     run, spec = context.runtime.run, context.runtime.spec
     if spec.dpo is None:
         return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
-    key = key_of_reference(run, spec, train, valid)
-    reference = find_reference(run, key, train, valid) or compute_reference(context, key, train, valid)
+    needed, key = NeededPairs.of(spec, train, valid), key_of_reference(run, spec, train, valid)
+    reference = find_reference(run, key, needed) or compute_reference(context, key, needed)
     if reference is None:
         return None
     return Preference(train, reference.training, spec.dpo), Preference(valid, reference.validation, spec.dpo)

@@ -29,6 +29,7 @@ from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
+from ft_service.wording import kind
 
 Body = TypeVar("Body", bound=Strict)
 SCHEMAS = "#/components/schemas/{model}"
@@ -136,6 +137,11 @@ async def json_body(request: Request) -> Any:
     return parse_json(await _read(request))
 
 
+async def exact_json_body(request: Request) -> Any:
+    """Return the body as `json_body`, with 3.0 as it is in a data file."""
+    return parse_json(await _read(request), exact=True)
+
+
 async def optional_json_body(request: Request) -> Any:
     """Return the body as JSON; None without a body."""
     body = await _read(request)
@@ -161,12 +167,15 @@ async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
             return
 
 
-def parse_json(body: bytes) -> Any:
-    """Parse strict JSON: without NaN, numbers beyond a float's range, or duplicate keys. Raises SpecError."""
+def parse_json(body: bytes, *, exact: bool = False) -> Any:
+    """Parse strict JSON: without NaN, numbers beyond a float's range, or duplicate keys. 3.0 is a whole number, unless `exact`.
+    Raises SpecError."""
     if not body:
         raise SpecError("The body is empty: send a JSON object.", code="invalid_json")
     try:
-        value = json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(
+            body, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite if exact else _number
+        )
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors too
@@ -179,7 +188,7 @@ def parse_json(body: bytes) -> Any:
 def parse_body(body: Any, model: type[Body]) -> Body:
     """Return a JSON body as a strict model. Raises SpecError naming the field, its value and the limit."""
     if not isinstance(body, dict):
-        raise SpecError(f"The body must be an object, not {type(body).__name__}.")
+        raise SpecError(f"The body must be an object, not {kind(body)}.")
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -217,12 +226,25 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(text: str) -> float | int:
+def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text[:80]} is a number larger than any that can be kept")
-    # JSON has one type of number: in its schemas 3.0 is an integer.
-    return int(value) if value.is_integer() and abs(value) < _EXACT else value
+    return value
+
+
+def _number(text: str) -> float | int:
+    return with_whole_numbers(_finite(text))
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """Return JSON with whole numbers in place of floats that are whole: it has one type of number, and in its schemas 3.0 is an
+    integer."""
+    if isinstance(value, dict):
+        return {name: with_whole_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_whole_numbers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -250,4 +272,5 @@ Cursor = Annotated[str | None, Field(min_length=1, description="Id of the last i
 After = Annotated[Cursor, Query()]
 """The cursor of a list, as a parameter of a route."""
 JsonBody = Annotated[Any, Depends(json_body)]
+ExactJsonBody = Annotated[Any, Depends(exact_json_body)]
 OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from ft_service.errors import SpecError
 from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.store.records import Scope
+from ft_service.wording import kind, shown_value
 
 EVERYONE = "*"
 """The group of everyone who can sign in."""
@@ -23,15 +24,16 @@ def read_groups(path: Path) -> Groups:
     """Return the mapping in FT_OIDC_GROUPS. Raises SpecError if the file is no such mapping or unreadable."""
     groups = read_yaml_setting("FT_OIDC_GROUPS", path)
     if not isinstance(groups, dict) or not groups:
-        raise _wrong(path, f"must be a mapping of groups, not {type(groups).__name__}")
+        raise _wrong(path, f"must be a mapping of groups, not {kind(groups)}")
     for group, opened in groups.items():
         if not isinstance(group, str) or not isinstance(opened, dict) or not opened:
             raise _wrong(
-                path, f"{group!r}: must be a group's name with a mapping of projects to scopes, such as {{default: read}}"
+                path,
+                f"{shown_value(group)}: must be a group's name with a mapping of projects to scopes, such as {{default: read}}",
             )
         for project, scope in opened.items():
             if not isinstance(project, str) or scope not in _STRENGTH:
-                raise _wrong(path, f"{group}: {project}: {scope!r} is no scope: use admin, submit or read")
+                raise _wrong(path, f"{group}: {project}: {shown_value(scope)} is no scope: use admin, submit or read")
     return groups
 
 

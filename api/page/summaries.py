@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api.page.job_form import SECTIONS
+from ft_service.jobs.method_options import method_options
 from ft_service.rundir.evaluations import prompt_turns
 
 _TOP_LEVEL = ("model", "training_file", "validation_file", "seed", "priority")
@@ -102,15 +103,27 @@ def differing_options(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list
     for section in SECTIONS:
         names += list(dict.fromkeys(f"{section}.{name}" for job in jobs for name in job[section] or ()))
     rows = [(name, [_option(job, name) for job in jobs]) for name in names]
+    methods = [method_options(job["method"]) for job in jobs]
+    rows += [(name, [own.get(name) for own in methods]) for name in dict.fromkeys(name for own in methods for name in own)]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
 
 
 def final_loss(series: Mapping[str, Any]) -> float | None:
     """Return the lowest validation loss; without validation, the last training loss; None without either."""
-    for name, best in (("valid_loss", True), ("train_loss", False)):
-        if values := series.get(name, {}).get("values"):
-            return min(values) if best else values[-1]
-    return None
+    if values := _values(series, "valid_loss"):
+        return min(values)
+    return next(reversed(_values(series, "train_loss")), None)
+
+
+def final_reward(series: Mapping[str, Any]) -> float | None:
+    """Return the highest mean reward on the validation file; without one, the last of training; None without either."""
+    if values := _values(series, "valid_mean_reward"):
+        return max(values)
+    return next(reversed(_values(series, "train_mean_reward")), None)
+
+
+def _values(series: Mapping[str, Any], name: str) -> list[float]:
+    return series.get(name, {}).get("values") or []
 
 
 def _option(job: Mapping[str, Any], name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
+from api.http.dependencies import ExactJsonBody, JsonBody, Services, Svc, body_schema, parse_body, with_whole_numbers
 from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from ft_service.control.webhook_delivery import secrets_of
@@ -105,8 +105,10 @@ def validate(body: JsonBody, caller: Caller, services: Svc) -> GraderValidationV
 
 @router.post("/run", openapi_extra=body_schema(GraderRun))
 @takes_turns("grading")
-def run(body: JsonBody, caller: Caller, services: Svc) -> GraderRunView:
+def run(body: ExactJsonBody, caller: Caller, services: Svc) -> GraderRunView:
     """Return a grader's reward for an answer. A project tries one grader at a time; further requests wait for their turn."""
+    if isinstance(body, dict):  # the item is what a line of a data file has, where 1.0 is filled in as 1.0
+        body = {name: value if name == "item" else with_whole_numbers(value) for name, value in body.items()}
     given = parse_body(body, GraderRun)
     require_usable(given.grader, services.grader_limits)
     graded = grade(given.grader, Sample(given.model_sample), given.item, _context(services, caller.project_id))

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ft_service.jobs.method_options import method_options
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.rundir.evaluations import SuiteTask
 from ft_service.rundir.events import Metrics
@@ -40,10 +41,6 @@ class RemoteFile(RemoteObject):
     bytes: int
     created_at: int = 0
     purpose: str = ""
-
-
-_OF_TRAINING = ("n_epochs", "batch_size", "learning_rate_multiplier")
-"""A method's options that `training` shows too."""
 
 
 class RemoteJob(RemoteObject):
@@ -98,18 +95,7 @@ class RemoteJob(RemoteObject):
     @property
     def method_options(self) -> dict[str, Any]:
         """The method by dotted name with the options that it alone has; of a grader, its name and type. Empty: supervised."""
-        kind = self.method.get("type", "supervised")
-        own = self.method.get(kind) or {}
-        if kind == "supervised":
-            return {}
-        given = own.get("hyperparameters") or {}
-        hyperparameters = {name: value for name, value in given.items() if name not in _OF_TRAINING and value is not None}
-        grader = own.get("grader")
-        return {
-            "method.type": kind,
-            **({f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"} if grader else {}),
-            **{f"method.{kind}.hyperparameters.{name}": value for name, value in hyperparameters.items()},
-        }
+        return method_options(self.method)
 
     @property
     def choices(self) -> list[tuple[str, str]]:
@@ -262,7 +248,7 @@ class RemoteEvent(RemoteObject):
         if self.type != "metrics" or self.data is None:
             return None
         try:
-            return Metrics.model_validate(self.data)
+            return Metrics.of_flat(self.data)
         except ValidationError:
             return None
 

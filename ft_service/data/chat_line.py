@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ft_service.data.line_errors import LineError, json_of, kind, refuse_keys, required, shown, text_of
+from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import Conversation, Tool
+from ft_service.wording import kind, shown_value
 
 MAX_LINE_BYTES = 10 * 1024**2
 """Longest line that is accepted, without its line break."""
@@ -104,7 +105,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise LineError("", f"has the key {shown(twice)} twice in an object: keep one")
+        raise LineError("", f"has the key {shown_value(twice)} twice in an object: keep one")
     return made
 
 
@@ -128,7 +129,7 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
         del message["annotations"]
     role = required(message, "role", f"{place}.")
     if not isinstance(role, str) or role not in ROLES:
-        raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+        raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown_value(role)}")
     known = {"role", "content", "weight", "train"} | _MESSAGE_KEYS.get(role, set())
     refuse_keys(message, known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}, f"{place}.")
     calls = parse_calls(message, place) if "tool_calls" in message or "function_call" in message else None
@@ -179,7 +180,7 @@ def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
     if role != "assistant":
         raise LineError(f"{place}.weight", f"is only for assistant messages, and this one's role is {role}")
     if type(weight) is not int or weight not in (0, 1):
-        raise LineError(f"{place}.weight", f"must be 0 or 1, not {shown(weight)}")
+        raise LineError(f"{place}.weight", f"must be 0 or 1, not {shown_value(weight)}")
     return weight
 
 
@@ -188,7 +189,7 @@ def _parse_train(message: dict[str, Any], role: str, place: str) -> int:
     if "weight" in message:
         raise LineError(f"{place}.train", "says the same as weight, which is given too: keep one")
     if not isinstance(train := message["train"], bool):
-        raise LineError(f"{place}.train", f"must be true or false, not {shown(train)}")
+        raise LineError(f"{place}.train", f"must be true or false, not {shown_value(train)}")
     if train and role != "assistant":
         raise LineError(f"{place}.train", f"can be true only for assistant messages, and this one's role is {role}")
     return int(train)
@@ -202,7 +203,7 @@ def require_answered_calls(parsed: Sequence[WeightedMessage], place: str = "mess
         called.update(call["id"] for call in message.get("tool_calls", []) if "id" in call)
         answered = message.get("tool_call_id")
         if answered is not None and answered not in called:
-            raise LineError(f"{place}.{number}.tool_call_id", f"{shown(answered)} is the id of no call before it")
+            raise LineError(f"{place}.{number}.tool_call_id", f"{shown_value(answered)} is the id of no call before it")
 
 
 def parse_tools(line: Mapping[str, Any]) -> list[Tool]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_service.errors import DataError
+from ft_service.wording import kind, shown_value
 
 
 class LineError(DataError):
@@ -50,7 +51,7 @@ def refuse_keys(given: Mapping[str, Any], known: Collection[str], refused: Mappi
             raise LineError(prefix + key, refused[key])
     for key in given:
         if key not in known:
-            raise LineError(prefix + shown(key).strip("'"), f"is not a known key; known are {', '.join(sorted(known))}")
+            raise LineError(prefix + shown_value(key).strip("'"), f"is not a known key; known are {', '.join(sorted(known))}")
 
 
 def text_of(value: Any, place: str) -> str:
@@ -83,19 +84,3 @@ def required(given: Mapping[str, Any], key: str, prefix: str = "") -> Any:
     if key not in given:
         raise LineError(prefix + key, "is required")
     return given[key]
-
-
-def kind(value: Any) -> str:
-    """The JSON type of a value, for messages."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, (list, dict)):
-        name = "a list" if isinstance(value, list) else "an object"
-        return name if value else f"an empty {name.split()[1]}"
-    return "a string" if isinstance(value, str) else "a number"
-
-
-def shown(value: Any) -> str:
-    """A value's representation for messages, at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ft_service.data.chat_line import WeightedMessage, parse_messages, parse_tools, require_answered_calls
-from ft_service.data.line_errors import LineError, kind, refuse_keys, required, text_of
+from ft_service.data.line_errors import LineError, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import Conversation, Pair, Tool
+from ft_service.wording import kind
 
 _OPENAI = ("input", "preferred_output", "non_preferred_output")
 _OLDER: Mapping[Any, str] = {"preferred_completion": "preferred_output", "non_preferred_completion": "non_preferred_output"}

@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ft_service.wording import counted
+
 
 class FormulaError(ValueError):
     """A formula is invalid; the message says why."""
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
-    **{"min": min, "max": max, "abs": abs, "floor": math.floor, "ceil": math.ceil},
+    **{"min": lambda *values: min(values), "max": lambda *values: max(values), "abs": abs},
+    **{"floor": math.floor, "ceil": math.ceil},
     **{"exp": math.exp, "sqrt": math.sqrt, "log": math.log},
 }
 _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
@@ -60,5 +63,5 @@ def _evaluated(node: ast.expr, scores: Mapping[str, float]) -> float:
             try:
                 return float(_CALLS[name](*(_evaluated(argument, scores) for argument in arguments)))
             except TypeError:
-                raise FormulaError(f"{name} does not take {len(arguments)} values") from None
+                raise FormulaError(f"{name} does not take {counted(len(arguments), 'value')}") from None
     raise FormulaError(f"{ast.unparse(node)!r} cannot stand in it: only numbers, graders, + - * / ^ and {', '.join(_CALLS)}")

@@ -66,7 +66,7 @@ def combined(grader: Grader, scores: Mapping[str, Score]) -> Grade:
         try:
             reward = calculated(grader.calculate_output, values)
         except (ArithmeticError, ValueError) as error:
-            errors["formula_parse_error"] = str(error)
+            errors["formula_parse_error"] = f"calculate_output has no value for these scores: {error}"
     elif not errors:
         [reward] = values.values()
     if abs(reward) > MOST_REWARD:

@@ -261,8 +261,8 @@ def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, leng
         )
     if spec.dpo is not None:
         yield (
-            "Times are those of the steps alone. Before them the reference's log-probabilities of all pairs are computed once, "
-            "which takes about half as long as an epoch."
+            "Times are those of the steps alone. Before them the reference's log-probabilities of each pair that they read are "
+            "computed once, which takes about half as long as a first pass over these pairs."
         )
     if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
         return

@@ -17,5 +17,7 @@ def duration_text(seconds: float) -> str:
     """`2 h 5 min`, `7 min` or `30 s`; below one `less than a second`."""
     if seconds < 1:
         return "less than a second"
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

@@ -7,6 +7,7 @@ display only: no decision compares them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -72,6 +73,14 @@ class Metrics(BaseModel):
         own = self.model_dump(exclude_none=True, exclude={"more"})
         full = {f"full_{name}": own[name] for name in ("valid_loss", "valid_mean_token_accuracy") if name in own}
         return {**own, **full, **(self.more or {})}
+
+    @classmethod
+    def of_flat(cls, values: Mapping[str, Any]) -> Metrics:
+        """Return the metrics whose `flat` these values are. Raises ValidationError."""
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        others = {name: value for name, value in values.items() if name not in own and not name.startswith("full_valid_")}
+        more = {name: value for name, value in others.items() if isinstance(value, (int, float))}
+        return cls.model_validate({**own, "more": more or None})
 
 
 class SettledOption(BaseModel):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from ft_service.spec.option_types import Number, Strict
 
@@ -41,12 +41,11 @@ class TextSimilarity(Strict):
     reference: Template
     evaluation_metric: Literal["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
 
-    @model_validator(mode="before")
+    @field_validator("evaluation_metric", mode="before")
     @classmethod
     def _not_by_models(cls, value: Any) -> Any:
-        wanted = value.get("evaluation_metric") if isinstance(value, Mapping) else None
-        if isinstance(wanted, str) and wanted in _METRICS_REFUSED:
-            raise ValueError(f"evaluation_metric {wanted!r} is not available: {_METRICS_REFUSED[wanted]}")
+        if isinstance(value, str) and value in _METRICS_REFUSED:
+            raise ValueError(f"is not available: {_METRICS_REFUSED[value]}")
         return value
 
 
@@ -106,11 +105,12 @@ class ScoreModel(Strict):
     """Lowest and highest score. One outside of it is an error, and is not cut off."""
     sampling_params: GraderSampling | None = None
 
-    @model_validator(mode="after")
-    def _in_order(self) -> ScoreModel:
-        if self.range[0] >= self.range[1]:
-            raise ValueError(f"range = {self.range}: the first number, the lowest score, must be below the second")
-        return self
+    @field_validator("range")
+    @classmethod
+    def _in_order(cls, value: list[float]) -> list[float]:
+        if value[0] >= value[1]:
+            raise ValueError("the first number, the lowest score, must be below the second")
+        return value
 
 
 class LabelModel(Strict):
@@ -123,11 +123,13 @@ class LabelModel(Strict):
     labels: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=64)]
     passing_labels: Annotated[list[str], Field(min_length=1, max_length=64)]
 
-    @model_validator(mode="after")
-    def _passing_ones_are_labels(self) -> LabelModel:
-        if unknown := [label for label in self.passing_labels if label not in self.labels]:
-            raise ValueError(f"passing_labels: {unknown[0][:80]!r} is not one of labels. Add it there, or leave it out")
-        return self
+    @field_validator("passing_labels")
+    @classmethod
+    def _passing_ones_are_labels(cls, value: list[str], others: ValidationInfo) -> list[str]:
+        labels = others.data.get("labels", value)  # missing if they are invalid themselves
+        if unknown := [label for label in value if label not in labels]:
+            raise ValueError(f"{unknown[0][:80]!r} is not one of labels. Add it there, or leave it out")
+        return value
 
 
 class PythonGrader(Strict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import NullableSections, Number, Strict
@@ -116,15 +116,16 @@ class ReinforcementMethod(NullableSections):
 
 
 MethodType = Literal["supervised", "dpo", "reinforcement", "tinker"]
+"""tinker: a job without data files, whose client runs the training loop. Tinker's wire alone creates it."""
+_OFFERED = WithJsonSchema({"type": "string", "enum": ["supervised", "dpo", "reinforcement"]})
 
 
 class Method(NullableSections):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference optimisation on pairs of
     answers. reinforcement: the model answers prompts, a grader gives rewards, and answers that are better than others to their
-    prompt become likelier. tinker: a job without data files, whose client runs the training loop; Tinker's wire alone creates
-    it."""
+    prompt become likelier."""
 
-    type: MethodType = "supervised"
+    type: Annotated[MethodType, _OFFERED] = "supervised"
     supervised: SupervisedMethod = SupervisedMethod()
     dpo: DpoMethod = DpoMethod()
     reinforcement: ReinforcementMethod | None = None

@@ -135,9 +135,3 @@ def options_of(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 found += options_of(inner, f"{prefix}{name}.")
     return tuple(found)
-
-
-def shown_value(value: Any) -> str:
-    """A value for a message, cut to 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

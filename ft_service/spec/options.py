@@ -124,7 +124,8 @@ class PrecisionOptions(Strict):
     """auto: after training, the validation loss (of up to 64 samples) and the evaluation's answers are also measured with the
     base in bf16 and with the adapter merged into it, as adapters are often served; a warning tells if the loss is higher by
     more than 0.02 nats. Needs a validation file and, for a quantised base, memory for the base in bf16 in addition to the
-    model; else an event says why it was not done. off: never."""
+    model. Beside reading that base it may take a quarter of the job's time, or a minute. An event says what was left out, and
+    why. off: never."""
 
     @property
     def format(self) -> FormatChoice:

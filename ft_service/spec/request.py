@@ -24,6 +24,7 @@ from ft_service.spec.options import (
     TrainingOptions,
 )
 from ft_service.spec.validation_errors import OptionFault, joined, option_faults
+from ft_service.wording import kind, shown_value
 
 _OWN_BASE = (
     "it puts what is left of each weight, quantised anew, into the base, and the adapter belongs to that base alone; here the "
@@ -239,7 +240,7 @@ class JobRequest(JobOptions):
 def parse_request(body: object) -> JobRequest:
     """Validate a create body. Raises SpecError naming every invalid field (dotted) with its value and limit."""
     if not isinstance(body, Mapping):
-        raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
+        raise SpecError(f"The body must be an object with model and training_file, not {kind(body)}.")
     request, faults = read_request(body)
     if request is None:
         raise joined(faults)
@@ -263,7 +264,8 @@ def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[Optio
     try:
         request = JobRequest.model_validate(dict(body))
     except ValidationError as error:
-        return None, faults + [fault for fault in option_faults(error, JobRequest) if fault.place not in refused]
+        found = option_faults(error, JobRequest, NOT_YET_VALUES.keys())
+        return None, faults + [fault for fault in found if fault.place not in refused]
     return (None, faults) if faults else (request, [])
 
 
@@ -278,7 +280,7 @@ def _sweep(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
 
 def _no_file(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
     if "training_file" in body and body["training_file"] is None:
-        yield OptionFault("training_file", "training_file = None: must be text.", "invalid_value")
+        yield OptionFault("training_file", "training_file = null: must be text.", "invalid_value")
 
 
 def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
@@ -288,5 +290,5 @@ def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
         section, key = dotted.split(".")
         inner = body.get(section)
         if isinstance(inner, Mapping) and key in inner and value in (None, inner[key]):
-            text = f"{dotted} = {inner[key]!r} is not available in this version: {instead}."
+            text = f"{dotted} = {shown_value(inner[key])} is not available in this version: {instead}."
             yield OptionFault(dotted, text, "not_available")

@@ -24,6 +24,7 @@ from ft_service.spec.options import (
 from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
+from ft_service.wording import shown_value
 
 MOST_ANSWERED = 512
 """Tokens of an answer with max_completion_length "auto", unless max_length has less room."""
@@ -268,8 +269,8 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
         wanted, there = getattr(request.lora, field), getattr(parent.lora, field)
         if wanted != there:
             raise SpecError(
-                f"lora.{field} = {wanted!r}: {name} has {there!r}, and a job that continues from an adapter keeps its shape. "
-                "Leave it out, or name a base model to start from.",
+                f"lora.{field} = {shown_value(wanted)}: {name} has {shown_value(there)}, and a job that continues from an "
+                "adapter keeps its shape. Leave it out, or name a base model to start from.",
                 param=f"lora.{field}",
             )
     given = request.lora.model_fields_set & {"lora_dropout"}
@@ -337,7 +338,9 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
 
 
 def _refused(name: str, given: object, why: str) -> SpecError:
-    return SpecError(f"lora.{name} = {given!r} with serve = 'vllm': {why} {_MERGE}.", param=f"lora.{name}", code="not_served")
+    return SpecError(
+        f"lora.{name} = {shown_value(given)} with serve = 'vllm': {why} {_MERGE}.", param=f"lora.{name}", code="not_served"
+    )
 
 
 def note_served(lora: LoraOptions) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ft_service.errors import SpecError
-from ft_service.spec.name_suggestions import name_for, shown_value, value_for
-from ft_service.wording import counted
+from ft_service.spec.name_suggestions import name_for, value_for
+from ft_service.wording import counted, shown_value
 
 _LISTED = 64
 """Most faults in a message: more than people set options by hand."""
@@ -28,7 +28,8 @@ _WORDS: Mapping[str, str] = {
     "less_than": "must be less than {lt}",
     "string_too_short": "must have at least {characters}",
     "string_too_long": "must have at most {characters}",
-    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {entries}",
+    "too_long": "must have at most {entries}",
     "finite_number": "must be a number that is not infinite",
     "string_unicode": "must be text in UTF-8 (a file's name too: rename it)",
     "string_pattern_mismatch": "must match {pattern}",
@@ -75,8 +76,11 @@ def _urgency(fault: OptionFault) -> int:
     return 1 if fault.code == "unknown_parameter" and "." not in fault.place else 2
 
 
-def option_faults(error: ValidationError, model: type[BaseModel]) -> list[OptionFault]:
-    """Every invalid option once, in pydantic's order. All accepted kinds of values are named."""
+def option_faults(
+    error: ValidationError, model: type[BaseModel], unoffered: Collection[tuple[str, object]] = ()
+) -> list[OptionFault]:
+    """Every invalid option once, in pydantic's order. All accepted kinds of values are named, but of `unoffered` none: places
+    with values that users cannot choose."""
     by_place: dict[str, list[Any]] = {}
     within: set[str] = set()
     for fault in error.errors(include_url=False):
@@ -86,10 +90,12 @@ def option_faults(error: ValidationError, model: type[BaseModel]) -> list[Option
             within.add(place)
     # Of a value of one of several kinds, such as a list, it is said what is wrong within, not that it is none of the others.
     found = enumerate((place, faults) for place, faults in by_place.items() if place not in within or not _of_kind(faults))
-    return [_fault(place, faults, model, guess=number < _LISTED) for number, (place, faults) in found]
+    return [_fault(place, faults, model, unoffered, guess=number < _LISTED) for number, (place, faults) in found]
 
 
-def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool) -> OptionFault:
+def _fault(
+    place: str, faults: list[Any], model: type[BaseModel], unoffered: Collection[tuple[str, object]], *, guess: bool
+) -> OptionFault:
     """`guess`: suggest the option that was meant. That is slow, and a body may have a hundred thousand unknown ones."""
     first = faults[0]
     if first["type"] == "extra_forbidden":
@@ -101,7 +107,7 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
     told = [fault for fault in faults if fault["type"] != "int_parsing_size"] or faults  # a limit says more
-    choices: list[str] = [choice for fault in told for choice in _choices(fault)]
+    choices: list[str] = [choice for fault in told for choice in _choices(fault) if (place, choice) not in unoffered]
     said = list(dict.fromkeys(words_of(fault) for fault in told if fault["type"] != "literal_error"))
     message = _one_of([*said, *choices])
     if choices and not said:
@@ -125,7 +131,9 @@ def words_of(fault: Any) -> str:
     if template is None:
         return fault["msg"].removeprefix("Value error, ")
     length = context.get("min_length", context.get("max_length", 0))
-    return template.format(characters=counted(length, "character"), **{name: _plain(value) for name, value in context.items()})
+    known = {name: _plain(value) for name, value in context.items()}
+    entries = f"{length:,} {'entry' if length == 1 else 'entries'}"
+    return template.format(characters=counted(length, "character"), entries=entries, **known)
 
 
 def _plain(value: object) -> object:
@@ -136,7 +144,11 @@ def _choices(fault: Any) -> list[str]:
     """The accepted values of a Literal; empty for other errors."""
     if fault["type"] != "literal_error":
         return []
-    return [part.strip("'") for part in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+    parts: list[str] = fault["ctx"]["expected"].replace(" or ", ", ").split(", ")
+    return [_CONSTANTS.get(part, part.strip("'")) for part in parts]
+
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _one_of(ways: Sequence[str]) -> str:

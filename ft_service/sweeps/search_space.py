@@ -22,11 +22,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
-from ft_service.spec.name_suggestions import name_for, options_of, shown_value
+from ft_service.spec.name_suggestions import name_for, options_of
 from ft_service.spec.option_types import Number, Strict
 from ft_service.spec.request import SWEEP, JobRequest, read_request
 from ft_service.spec.validation_errors import OptionFault, joined, option_faults
 from ft_service.sweeps.halving import shares_of
+from ft_service.wording import kind, shown_value
 
 _MOST_FAULTS = 1000
 """So many faults are enough: options and combinations behind them are not checked."""
@@ -187,7 +188,7 @@ def parse_sweep(body: object, seed: int = 0) -> AskedSweep:
     Raises SpecError naming every field at fault (dotted) with its value and limit.
     """
     if not isinstance(body, Mapping):
-        raise SpecError(f"The body must be an object with model, training_file and sweep, not {type(body).__name__}.")
+        raise SpecError(f"The body must be an object with model, training_file and sweep, not {kind(body)}.")
     alone = {name: value for name, value in body.items() if name != SWEEP}
     given = body.get(SWEEP)
     if not isinstance(given, Mapping) or not given:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ft_service.errors import SpecError
 from ft_service.spec import spec_error
+from ft_service.wording import kind
 
 LEAST_TTL, MOST_TTL = 3600, 315_360_000
 """Lifetime of saved weights in seconds: an hour to ten years."""
@@ -37,7 +38,7 @@ class Body(BaseModel):
     def parse(cls, body: object, not_here: Mapping[str, str] | None = None) -> Self:
         """Raises SpecError naming the field, its value and the limit. `not_here`: field → why it must say nothing."""
         if not isinstance(body, dict):
-            raise SpecError(f"The body must be an object, not {type(body).__name__}.")
+            raise SpecError(f"The body must be an object, not {kind(body)}.")
         for name, why in (not_here or {}).items():
             if body.get(name) not in _NOTHING:
                 raise SpecError(f"{name}: {why}. Leave it out.", param=name, code="unsupported_parameter")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.plan.plan_text import time_text
-from ft_service.wording import counted
+from ft_service.wording import counted, kind, shown_value
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,21 @@ def test_one_of_something_is_not_several(number: float, text: str) -> None:
 def test_a_verb_agrees_with_its_number() -> None:
     assert counted(1, "line", "is", "are") == "1 line is"
     assert counted(2, "line", "is", "are") == "2 lines are"
+
+
+def test_kinds_of_values_are_those_of_json() -> None:
+    assert [kind(value) for value in (None, True, 1.5, "a", [], [1], {}, {"a": 1})] == [
+        *("null", "true", "a number", "a string", "an empty list", "a list", "an empty object", "an object")
+    ]
+
+
+def test_values_are_shown_as_in_yaml_and_shortened() -> None:
+    assert shown_value({"a": None, "b": [True, 1.5, "x"]}) == "{'a': null, 'b': [true, 1.5, 'x']}"
+    assert len(shown_value("a" * 100)) == len(shown_value(["a"] * 100)) == 80
+    nested: list[object] = []
+    for _ in range(500):
+        nested = [nested]
+    assert shown_value(nested).startswith("[[[["), "as deep as a body may be"
 
 
 def test_a_job_of_one_step_over_one_sample() -> None:

@@ -89,6 +89,28 @@ class TokenCounts:
     tokens: np.ndarray
 
 
+@dataclass(frozen=True)
+class BatchOrder:
+    """Which samples, or items of several samples, each optimizer step of a job trains on."""
+
+    count: int
+    """Samples, or items."""
+    batch_size: int
+    seed: int
+    lengths: TokenCounts | None = None
+    """None: a batch may hold any lengths."""
+
+    def of_step(self, step: int) -> list[int]:
+        """The numbers of step `step` (from 0), as `batch_of_step`."""
+        return batch_of_step(step, self.count, self.batch_size, self.seed, self.lengths)
+
+    def of_first(self, steps: int) -> list[int]:
+        """The numbers that the first steps read, each once, ascending."""
+        if steps >= steps_per_epoch(self.count, self.batch_size):
+            return list(range(self.count))
+        return sorted(number for step in range(steps) for number in self.of_step(step))
+
+
 @lru_cache(maxsize=2)
 def _order_by_length(lengths: TokenCounts, batch_size: int, seed: int, epoch: int) -> list[int]:
     """The epoch's order, of which every window of some batches is sorted by length and cut into batches, whose order is drawn

@@ -14,7 +14,7 @@ from torch import Tensor
 from ft_service.rundir.evaluations import by_name
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
-from workers.data.batches import TokenCounts, batch_of_step, steps_per_epoch, total_steps
+from workers.data.batches import BatchOrder, steps_per_epoch, total_steps
 from workers.job.training_state import JobState, Validations, learning_rate_at
 from workers.layers.dropout import key_of
 from workers.output.checkpoint_pruning import keeps_best
@@ -24,7 +24,7 @@ from workers.ranks.sharding import gather_first
 from workers.training.context import TrainingContext
 from workers.training.evaluation_answers import Evaluator
 from workers.training.guards import AdapterWatch, check_step
-from workers.training.objective import BatchSums, Objective, RankShare
+from workers.training.objective import BatchSums, Objective, RankShare, batch_order
 from workers.training.step import evaluate, forward_backward
 
 
@@ -164,10 +164,8 @@ class Trainer:
         return self.schedule.ends_at(self.job.step, self.job.validations)
 
     @cached_property
-    def _item_lengths(self) -> TokenCounts:
-        """Tokens of every item; of several samples those of the longest, to which the others are padded."""
-        together = len(self.train.members([0]))
-        return TokenCounts(self.train.samples.lengths.reshape(-1, together).max(axis=1))
+    def _order(self) -> BatchOrder:
+        return batch_order(self.train, self.runtime.spec)
 
     @property
     def _pauses(self) -> bool:
@@ -182,8 +180,7 @@ class Trainer:
 
     def _begin(self, began: DeviceEvent) -> StepBegun:
         options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
-        lengths = self._item_lengths if options.group_by_length else None
-        batch = batch_of_step(self.job.step, len(self.train), options.batch, self.runtime.spec.seed, lengths)
+        batch = self._order.of_step(self.job.step)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
         if distributed.prefetch is not None:

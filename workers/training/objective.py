@@ -13,7 +13,7 @@ from torch import Tensor
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.windows import Rows, are_whole, in_rows
 from ft_service.spec import DpoOptions, JobSpec
-from workers.data.batches import Batch, make_batch
+from workers.data.batches import Batch, BatchOrder, TokenCounts, make_batch
 from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out, share_out_pairs
 from workers.ranks.runtime import Runtime
 from workers.training.preference import PairBatch, PairSums, make_pairs, preference_loss
@@ -162,6 +162,16 @@ class Preference:
     def _targets(self, items: Sequence[int]) -> int:
         """Number of target tokens in the preferred answers."""
         return int(self.samples.target_counts[[2 * i for i in items]].sum())
+
+
+def batch_order(data: Objective, spec: JobSpec) -> BatchOrder:
+    """Which items of the training data each step trains on."""
+    lengths = None
+    if spec.training.group_by_length:
+        together = len(data.members([0]))
+        # Of several samples that of the longest, to which the others are padded.
+        lengths = TokenCounts(data.samples.lengths.reshape(-1, together).max(axis=1))
+    return BatchOrder(len(data), spec.training.batch, spec.seed, lengths)
 
 
 @dataclass(frozen=True)

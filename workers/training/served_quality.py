@@ -7,8 +7,11 @@ first; merging is done in place, row by row, and rounded as `ft merge` rounds. O
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -17,12 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.bases.adapter_names import is_lora
 from ft_service.host.hardware import available_memory
+from ft_service.plan.quantities import duration_text
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality, finite_nats
 from ft_service.spec import JobSpec, PrecisionOptions
 from ft_service.wording import counted
 from workers.base.frozen_weights import Level
 from workers.base.load import adapters, rows_of
-from workers.base.rank_objects import from_all
+from workers.base.rank_objects import from_all, from_first
 from workers.data.micro_batches import MicroBatchLimits
 from workers.job.training_state import JobState
 from workers.layers.linear import LoraLinear
@@ -36,6 +40,8 @@ from workers.training.step import evaluate
 
 MOST_SECONDS = 60.0
 """How long other jobs on the base wait for a job's answers where it is served, each way: alone they may take hours."""
+SHARE, LEAST_SECONDS = 0.25, 60.0
+"""Share of the job's time that the comparison may take, and seconds that it may always take, without reading the base again."""
 NAMES = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGED: "merged in bf16"}
 MOST_SAMPLES = 64
 """Most samples of the validation file that are compared: the same for all three, which then differ by the weights alone."""
@@ -58,6 +64,8 @@ class Comparison:
     """A model of another spec, sharded over all ranks and loaded, with new adapters."""
     shares_base: bool = False
     """Whether other jobs train on the same base, which is then not merged into."""
+    job_seconds: float = 0.0
+    """The job's time; rank 0's counts."""
 
     def measured(self, step: int) -> ServedQuality | None:
         """Measure and report the losses, with a warning if one is beyond the bound. Called by all ranks together. Returns None
@@ -70,24 +78,32 @@ class Comparison:
         published = loaded is not None and bool(loaded.kept or loaded.requantized)
         if self.context.runtime.spec.precision.compare_served == "off" or not items or published:
             return None
+        budget = TimeBudget(max(LEAST_SECONDS, SHARE * self.job_seconds))
         losses = {AS_TRAINED: self._loss(self.built.peft_model, items, self.context.limits)}
+        once = budget.spent  # any other way takes about as long
         answers: dict[str, list[str]] = {}
         model = self.built.peft_model
         quantised = set(self.built.formats.values()) != {"bf16"}
+        if budget.left < once:
+            self._tell_of_time(budget, (ADAPTER_ON_BF16, MERGED) if quantised else (MERGED,))
+            return None
         if quantised or self.shares_base:
             lacking = lacking_memory(model, self.context.runtime)
             if lacking is not None:
                 self.context.reporter.message(f"{lacking} `ft merge` compares the losses where there is more memory.")
                 return None
-            model = self._on_bf16()
+            with budget.paused():
+                model = self._on_bf16()
             limits = settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
             if quantised:
                 losses[ADAPTER_ON_BF16] = self._loss(model, items, limits)
-                self._ask(model, ADAPTER_ON_BF16, answers, step)
+                self._ask(model, ADAPTER_ON_BF16, answers, step, budget)
         limits = self.context.limits
-        if merge_in_place(model):
+        if budget.left < once:
+            self._tell_of_time(budget, (MERGED,))
+        elif merge_in_place(model):
             losses[MERGED] = self._loss(model, items, limits)
-            self._ask(model, MERGED, answers, step)
+            self._ask(model, MERGED, answers, step, budget)
         quality = ServedQuality(
             step=step,
             samples=len(items),
@@ -128,27 +144,63 @@ class Comparison:
         training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):
-            batches = RankShare.of(runtime, limits).batches(self.valid, items)
-            sums = evaluate(model, batches, runtime.world, self.valid.loss_of(items))
+            sums = evaluate(model, self._mine(items, limits), runtime.world, self.valid.loss_of(items))
         model.train(training)
         return finite_nats(self.valid.read(sums.tolist(), items).mean_loss)
 
-    def _ask(self, model: nn.Module, way: str, answers: dict[str, list[str]], step: int) -> None:
+    def _mine(self, items: Sequence[int], limits: MicroBatchLimits) -> Iterator[Any]:
+        """This rank's micro-batches, reporting meanwhile that it goes on."""
+        for batch in RankShare.of(self.context.runtime, limits).batches(self.valid, items):
+            self.context.reporter.heartbeat()
+            yield batch
+
+    def _ask(self, model: nn.Module, way: str, answers: dict[str, list[str]], step: int, budget: TimeBudget) -> None:
         """Add the answers of a way. Other jobs on the base wait meanwhile, since the model is none of theirs."""
         if self.evaluator is None:
             return
-        said = self.evaluator.ask(step, model, MOST_SECONDS if self.shares_base else None)
+        seconds = min(MOST_SECONDS, budget.left) if self.shares_base else budget.left
+        said = self.evaluator.ask(step, model, seconds)
         if said is not None:
             answers[way] = said
-        elif self.shares_base and not self.context.stop.is_requested:
+        elif not self.context.stop.is_requested:
+            why = "other jobs of the engine wait for it, at most" if self.shares_base else "the comparison may take"
             self.context.reporter.message(
-                f"The prompts were not answered {NAMES[way]} to the end: other jobs of the engine wait for it, at most "
-                f"{MOST_SECONDS:g} seconds."
+                f"The prompts were not answered {NAMES[way]} to the end: {why} {duration_text(seconds)}."
             )
+
+    def _tell_of_time(self, budget: TimeBudget, ways: Sequence[str]) -> None:
+        which = " and ".join(NAMES[way] for way in ways)
+        self.context.reporter.message(
+            f"How the adapter does {which} was not measured, since the comparison may take a quarter of the job's time, here "
+            f"{duration_text(budget.seconds)}. `ft merge` compares the losses."
+        )
 
     def _scored(self, answers: Sequence[str]) -> dict[str, float]:
         assert self.evaluator is not None, "there are answers"
         return mean_scores(self.evaluator.scores(answers))
+
+
+class TimeBudget:
+    """Time for the comparison. All ranks ask for what is left together, and get rank 0's."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._began = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        return from_first(time.monotonic() - self._began)
+
+    @property
+    def left(self) -> float:
+        return from_first(self.seconds) - self.spent
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time within."""
+        began = time.monotonic()
+        yield
+        self._began += time.monotonic() - began
 
 
 def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, str]]:

@@ -11,9 +11,10 @@ from fastapi.responses import Response
 from api.page.formatting import job_title
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import fragment, page
-from api.page.summaries import differing_options, final_loss
+from api.page.summaries import differing_options, final_loss, final_reward
 from api.routes.page.jobs_page import JOBS
 from api.routes.page.sign_in_page import page_router
+from ft_service.jobs.method_options import loss_measure
 
 router = page_router()
 
@@ -33,12 +34,22 @@ async def compare(request: Request, api: Api, job: Annotated[list[str] | None, Q
     if len(jobs) < 2:
         newest = await api.get(JOBS, limit=50)
         return page(request, "compare_choice.html", jobs=newest["data"], chosen=chosen)
-    metrics = await api.get("/v1/fine_tuning/metrics", job=chosen, points=_TABLE_POINTS, series=["train_loss", "valid_loss"])
-    losses = {view["job_id"]: final_loss(view["series"]) for view in metrics["data"]}
+    measures = {view["id"]: loss_measure(view["method"]) for view in jobs}
+    comparable = len(set(measures.values())) == 1
+    rewarded = comparable and None in measures.values()
+    names = ["train_loss", "valid_loss", "train_mean_reward", "valid_mean_reward"]
+    metrics = await api.get("/v1/fine_tuning/metrics", job=chosen, points=_TABLE_POINTS, series=names)
+    found = final_reward if rewarded else final_loss
+    results = {view["job_id"]: found(view["series"]) for view in metrics["data"]}
+    sign = -1.0 if rewarded else 1.0
+    best_first = sorted(jobs, key=lambda view: (results[view["id"]] is None, sign * (results[view["id"]] or 0.0)))
     values = {
         "jobs": jobs,
-        "ranked": sorted(jobs, key=lambda view: (losses[view["id"]] is None, losses[view["id"]] or 0.0)),
-        "losses": losses,
+        "ranked": best_first if comparable else jobs,
+        "comparable": comparable,
+        "measures": measures,
+        "measured": "Reward" if rewarded else "Loss",
+        "results": results,
         "places": {job_id: place for place, job_id in enumerate(chosen, 1)},
         "rows": differing_options(jobs),
         "titles": [job_title(view) for view in jobs],

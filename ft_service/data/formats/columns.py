@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ft_service.data.line_errors import LineError, shown
+from ft_service.data.line_errors import LineError
+from ft_service.wording import shown_value
 
 INSIDE = ("role", "content")
 """Keys of a message, in any column that holds messages."""
@@ -85,4 +86,4 @@ AS_THEY_ARE = Columns()
 def listed(keys: Sequence[str] | Mapping[str, Any]) -> str:
     """The first names of some columns, for a message."""
     names = list(keys)
-    return ", ".join(shown(name) for name in names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
+    return ", ".join(shown_value(name) for name in names[:_LISTED]) + (", …" if len(names) > _LISTED else "")

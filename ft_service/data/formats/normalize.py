@@ -17,9 +17,10 @@ from ft_service.data import chat_line
 from ft_service.data.chat_line import parse_chat, parse_messages, parse_tools, require_answered_calls
 from ft_service.data.formats.columns import SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
-from ft_service.data.line_errors import LineError, kind, required, shown, text_of
+from ft_service.data.line_errors import LineError, required, text_of
 from ft_service.data.preference_line import parse_pair
 from ft_service.data.sample_kinds import Conversation, PromptCompletion, Record, Text
+from ft_service.wording import kind, shown_value
 
 Fields = Mapping[str, Any]
 
@@ -113,7 +114,7 @@ def _question(fields: Fields) -> list[dict[str, Any]]:
         raise LineError("history", f"must be a list of earlier questions with their answers, not {kind(history)}")
     for number, earlier in enumerate(history):
         if not isinstance(earlier, list) or len(earlier) != 2:
-            raise LineError(f"history.{number}", f"must be a list of a question and its answer, not {shown(earlier)}")
+            raise LineError(f"history.{number}", f"must be a list of a question and its answer, not {shown_value(earlier)}")
         for role, text in zip(("user", "assistant"), earlier, strict=True):
             turns.append({"role": role, "content": text_of(text, f"history.{number}")})
     return [*turns, {"role": "user", "content": question}]
@@ -177,7 +178,7 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     speaker, value = required(turn, "from", f"{place}."), required(turn, "value", f"{place}.")
     content = text_of(value, f"{place}.value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise LineError(f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown(speaker)}")
+        raise LineError(f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown_value(speaker)}")
     weight = {key: turn[key] for key in ("weight", "train", "train_detail") if turn.get(key) is not None}
     if speaker == "function_call":
         return {"role": "assistant", "content": None, "function_call": _function_call(content, place), **weight}

@@ -10,13 +10,21 @@ from api.page import job_form, summaries
 def test_jobs_are_compared_by_what_differs() -> None:
     def job(**lora: Any) -> dict[str, Any]:
         return {"model": "m", "training_file": "f", "validation_file": None, "seed": 1, "priority": 0, "lora": lora} | {
-            section: {} for section in job_form.SECTIONS if section != "lora"
+            **{section: {} for section in job_form.SECTIONS if section != "lora"},
+            "method": {"type": "supervised"},
         }
 
     assert summaries.differing_options([job(r=8, alpha=1), job(r=16, alpha=1)]) == [("lora.r", [8, 16])]
+    preferred = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1, "batch_size": 4}}}
+    assert summaries.differing_options([job(), job() | {"method": preferred}]) == [
+        ("method.type", [None, "dpo"]),
+        ("method.dpo.hyperparameters.beta", [None, 0.1]),
+    ]
     assert summaries.final_loss({"valid_loss": {"values": [2.0, 1.0, 1.5]}, "train_loss": {"values": [0.1]}}) == 1.0
     assert summaries.final_loss({"train_loss": {"values": [0.5, 0.7]}}) == 0.7
     assert summaries.final_loss({}) is None
+    assert summaries.final_reward({"valid_mean_reward": {"values": [0.2, 0.9, 0.8]}}) == 0.9
+    assert summaries.final_reward({"train_mean_reward": {"values": [0.2, 0.9, 0.8]}}) == 0.8
 
 
 def test_use_is_summed_by_day_project_and_key() -> None:

@@ -49,6 +49,20 @@ def test_graders_are_validated_and_run(service: Service) -> None:
     assert alone.reward == 1.0
 
 
+def test_numbers_of_an_item_are_filled_in_as_those_of_a_line_of_a_data_file(service: Service) -> None:
+    """JSON of requests has 1.0 as a whole number elsewhere, and a grader would find another text than in training."""
+    whole: Any = {
+        **SAME,
+        "reference": "{{ item.whole }} {{ item.list }} {{ sample.output_json.a }}",
+        "input": "1.0 [2.0, 3] 4.0",
+    }
+    graders = service.client().fine_tuning.alpha.graders
+    assert graders.run(grader=whole, model_sample='{"a": 4.0}', item={"whole": 1.0, "list": [2.0, 3]}).reward == 1.0
+    scored: Any = {**SCORED, "model": "none", "sampling_params": {"seed": 3.0}}
+    with pytest.raises(openai.BadRequestError, match="model = 'none'"):
+        graders.run(grader=scored, model_sample="x")
+
+
 SCORED: Any = {"type": "score_model", "name": "s", "model": "judge", "input": [{"role": "user", "content": "{{item.q}}"}]}
 LABELLED: Any = {**SCORED, "type": "label_model", "labels": ["good", "bad"], "passing_labels": ["good"]}
 ASKED: Any = {"type": "endpoint", "name": "e", "url": "https://grader.example/x", "webhook_endpoint_id": "we_none"}
@@ -63,12 +77,19 @@ PYTHON: Any = {
     ("grader", "said"),
     [
         (SCORED, "grader.model = 'judge': is not one that this service allows graders to ask, and it allows none"),
-        ({**SCORED, "range": [1, 0]}, "the lowest score, must be below the second"),
-        ({**SCORED, "input": []}, "grader.input"),
+        (
+            {**SCORED, "range": [1, 0]},
+            "grader.range = [1, 0]: the first number, the lowest score, must be below the second",
+        ),
+        ({**SCORED, "input": []}, "grader.input = []: must have at least 1 entry."),
         ({**SCORED, "input": [{"role": "user", "content": {"type": "input_image", "image_url": "x"}}]}, "only text is graded"),
         (LABELLED, "only available within a multi grader"),
         ({**BOTH, "graders": {"a": {**LABELLED, "passing_labels": ["fine"]}}}, "'fine' is not one of labels"),
-        ({**NEAR, "evaluation_metric": "cosine"}, "needs an embedding model"),
+        ({**BOTH, "graders": {}}, "grader.graders = {}: must have at least 1 entry."),
+        (
+            {**NEAR, "evaluation_metric": "cosine"},
+            "grader.evaluation_metric = 'cosine': is not available: it needs an embedding",
+        ),
         ({**NEAR, "evaluation_metric": "meteor"}, "needs WordNet"),
         ({**PYTHON, "image_tag": "2025-05-08"}, "image_tag is not available"),
         ({**PYTHON, "source": "é" * 131_073}, "source has 262,146 bytes, at most 262,144"),

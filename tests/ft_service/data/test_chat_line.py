@@ -171,7 +171,7 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line(USER | {"mood": "good"}, ANSWER), "messages.0.mood", "is not a known key"),
         (line(USER | {"weight": 1}, ANSWER), "messages.0.weight", "only for assistant"),
         (line(USER, ANSWER | {"weight": 2}), "messages.1.weight", "not 2"),
-        (line(USER, ANSWER | {"weight": True}), "messages.1.weight", "not True"),
+        (line(USER, ANSWER | {"weight": True}), "messages.1.weight", "not true"),
         (line(USER), "messages", "no assistant message"),
         (line(USER, ANSWER | {"weight": 0}), "messages", "weight 0"),
     ],

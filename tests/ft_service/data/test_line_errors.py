@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.data.line_errors import Fault, LineError, kind, refuse_keys, required, shown, text_of
+from ft_service.data.line_errors import Fault, LineError, refuse_keys, required, text_of
 
 
 def test_a_fault_names_its_lines_and_its_place() -> None:
     assert str(Fault(3, "messages.0.role", "is required")) == "line 3: messages.0.role is required"
     assert Fault(3, "", "is blank", last_line=9).text("row") == "rows 3 to 9: is blank"
     assert str(Fault(0, "", "the file holds no examples")) == "the file holds no examples"
-
-
-def test_values_are_shown_by_type_and_shortened() -> None:
-    assert [kind(value) for value in (None, True, 1.5, "a", [], [1], {}, {"a": 1})] == [
-        *("null", "true", "a number", "a string", "an empty list", "a list", "an empty object", "an object")
-    ]
-    assert len(shown("a" * 100)) == 60
 
 
 def test_keys_and_texts_are_checked() -> None:

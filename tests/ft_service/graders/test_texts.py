@@ -61,6 +61,7 @@ def test_string_checks(operation: str, answer: str, reward: float) -> None:
         ("same + near", 1),
         ("2 * near ^ 2 - same / 4", 2),
         ("min(same, near) + max(0.25, abs(-0.5))", 0.5),
+        ("min(0.25) + max(0.25)", 0.5),
         ("sqrt(floor(4.9)) + ceil(0.1) + log(exp(1))", 4),
     ],
 )

@@ -12,7 +12,11 @@ def test_bytes_in_words(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "less than a second"), (29, "29 s"), (89, "1 min"), (7500, "2 h 5 min"), (3599, "1 h 0 min")]
+    ("seconds", "text"),
+    [
+        *((0.4, "less than a second"), (29, "29 s"), (31, "31 s"), (59.4, "59 s"), (59.6, "1 min"), (89, "1 min")),
+        *((7500, "2 h 5 min"), (3599, "1 h 0 min")),
+    ],
 )
 def test_seconds_in_words(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text

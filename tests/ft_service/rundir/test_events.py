@@ -39,6 +39,14 @@ def test_metrics_survive_the_way_through_a_segment(tmp_path: Path) -> None:
     assert read_segments(run, 1) == [Segment(0, [event])]
 
 
+def test_metrics_are_read_back_from_what_an_event_shows() -> None:
+    """The API shows a method's own metrics beside the others: `ft watch` and `ft compare` read rewards there."""
+    more = {"train_mean_reward": 0.5, "valid_rewards/accuracies": 1.0}
+    metrics = Metrics(step=1, total_steps=2, train_loss=0.5, valid_loss=0.6, more=more)
+    assert Metrics.of_flat(metrics.flat()) == metrics
+    assert Metrics.of_flat({"step": 1, "total_steps": 2, "of a newer server": "text"}).more is None
+
+
 def test_a_metric_that_is_not_finite_takes_no_other_with_it(tmp_path: Path) -> None:
     """Of a validation that overflows: the checkpoint of its step is an event with the same metrics."""
     run = RunDir(tmp_path)

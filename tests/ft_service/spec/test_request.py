@@ -33,7 +33,7 @@ def test_sections_that_are_null_count_as_absent() -> None:
     shown = {"type": "dpo", "supervised": None, "dpo": {"hyperparameters": {"beta": 0.2}}, "reinforcement": None}
     given = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
     assert parse_request(BODY | {"method": shown}) == parse_request(BODY | {"method": given})
-    with pytest.raises(SpecError, match=r"hyperparameters\.n_epochs = None"):
+    with pytest.raises(SpecError, match=r"hyperparameters\.n_epochs = null"):
         parse_request(BODY | {"hyperparameters": {"n_epochs": None}})
 
 

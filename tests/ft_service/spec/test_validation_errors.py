@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,38 @@ NESTED: dict[str, Any] = {
         **{"lora.r": [4, 8], "lora.lora_alpha": {"min": 1, "max": 2}},
     },
 }
+
+
+GRADED: dict[str, Any] = {
+    "method": {
+        "type": "reinforcement",
+        "reinforcement": {
+            "grader": {
+                "type": "multi",
+                "name": "m",
+                "graders": {
+                    "b": CHECK,
+                    "s": {
+                        **{"type": "score_model", "name": "s", "model": "m", "range": [0, 1], "sampling_params": {"seed": 1}},
+                        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+                    },
+                    "l": {
+                        **{"type": "label_model", "name": "l", "model": "m", "input": [{"role": "user", "content": "a"}]},
+                        **{"labels": ["a"], "passing_labels": ["a"]},
+                    },
+                    "p": {"type": "python", "name": "p", "source": "a"},
+                    "e": {"type": "endpoint", "name": "e", "url": "a", "webhook_endpoint_id": "a", "batch_size": 1},
+                },
+                "calculate_output": "b",
+            },
+            "hyperparameters": {"beta": 0.1, "num_generations": 2, "mask_truncated_completions": True},
+        },
+    }
+}
+
+
+PYTHON_WORDS = re.compile(r"None|\bTrue\b|\bFalse\b|\b(dict|str|int|float|bool|tuple)\b|dictionary|instance|tinker")
+"""What a user who writes JSON or YAML did not write, and a type of job that is not the user's to choose."""
 
 
 CHAT = {
@@ -169,21 +202,30 @@ def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: py
         (parse_request, {**yaml.safe_load(EVERY_OPTION.read_text()), **FILES}),
         (parse_request, NESTED | FILES),
         (search_space.parse_sweep, NESTED | FILES),
+        (parse_request, GRADED | BODY),
         (parse_chat_completion, CHAT),
     ],
-    ids=["every option", "nested", "sweep", "chat"],
+    ids=["every option", "nested", "sweep", "graders", "chat"],
 )
 def test_a_wrong_kind_of_value_is_refused_as_one(parse: Any, document: Any) -> None:
-    refused = 0
+    refusals: list[str] = []
     for place in list(places(document))[1:]:
         for value in WRONG:
             try:
                 parse(changed(document, place, value))
-            except SpecError:
-                refused += 1
+            except SpecError as error:
+                refusals.append(error.message)
             except Exception as error:
                 pytest.fail(f"{'.'.join(map(str, place))} = {value!r}: {error!r}")
-    assert refused > 100
+    assert len(refusals) > 100
+    assert [text for text in refusals if PYTHON_WORDS.search(text)] == []
+
+
+@pytest.mark.parametrize("parse", [parse_request, search_space.parse_sweep])
+@pytest.mark.parametrize(("body", "kind"), [(None, "null"), (True, "true"), ("a", "a string"), ([1], "a list")])
+def test_a_body_that_is_no_object_is_told_in_words_of_json(parse: Any, body: Any, kind: str) -> None:
+    with pytest.raises(SpecError, match=rf"^The body must be an object with .*, not {kind}\.$"):
+        parse(body)
 
 
 def test_a_file_name_that_is_no_text_is_told_in_words() -> None:

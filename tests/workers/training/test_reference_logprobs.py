@@ -6,11 +6,13 @@ import csv
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Outcome, OutcomeKind
+from ft_service.rundir.events import read_segments
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec
 from tests.support.training.attempts import adapter, losses, run_attempt
@@ -99,6 +101,35 @@ def test_a_resumed_job_equals_the_uninterrupted_one(finished: RunDir, tmp_path: 
         assert torch.equal(adapter(run)[name], matrix), name
 
 
+def test_only_what_the_steps_read_is_computed(spec: JobSpec, tmp_path: Path) -> None:
+    training = spec.training.model_copy(update={"max_steps": 2, "batch_size": 2})
+    short = spec.model_copy(update={"training": training})
+    once = trained(short, tmp_path / "once", 1)
+    values = np.frombuffer(once.get("reference.bin") or b"", "<f8")
+    assert np.isfinite(values[: 2 * 11]).sum() == 2 * 4, "two steps of two pairs"
+    assert np.isfinite(values[2 * 11 :]).all(), "each validation reads all of its pairs"
+    assert any("the 8 pairs of 15 that are read" in text for text in messages(once))
+
+    again = RunDir(tmp_path / "again")
+    again.write("spec.json", short)
+    for name in ("reference.json", "reference.bin"):
+        shutil.copy(once.path(name), again.path(name))
+    assert run_attempt(again, 1, 1) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert not any("Reference" in text for text in messages(again)), "they are there"
+    assert losses(again) == losses(once)
+
+    longer = RunDir(tmp_path / "longer")
+    longer.write("spec.json", short.model_copy(update={"training": training.model_copy(update={"max_steps": 3})}))
+    for name in ("reference.json", "reference.bin"):
+        shutil.copy(once.path(name), longer.path(name))
+    assert run_attempt(longer, 1, 1) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert any("the 10 pairs of 15 that are read" in text for text in messages(longer)), "its third step reads others"
+
+
+def messages(run: RunDir) -> list[str]:
+    return [event.message for segment in read_segments(run, 1) for event in segment.events]
+
+
 @pytest.mark.slow
 def test_a_job_that_goes_on_is_measured_against_its_parent(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
     parent = AdapterRef(name="ft:tiny:local::parent", job_id="ftjob-parent", path=str(finished.path("adapter")))
@@ -106,6 +137,15 @@ def test_a_job_that_goes_on_is_measured_against_its_parent(finished: RunDir, spe
     run = trained(going_on, tmp_path / "next", 1)
     assert abs(float(table(run)[0]["rewards/margins"])) < 1e-2 * float(table(finished)[-1]["rewards/margins"])
     assert run.get("reference.bin") != finished.get("reference.bin")
+
+    going_on_again = RunDir(tmp_path / "again")
+    for folder in ("attempts", "checkpoints/step-2-a1"):
+        shutil.copytree(run.path(folder), going_on_again.path(folder))
+    for name in ("spec.json", "origins.json", "reference.json"):
+        shutil.copy(run.path(name), going_on_again.path(name))
+    going_on_again.path("reference.bin").write_bytes(b"damaged.")
+    assert run_attempt(going_on_again, 2, 1, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert going_on_again.get("reference.bin") == run.get("reference.bin"), "computed again with the parent's adapter"
 
 
 def test_a_job_is_stopped_while_its_reference_is_computed(spec: JobSpec, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.data.micro_batches import MicroBatchLimits
 from workers.training import served_quality
 from workers.training.objective import Supervised
-from workers.training.served_quality import BOUND, MOST_SECONDS, Comparison, lacking_memory, messages
+from workers.training.served_quality import BOUND, MOST_SECONDS, Comparison, TimeBudget, lacking_memory, messages
 
 
 def served_job(folder: Path, world: int, **options: Any) -> RunDir:
@@ -104,8 +104,8 @@ def test_a_base_in_bf16_is_merged_in_place_and_the_comparison_can_be_left_out(tm
     assert off.get(SERVED) is None
 
 
-def test_other_jobs_of_an_engine_wait_a_minute_for_its_answers_and_the_job_says_so() -> None:
-    asked: list[float | None] = []
+def test_answers_have_a_time_limit_and_in_an_engine_a_shorter_one_and_the_job_says_so() -> None:
+    asked: list[float] = []
     told: list[str] = []
     evaluator = SimpleNamespace(ask=lambda step, model, seconds: asked.append(seconds))
     context: Any = SimpleNamespace(
@@ -114,10 +114,37 @@ def test_other_jobs_of_an_engine_wait_a_minute_for_its_answers_and_the_job_says_
     nothing: Any = None
     for shares in (False, True):
         parts: Any = {"evaluator": evaluator, "shares_base": shares}
-        Comparison(context, nothing, nothing, nothing, construct=nothing, **parts)._ask(torch.nn.Identity(), MERGED, {}, 3)
-    assert asked == [None, MOST_SECONDS]
-    assert len(told) == 1
-    assert "not answered merged in bf16 to the end" in told[0]
+        of_job = Comparison(context, nothing, nothing, nothing, construct=nothing, **parts)
+        of_job._ask(torch.nn.Identity(), MERGED, {}, 3, TimeBudget(7200))
+    assert asked == [pytest.approx(7200, abs=60), MOST_SECONDS]
+    assert "not answered merged in bf16 to the end: the comparison may take 2 h" in told[0]
+    assert "not answered merged in bf16 to the end: other jobs of the engine wait for it, at most 1 min" in told[1]
+
+
+def test_a_comparison_that_would_take_more_than_its_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told, nothing = [0.0], list[str](), SimpleNamespace()
+    monkeypatch.setattr(served_quality.time, "monotonic", lambda: now[0])
+    spec = SimpleNamespace(precision=SimpleNamespace(compare_served="auto"))
+    context: Any = SimpleNamespace(
+        runtime=SimpleNamespace(spec=spec), reporter=SimpleNamespace(message=told.append), limits=None
+    )
+    built: Any = SimpleNamespace(loaded=None, peft_model=torch.nn.Identity(), formats={"": "bf16"})
+
+    class Measured(Comparison):
+        def _loss(self, model: Any, items: Any, limits: Any) -> float:
+            now[0] += 100
+            return 1.0
+
+    merged: list[Any] = []
+    monkeypatch.setattr(served_quality, "merge_in_place", lambda model: merged.append(model) or True)
+    parts: Any = {"job": nothing, "valid": [None], "evaluator": None, "construct": nothing}
+    assert Measured(context, built, job_seconds=600, **parts).measured(3) is None
+    assert merged == [], "the model is as it was trained"
+    assert "merged in bf16 was not measured, since the comparison may take a quarter of the job's time, here 2 min" in told[0]
+    monkeypatch.setattr(served_quality, "messages", lambda *_: [])
+    found = Measured(context, built, job_seconds=800, **parts).measured(3)
+    assert found is not None
+    assert found.loss.keys() == {AS_TRAINED, MERGED}
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

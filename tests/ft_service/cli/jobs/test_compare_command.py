@@ -25,3 +25,27 @@ def test_compare_shows_what_differs_and_both_curves_on_one_scale(ft: Ft, server:
     shown = json.loads(ft("compare", "ftjob-1", "ftjob-2", "--json").out)
     assert shown["options"] == {"training_file": ["file-0", "file-1"], "lora.r": [8, 16]}
     assert len(shown["metrics"][1]) == 10
+
+
+def test_losses_of_other_methods_are_told_apart_and_have_scales_of_their_own(ft: Ft, server: StubServer) -> None:
+    pairs = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1, "loss_type": "sigmoid"}}}
+    server.jobs["ftjob-1"] = job_body()
+    server.jobs["ftjob-2"] = job_body("ftjob-2", method=pairs)
+    server.events = [metrics_event(step, step) for step in range(1, 11)]
+    out = ft("compare", "ftjob-1", "ftjob-2").out
+    assert "cannot be compared: 1 cross entropy, 2 sigmoid of pairs (beta 0.1)." in out
+    assert "training loss, each on its own scale" in out
+    server.jobs["ftjob-1"] = job_body(method=pairs)
+    assert "scale" not in ft("compare", "ftjob-1", "ftjob-2").out
+
+
+def test_rewards_are_compared_where_a_job_has_them(ft: Ft, server: StubServer) -> None:
+    graded = {"type": "reinforcement", "reinforcement": {"grader": {"type": "string_check", "name": "right"}}}
+    server.jobs["ftjob-1"] = job_body(method=graded)
+    server.jobs["ftjob-2"] = job_body("ftjob-2", method=graded)
+    server.events = [metrics_event(step, step, train_loss=None, train_mean_reward=step / 10) for step in range(1, 11)]
+    lines = ft("compare", "ftjob-1", "ftjob-2").out.splitlines()
+    assert ["training", "reward", "1.0", "1.0"] in [line.split() for line in lines]
+    assert [line.split()[-3:] for line in lines[lines.index("training reward") :] if "→" in line] == [
+        ["0.100", "→", "1.000"]
+    ] * 2

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_service.jobs.method_options import loss_measure, method_options
+
+
+def dpo(**hyperparameters: Any) -> dict[str, Any]:
+    return {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}, "supervised": None}
+
+
+@pytest.mark.parametrize(
+    ("method", "measure"),
+    [
+        ({}, "cross entropy"),
+        ({"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 4}}}, "cross entropy"),
+        (dpo(beta=0.1, loss_type="sigmoid", rpo_alpha=None), "sigmoid of pairs (beta 0.1)"),
+        (dpo(beta=0.1, loss_type="ipo", rpo_alpha=1.0), "ipo of pairs (beta 0.1, rpo_alpha 1)"),
+        ({"type": "tinker"}, "the loss of tinker"),
+        ({"type": "reinforcement", "reinforcement": {}}, None),
+    ],
+)
+def test_losses_can_be_compared_where_they_measure_the_same(method: dict[str, Any], measure: str | None) -> None:
+    assert loss_measure(method) == measure
+
+
+def test_a_method_is_shown_without_the_options_of_training() -> None:
+    assert method_options({"type": "supervised"}) == {}
+    assert method_options(dpo(beta=0.1, batch_size=4)) == {"method.type": "dpo", "method.dpo.hyperparameters.beta": 0.1}

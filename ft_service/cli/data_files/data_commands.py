@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -143,7 +144,10 @@ def convert(
     fault."""
     data, columns = local_data(file, split), Columns(data_options(column).pairs)
     if str(out) == "-":
-        write_lines(data, sys.stdout, columns, as_chat=as_chat, each_answer=each_answer)
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as lines:
+            write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
+            lines.seek(0)
+            shutil.copyfileobj(lines, sys.stdout)
         return
     if out.exists():
         raise SpecError(f"{out} exists: name a new file.", param="out")

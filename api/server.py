@@ -39,7 +39,7 @@ from ft_service.control.reconcilers import run_all
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
-from ft_service.host.home import create_home, openness
+from ft_service.host.home import create_home, openness, require_writable
 from ft_service.host.port_owner import holder
 from ft_service.host.running_servers import Server, announced, living_servers
 from ft_service.jobs.states import Phase, State
@@ -154,6 +154,7 @@ def _prepare_process(settings: Settings) -> None:
     logs.configure(settings.log_level, settings.log_format)
     Cache.from_environment(os.environ)  # refuses a wrong FT_CACHE_BYTES, by which every job would fail
     create_home(settings.home)
+    require_writable(settings.home)
     # A cluster's volume is shared by groups on purpose, and a container has no other users.
     if settings.launcher == "local" and (warning := openness(settings.home)):
         logging.getLogger(__name__).warning("%s", warning)

@@ -27,6 +27,7 @@ from ft_service.errors import (
     UnavailableError,
 )
 from ft_service.host.disk import disk_fault
+from ft_service.spec.validation_errors import words_of
 
 log = logging.getLogger("ft_service.api")
 
@@ -130,7 +131,7 @@ def invalid_parameter(error: RequestValidationError) -> dict[str, Any]:
     name = ".".join(str(part) for part in fault["loc"][1:]) or "request"
     shown = repr(fault.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return {"message": f"{name} = {shown}: {fault['msg']}.", "type": INVALID, "param": name, "code": "invalid_value"}
+    return {"message": f"{name} = {shown}: {words_of(fault)}.", "type": INVALID, "param": name, "code": "invalid_value"}
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft_service.cli.output import load_settings
-from ft_service.host.home import create_home
+from ft_service.host.home import create_home, require_writable
 from ft_service.host.running_servers import living_servers
 from ft_service.installation import ROOT, SAMPLE_MODELS, is_installed
 from ft_service.settings import Settings
@@ -28,6 +28,7 @@ def local_store(settings: Settings) -> Iterator[Store]:
     from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for few rare commands
 
     create_home(settings.home)
+    require_writable(settings.home)
     url = settings.resolved_database_url()
     migrate(url)
     store = open_store(url)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import Conversation, Tool
 from ft_service.wording import kind, shown_value
@@ -90,7 +91,7 @@ def load_object(text: str) -> dict[str, Any]:
     try:
         line = json.loads(text, object_pairs_hook=_with_unique_keys)
     except json.JSONDecodeError as error:
-        raise LineError("", f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
+        raise LineError("", json_fault(text, error)) from None
     except RecursionError:
         raise LineError("", "is not usable JSON: nested too deeply") from None
     except ValueError as error:  # numbers of thousands of digits
@@ -151,8 +152,14 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
 
 
 def _parse_part(part: Any, place: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise LineError(place, "only parts of type text are taken: no images, audio or files")
+    if not isinstance(part, dict):
+        raise LineError(place, f'must be {{"type": "text", "text": …}}, not {kind(part)}')
+    if (type := required(part, "type", f"{place}.")) != "text":
+        raise LineError(
+            f"{place}.type",
+            f"is {shown_value(type)}, and only parts of type 'text' are taken: no images, audio or files. Leave the part out, or "
+            "the line",
+        )
     refuse_keys(part, {"type", "text"}, {}, f"{place}.")
     return text_of(part.get("text"), f"{place}.text")
 
@@ -280,8 +287,10 @@ def _call(function: Any, place: str) -> dict[str, Any]:
         text = text_of(arguments, f"{place}.arguments")
         try:
             arguments = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise LineError(f"{place}.arguments", json_fault(text, error)) from None
         except (ValueError, RecursionError):
-            raise LineError(f"{place}.arguments", "is not JSON") from None
+            raise LineError(f"{place}.arguments", "is not usable JSON") from None
     return {"name": name, "arguments": json_of(_object(arguments, f"{place}.arguments"), f"{place}.arguments")}
 
 

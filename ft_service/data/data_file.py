@@ -53,6 +53,8 @@ class FaultGroup:
     count: int = 1
     lines: tuple[int, ...] = ()
     """Numbers of the first lines."""
+    numbers_differ: bool = False
+    """Other lines have other numbers in the reason, such as another character at fault."""
 
     def text(self, word: str) -> str:
         """The lines and the reason. `word`: the name of the file's records, such as line or row."""
@@ -60,13 +62,19 @@ class FaultGroup:
             return self.first.text(word)
         more = ", …" if self.count > len(self.lines) else ""
         lines = f"{self.count:,} {word}s ({', '.join(map(str, self.lines))}{more})"
-        return f"{lines}: {' '.join(part for part in (self.first.field, self.first.reason) if part)}"
+        reason = " ".join(part for part in (self.first.field, self.first.reason) if part)
+        return (
+            f"{lines}: {reason} ({word} {self.first.line}; the others likewise)"
+            if self.numbers_differ
+            else f"{lines}: {reason}"
+        )
 
     def with_fault(self, fault: Fault) -> FaultGroup:
         """The group with one more line. Numbers in which the places of its lines differ become stars: `messages.*.role`."""
         field = self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
         lines = (*self.lines, fault.line) if len(self.lines) < SHOWN_LINES else self.lines
-        return FaultGroup(replace(self.first, field=field), self.count + 1, lines)
+        differ = self.numbers_differ or fault.reason != self.first.reason
+        return FaultGroup(replace(self.first, field=field), self.count + 1, lines, differ)
 
 
 @dataclass(frozen=True)

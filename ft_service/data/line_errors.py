@@ -84,3 +84,8 @@ def required(given: Mapping[str, Any], key: str, prefix: str = "") -> Any:
     if key not in given:
         raise LineError(prefix + key, "is required")
     return given[key]
+
+
+def not_utf8(byte: int, place: str) -> str:
+    """The reason for refusing text in another encoding than UTF-8. `place`: of the first byte at fault."""
+    return f"is not UTF-8: byte 0x{byte:02x} at {place}. Save the file as UTF-8 (Excel: CSV UTF-8)"

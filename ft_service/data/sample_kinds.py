@@ -27,6 +27,14 @@ class Conversation:
     def calls_tools(self) -> bool:
         return any("tool_calls" in message for message in self.messages)
 
+    @property
+    def is_without_answer(self) -> bool:
+        """True if its learned answers have neither words, calls nor reasoning: only the end of a turn is learned."""
+        learned = [message for message, weight in zip(self.messages, self.weights, strict=True) if weight]
+        return not any(
+            message["content"].strip() or "tool_calls" in message or "reasoning_content" in message for message in learned
+        )
+
     def by_answers(self) -> Iterator[Conversation]:
         """One conversation for each learned answer, which ends with that answer and learns only it."""
         for index in (index for index, weight in enumerate(self.weights) if weight):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Literal
 
-from ft_service.data.sample_kinds import Record
+from ft_service.data.sample_kinds import Conversation, Pair, Record
 from ft_service.spec import DataFileRef, JobSpec, TrainingOptions
 from ft_service.wording import counted
 
@@ -148,23 +148,31 @@ def items_of_steps(steps: int, batch: int, items: int) -> int:
 
 
 class Records:
-    """Counts the records of a file and finds duplicates, without a base's tokenizer. 8 bytes a record."""
+    """Counts the records of a file, and finds duplicates and empty answers, without a base's tokenizer. 8 bytes a record."""
 
     def __init__(self, name: str) -> None:
         self.name, self.word = name, "line"
         self.count = 0
         self._contents: dict[int, int] = {}
-        self._duplicates = Lines()
+        self._duplicates = self._near_empty = Lines()
 
     def add(self, number: int, record: Record) -> None:
         content = int.from_bytes(hashlib.blake2b(repr(record).encode(), digest_size=8).digest())
         self.count += 1
         if self._contents.setdefault(content, number) != number:
             self._duplicates = self._duplicates.with_line(number)
+        answers = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
+        if any(isinstance(answer, Conversation) and answer.is_without_answer for answer in answers):
+            self._near_empty = self._near_empty.with_line(number)
 
     def statistics(self) -> FileStatistics:
         """Statistics without numbers of tokens."""
-        return FileStatistics(self.name, self.word, self.count, 0, 0, Spread(), Spread(), (), duplicates=self._duplicates)
+        found = FileStatistics(self.name, self.word, self.count, 0, 0, Spread(), Spread(), ())
+        return replace(found, duplicates=self._duplicates, near_empty=self._near_empty)
+
+    def advice(self) -> Iterator[str]:
+        """Sentences of advice on the file alone, each with its lines."""
+        return _advice_on_samples(self.statistics())
 
     def overlap(self, other: Records) -> Lines:
         """Records that another file has too, without duplicates."""
@@ -218,12 +226,13 @@ def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
     """Sentences of advice, each with the lines or the option to change; none if there is nothing to change."""
     for file in (found.training, found.validation):
         if file is not None:
-            yield from _advice_on_file(file, asked)
+            yield from _advice_on_cuts(file, asked)
+            yield from _advice_on_samples(file)
     yield from _advice_on_validation(found, asked)
     yield from _advice_on_steps(found, asked.training)
 
 
-def _advice_on_file(file: FileStatistics, asked: Measure) -> Iterator[str]:
+def _advice_on_cuts(file: FileStatistics, asked: Measure) -> Iterator[str]:
     if file.cut.count:
         lengths = file.lengths
         near = f", {lengths.p99} one in a hundred" if lengths.p99 < lengths.most else ""
@@ -235,6 +244,9 @@ def _advice_on_file(file: FileStatistics, asked: Measure) -> Iterator[str]:
             )
         else:
             yield f"{file.name}: {cut} cut, {lost} lost. training.max_length: {lengths.most} would cut none{near}."
+
+
+def _advice_on_samples(file: FileStatistics) -> Iterator[str]:
     if file.duplicates.count:
         yield (
             f"{file.name}: {file.duplicates.text(file.word)} with the same tokens as an earlier one, learned once for each "

@@ -7,6 +7,7 @@ works.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,8 +20,9 @@ import yaml
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.answer_metrics import check_metrics
+from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.formats.columns import Columns
-from ft_service.data.formats.detect_format import may_hold_data
+from ft_service.data.formats.detect_format import DATA_ENDINGS, may_hold_data
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.data.hub_data import PREFIX, fetched
@@ -45,6 +47,8 @@ from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.request import SWEEP
 from ft_service.spec.yaml_loader import StrictLoader
 from ft_service.sweeps.search_space import AskedSweep, parse_sweep
+
+_SPEC_ENDINGS = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -143,26 +147,41 @@ def load_spec_file(
 
 
 def is_data(path: Path) -> bool:
-    """Return whether a path that was given as a SPEC is data: a folder, or a file by its name. JSON may be either: a list,
-    or one record per line, is data."""
+    """Return whether a path that was given as a SPEC is data: a folder, or a file by its name. JSON may be either: a list, or
+    one record per line, is data."""
     if path.is_dir():
         return True
     if path.suffix.lower() != ".json":
         return may_hold_data(path.name)
     try:
         with path.open("rb") as file:
-            return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+            is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+            file.seek(0)
+            return is_list or _is_record(file.readline(MAX_LINE_BYTES))
     except OSError:
         return False
 
 
+def _is_record(line: bytes) -> bool:
+    """Return whether a line is an object of JSON, and not a SPEC on one line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and "training_file" not in record
+
+
 def _read(path: Path) -> dict[str, Any]:
+    is_named_spec = path.suffix.lower() in _SPEC_ENDINGS
+    by_name = "" if is_named_spec else f" By its name it is a SPEC, in YAML; names of data end in {', '.join(DATA_ENDINGS)}."
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise SpecError(f"{path} is not a text file in UTF-8.") from None
+        raise SpecError(f"{path} is not a text file in UTF-8.{by_name}") from None
+    except SpecError as error:
+        raise SpecError(f"{error.message}{by_name}", param=error.param, code=error.code) from None
 
 
 def _with_options(body: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ FILES = {
     "none.parquet": (b"PAR1", "Parquet cannot be read after row 0"),
     "ragged.csv": (b"prompt,completion\na,b\nc\n", "row 2: has 1 cells, and the header has 2 columns"),
     "twice.jsonl": (b'{"text": "a", "text": "b"}\n', "line 1: has the key 'text' twice in an object"),
-    "utf-16.jsonl": (FINE.decode().encode("utf-16"), "line 1: is not UTF-8"),
+    "utf-16.jsonl": (FINE.decode().encode("utf-16"), "it is encoded as UTF-16: save it as UTF-8"),
     "empty.jsonl": (b"", "the file holds no examples"),
 }
 

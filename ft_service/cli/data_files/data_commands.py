@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +45,7 @@ from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import Conversation
 from ft_service.data.sample_request import MOST_LINES, RecordRange, Role, SamplePage, ShownSample
+from ft_service.data.statistics import Records
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
@@ -78,18 +80,22 @@ def check(
         raise SpecError(
             "--chat-template: a template is applied with a base's tokenizer. Give --model too.", param="chat_template"
         )
+    records = Records(data.path.name)
+    report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns, note=records.add), data))
+    records.word = report.word
     if model:
         options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
         report = examined(data, model, options, max_length)
-    else:
-        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
+    advice = list(records.advice())
     if as_json:
-        print_json(asdict(report))
+        print_json({**asdict(report), "warnings": advice})
         return
     print_text(report.fine_text(data.path.name))
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
             print_text(message if level == "info" else f"Warning: {message}")
+    for sentence in advice:
+        print_text(f"Warning: {sentence}")
 
 
 @app.command()
@@ -138,7 +144,10 @@ def convert(
     fault."""
     data, columns = local_data(file, split), Columns(data_options(column).pairs)
     if str(out) == "-":
-        write_lines(data, sys.stdout, columns, as_chat=as_chat, each_answer=each_answer)
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as lines:
+            write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
+            lines.seek(0)
+            shutil.copyfileobj(lines, sys.stdout)
         return
     if out.exists():
         raise SpecError(f"{out} exists: name a new file.", param="out")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 from ft_service.data.chat_line import MAX_LINE_BYTES, load_object
 from ft_service.data.formats.detect_format import Compression
-from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.json_faults import goes_on
+from ft_service.data.line_errors import Fault, LineError, not_utf8
 
 Row = dict[str, Any] | Fault
 Numbered = Iterator[tuple[int, Row]]
@@ -67,7 +69,10 @@ def _expanded(file: BinaryIO, compression: Compression) -> BinaryIO:
 
 
 def lines(file: BinaryIO) -> Numbered:
-    """Numbered rows of JSON lines, from 1. Blank lines at the end are left out; others are faults."""
+    """Numbered rows of JSON lines, from 1. Blank lines at the end are left out; others are faults.
+
+    Raises UnreadableError if the first line's object goes on in the second: each line would be at fault for another reason.
+    """
     blank: list[int] = []
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 2):
@@ -78,9 +83,25 @@ def lines(file: BinaryIO) -> Numbered:
         if not too_long and not line.strip():
             blank.append(number)
             continue
+        if number == 1 and not too_long:
+            _refuse_several_lines(line)
         yield from ((earlier, _row(earlier, b"")) for earlier in blank)
         blank.clear()
         yield number, _row(number, None if too_long else line.rstrip(b"\r\n"))
+
+
+def _refuse_several_lines(first: bytes) -> None:
+    text = first.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        if goes_on(text, error):
+            raise UnreadableError(
+                "its first object goes on in the second line: write one object to a line (`jq -c . FILE` does), or put all of "
+                "them into one JSON array, [{…}, {…}]"
+            ) from None
+    except (ValueError, RecursionError):  # the line's own fault says so
+        pass
 
 
 def elements(file: BinaryIO) -> Numbered:
@@ -153,7 +174,9 @@ class _Splitter:
 def _row(number: int, text: bytes | None) -> Row:
     """The object of a record, or its fault. `text`: None if it is too long."""
     if text is None:
-        return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
+        return Fault(
+            number, "", f"is longer than {MAX_LINE_BYTES // 2**20} MiB, the most for one record: split it, or leave it out"
+        )
     if number == 1:  # Windows' editors put a byte order mark before the first line
         text = text.removeprefix(b"\xef\xbb\xbf")
     if not text:
@@ -161,6 +184,6 @@ def _row(number: int, text: bytes | None) -> Row:
     try:
         return load_object(text.decode())
     except UnicodeDecodeError as error:
-        return Fault(number, "", f"is not UTF-8: byte 0x{text[error.start]:02x} at position {error.start + 1}")
+        return Fault(number, "", not_utf8(text[error.start], f"position {error.start + 1}"))
     except LineError as error:
         return Fault(number, error.field, error.reason)

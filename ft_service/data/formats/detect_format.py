@@ -94,6 +94,29 @@ def compression_of(head: bytes) -> Compression | None:
     return Compression.ZSTD if head.startswith(b"\x28\xb5\x2f\xfd") else None
 
 
+_UTF_16 = "it is encoded as UTF-16: save it as UTF-8 (Excel: CSV UTF-8; `iconv -f UTF-16 -t UTF-8`)"
+_SIGNS: Sequence[tuple[bytes, str]] = (
+    (b"PK\x03\x04", "it is an Excel workbook or a ZIP archive: export CSV UTF-8 from Excel, or give the archive's file"),
+    (b"\xd0\xcf\x11\xe0", "it is an Excel workbook of the old form: export CSV UTF-8 from Excel"),
+    (b"BZh", "it is compressed by bzip2: give it as it is, or compressed by gzip or zstd"),
+    (b"\xfd7zXZ\x00", "it is compressed by xz: give it as it is, or compressed by gzip or zstd"),
+    (b"\xff\xfe\x00\x00", "it is encoded as UTF-32: save it as UTF-8"),
+    (b"\x00\x00\xfe\xff", "it is encoded as UTF-32: save it as UTF-8"),
+    (b"\xff\xfe", _UTF_16),
+    (b"\xfe\xff", _UTF_16),
+)
+"""Beginnings of files that are not data files, and what to do. The first one that fits decides."""
+
+
+def why_unreadable(head: bytes) -> str | None:
+    """Why a file with this beginning cannot be read, and what to do. None: it may be a data file."""
+    for sign, reason in _SIGNS:
+        if head.startswith(sign):
+            return reason
+    # UTF-16 without a byte order mark: every other byte of its first characters is 0.
+    return _UTF_16 if len(head) >= 4 and {head[:4:2], head[1:4:2]} & {b"\0\0"} and any(head[:4]) else None
+
+
 class Container(Enum):
     """A way to store records in a file. The value is its name in messages."""
 

@@ -29,6 +29,7 @@ from ft_service.data.formats.detect_format import (
     container_of,
     delimiter_of,
     recognise,
+    why_unreadable,
 )
 from ft_service.data.formats.normalize import as_record, columns_of
 from ft_service.data.formats.tabular import arrow_rows, csv_rows
@@ -131,6 +132,8 @@ class DataReader:
             raw = Expanding(file, compression, os.fstat(file.fileno()).st_size)
             content = cast(BinaryIO, BufferedReader(raw, HEAD_BYTES))
         head = content.peek(HEAD_BYTES) if isinstance(content, BufferedReader) else _head(content)
+        if (reason := why_unreadable(head)) is not None:
+            raise UnreadableError(reason)
         container = container_of(head, self.columns)
         if container in (Container.PARQUET, Container.ARROW) and compression is not None:
             raise UnreadableError(

@@ -15,7 +15,8 @@ from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Numbered, Row, UnreadableError
 from ft_service.data.formats.detect_format import Container, recognise
 from ft_service.data.formats.normalize import LABEL, columns_of
-from ft_service.data.line_errors import Fault
+from ft_service.data.json_faults import json_fault
+from ft_service.data.line_errors import Fault, not_utf8
 
 BATCH_BYTES = 4 * 1024**2
 """Approximate size of the part of a table that is turned into rows at once, in bytes."""
@@ -58,7 +59,7 @@ def _csv_row(number: int, names: Sequence[str], cells: Sequence[str], json_colum
         return Fault(number, "", f"has {len(cells)} cells, and the header has {len(names)} columns")
     for name, cell in zip(names, cells, strict=True):
         if found := _NOT_UTF8.search(cell):
-            return Fault(number, name, f"is not UTF-8: byte 0x{ord(found[0]) - 0xDC00:02x} at character {found.start() + 1}")
+            return Fault(number, name, not_utf8(ord(found[0]) - 0xDC00, f"character {found.start() + 1}"))
     return _row(number, dict(zip(names, cells, strict=True)), json_columns)
 
 
@@ -77,8 +78,10 @@ def _row(number: int, cells: Mapping[str, Any], json_columns: Collection[str]) -
                 continue
             try:
                 given[name] = json.loads(value)
+            except json.JSONDecodeError as error:
+                return Fault(number, name, json_fault(value, error))
             except (ValueError, RecursionError):
-                return Fault(number, name, "is not JSON")
+                return Fault(number, name, "is not usable JSON")
     return given
 
 

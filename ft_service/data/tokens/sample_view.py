@@ -22,6 +22,9 @@ from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.render import words_of
 from ft_service.data.tokens.tokenize import SampleCheck, as_text, encode
 
+MOST_CHARACTERS = 1024**2
+"""Characters of a sample that is shown, at most. A longer one takes the time of the whole page, and gigabytes."""
+
 Shown = Conversation | PromptCompletion | Text | GradedPrompt
 """A record that is one sample."""
 
@@ -65,6 +68,8 @@ def _sample(
     """A record as a sample. Raises LineError."""
     sample = as_text(tokenizer, options, record)
     text = sample.text
+    if len(text) > MOST_CHARACTERS:
+        raise LineError("", f"has {len(text):,} characters, and samples of at most {MOST_CHARACTERS:,} are shown")
     (encoding,) = encode(tokenizer, [(number, sample)], None)
     tokens = SampleCheck(tokenizer, options).tokens(sample, encoding)
     whole = tokens.target_count >= len(tokens.ids) - 1  # such samples are split into windows, and not cut

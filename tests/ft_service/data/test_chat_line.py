@@ -159,7 +159,7 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line(USER, {"role": "tool", "content": "hi", "tool_call_id": "c"}), "messages.1.tool_call_id", "no call before it"),
         (line({"role": "user"}), "messages.0.content", "is required"),
         (line({"role": "user", "content": None}), "messages.0.content", "not null"),
-        (line({"role": "user", "content": [{"type": "image_url"}]}), "messages.0.content.0", "no images"),
+        (line({"role": "user", "content": [{"type": "image_url"}]}), "messages.0.content.0.type", "no images"),
         (line(USER, {"role": "assistant", "content": "\ud83d"}), "messages.1.content", "surrogate"),
         (line(USER, ANSWER | {"tool_calls": []}), "messages.1.tool_calls", "at least one"),
         (line(USER | {"tool_calls": []}, ANSWER), "messages.0.tool_calls", "only for messages of the role assistant"),

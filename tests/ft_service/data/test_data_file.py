@@ -62,7 +62,7 @@ def test_faults_are_told_once_for_each_reason_with_their_lines(tmp_path: Path) -
     known = "must be one of system, developer, user, assistant, tool, function, not 'usr'"
     assert report.fault_text("f").splitlines()[1:] == [
         f"2 lines (1, 3): messages.*.role {known}",
-        "2 lines (2, 5): is not JSON: Unterminated string starting at character 2",
+        "2 lines (2, 5): is not JSON: the string that begins at character 2 does not end: is it cut off?",
         "line 6: is prompt and completion, and this file began as OpenAI chat (messages): "
         "put each format into a file of its own",
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import load_spec_file, parse_option, parse_yaml, resolve_spec_file
+from ft_service.local.spec_file import is_data, load_spec_file, parse_option, parse_yaml, resolve_spec_file
 from ft_service.settings import Settings
 from tests.support.bases import save_base
 from tests.support.run_directories import CHAT
@@ -102,6 +102,29 @@ def test_what_cannot_be_read_is_refused(place: Path) -> None:
     (place / "binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="not a text file in UTF-8"):
         load_spec_file(place / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", '[{"text": "a"}]', True),
+        ("a.json", '{"text": "a"}\n{"text": "b"}\n', True),
+        ("a.json", '{"model": "tiny", "training_file": "x"}', False),
+        ("a.json", '{\n"model": "tiny",\n"training_file": "x"}', False),
+        ("a.json", "", False),
+        ("a.txt", '{"text": "a"}\n', False),
+    ],
+)
+def test_json_is_data_where_it_holds_records(name: str, content: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    assert is_data(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize("content", [b'{"text": "a"}\n{"text": "b"}\n', b"PK\x03\x04\xff", b"text"])
+def test_data_under_the_name_of_a_spec_is_refused_with_the_names_of_data(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_bytes(content)
+    with pytest.raises(SpecError, match=r"By its name it is a SPEC, in YAML; names of data end in \.jsonl, \.json"):
+        load_spec_file(tmp_path / "train.txt", options={"model": "tiny"})
 
 
 def test_a_data_file_that_is_not_there_is_named_with_its_field(place: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_form_works_without_scripts_and_what_no_form_sends_is_refused_on_a_pag
     assert "Nothing was printed yet." in shown.text
     wrong = browser.get(logs, params={"rank": "first"})
     assert (wrong.status_code, wrong.headers["content-type"]) == (400, "text/html; charset=utf-8")
-    assert "rank = &#39;first&#39;: Input should be a valid integer" in wrong.text
+    assert "rank = &#39;first&#39;: must be a whole number" in wrong.text
 
 
 def test_a_list_is_filtered_by_a_pair_or_not_at_all(browser: httpx2.Client) -> None:

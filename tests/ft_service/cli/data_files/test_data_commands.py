@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ft_service.cli.data_files.data_commands import show_page
 from ft_service.cli.root_command import app
 from ft_service.data.sample_request import SamplePage
-from ft_service.errors import SpecError
+from ft_service.errors import DataError, SpecError
 
 
 def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(tmp_path: Path) -> None:
@@ -46,6 +46,29 @@ def test_an_option_without_effect_is_refused(options: list[str], said: str, tmp_
     done = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl"), *options], standalone_mode=False)
     assert isinstance(done.exception, SpecError)
     assert said in str(done.exception)
+
+
+def test_nothing_is_printed_of_a_file_with_a_line_at_fault(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
+    done = CliRunner().invoke(app, ["data", "convert", str(tmp_path / "in.jsonl"), "-"], standalone_mode=False)
+    assert isinstance(done.exception, DataError)
+    assert done.output == ""
+
+
+def test_a_check_warns_of_copies_and_of_empty_answers(tmp_path: Path) -> None:
+    def chat(question: str, **answer: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]}
+
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answers = [{"content": "4"}, {"content": "4"}, {"content": " \n"}, {"tool_calls": [call]}]
+    lines = [chat("2+2?", **answer) for answer in answers]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl")], standalone_mode=False)
+    copies, empty = [line for line in done.output.splitlines() if line.startswith("Warning: ")]
+    assert copies.startswith("Warning: in.jsonl: 1 sample (line 2) with the same tokens as an earlier one")
+    assert empty.startswith("Warning: in.jsonl: 1 sample (line 3) with an answer of at most 1 token.")
+    as_json = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl"), "--json"], standalone_mode=False)
+    assert [f"Warning: {warning}" for warning in json.loads(as_json.output)["warnings"]] == [copies, empty]
 
 
 def test_a_record_beyond_any_file_is_refused(tmp_path: Path) -> None:

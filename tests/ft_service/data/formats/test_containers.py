@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,28 +80,62 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     "a comma too many": (b"[%s,]" % json.dumps(FINE).encode(), "element 2: is empty: there is a comma too many"),
     "an array of text": (b'["a"]', "element 1: must be a JSON object with messages, not a string"),
     "an array of arrays": (b"[[]]", "element 1: must be a JSON object with messages, not an empty list"),
-    "an object over lines": (json.dumps(FINE, indent=1).encode(), "3 lines (1, 3, 7): is not JSON"),
+    "an object over lines": (
+        json.dumps(FINE, indent=1).encode(),
+        "its first object goes on in the second line: write one object to a line",
+    ),
     "half a line": (GOOD[:-9], "line 2: is not JSON"),
-    "two objects a line": (lines(json.dumps(FINE).encode() * 2), "line 1: is not JSON: Extra data at character"),
+    "two objects a line": (
+        lines(json.dumps(FINE).encode() * 2),
+        "line 1: is not JSON: something follows the object at character",
+    ),
     "a blank line between": (lines(FINE, b"", FINE), "line 2: is blank; blank lines may only stand at the end"),
     "a line too long": (b'{"text": "' + b"x" * MAX_LINE_BYTES + b'"}', "line 1: is longer than"),
     "an element too long": (b'[{"text": "' + b"x" * MAX_LINE_BYTES + b'"}]', "element 1: is longer than"),
     "nested too deeply": (DEEP, "line 1: is not usable JSON: nested too deeply"),
     "a number of 5000 digits": (MANY_DIGITS, "line 1: is not usable JSON"),
     "a mark before the second line": (GOOD + b"\xef\xbb\xbf" + GOOD, "line 3: is not JSON"),
-    "utf-16": (GOOD.decode().encode("utf-16"), "line 1: "),
-    "utf-16 without a mark": (GOOD.decode().encode("utf-16-le"), "line 1: "),
-    "utf-32": (GOOD.decode().encode("utf-32"), "line 1: "),
+    "utf-16": (GOOD.decode().encode("utf-16"), "it is encoded as UTF-16: save it as UTF-8"),
+    "utf-16 without a mark": (GOOD.decode().encode("utf-16-le"), "it is encoded as UTF-16: save it as UTF-8"),
+    "utf-16 of other bytes": (GOOD.decode().encode("utf-16-be"), "it is encoded as UTF-16: save it as UTF-8"),
+    "utf-16 in gzip": (gzip.compress(GOOD.decode().encode("utf-16")), "it is encoded as UTF-16: save it as UTF-8"),
+    "utf-32": (GOOD.decode().encode("utf-32"), "it is encoded as UTF-32: save it as UTF-8"),
     "latin-1": (lines('{"text": "é"}'.encode("latin-1")), "line 1: is not UTF-8"),
     "windows-1252": (lines('{"text": "“x”"}'.encode("cp1252")), "line 1: is not UTF-8"),
     "half a character": (lines(FINE) + '{"text": "é"}'.encode()[:-3], "line 2: "),
     "zero bytes": (b"\0" * 64, "line 1: "),
     "noise": (bytes(range(128, 256)) * 4, "line 1: "),
     "a picture": (b"\x89PNG\r\n\x1a\n" + bytes(range(64)), "line 1: is not UTF-8: byte 0x89 at position 1"),
-    "a zip archive": (b"PK\x03\x04" + bytes(60), "line 1: "),
-    "a web page": (b"<!doctype html>\n<html></html>\n", "2 lines (1, 2): is not JSON"),
+    "a zip archive": (b"PK\x03\x04" + bytes(60), "it is an Excel workbook or a ZIP archive: export CSV UTF-8 from Excel"),
+    "bzip2": (bz2.compress(GOOD), "it is compressed by bzip2: give it as it is"),
+    "xz": (lzma.compress(GOOD), "it is compressed by xz: give it as it is"),
+    "a web page": (b"<!doctype html>\n<html></html>\n", "2 lines (1, 2): is not JSON: Expecting value at character 1"),
     "yaml": (b"messages:\n- role: user\n", "2 lines (1, 2): is not JSON"),
-    "python": (b"{'messages': []}\n", "line 1: is not JSON"),
+    "python": (b"{'messages': []}\n", "line 1: is not JSON: a single quote at character 2, where JSON has double quotes"),
+    "python's words": (b'{"messages": None}\n', "line 1: is not JSON: None at character 14, which is null in JSON"),
+    "typographic quotes": (
+        lines("{“messages”: []}".encode()),
+        "line 1: is not JSON: “ at character 2, where JSON has straight",
+    ),
+    "commas between lines": (
+        GOOD[:-1] + b",\n" + GOOD,
+        "line 2: is not JSON: a comma at character 91, after the object",
+    ),
+    "a comma before a bracket": (b'{"messages": [],}\n', "line 1: is not JSON: a comma before the bracket at character 1"),
+    "a line within a string": (
+        b'{"text": "a\tb"}\n',
+        "line 1: is not JSON: '\\t' within a string at character 12: write it as \\t",
+    ),
+    "a single backslash": (
+        b'{"text": "C:\\data"}\n',
+        "line 1: is not JSON: a single backslash at character 13: write it as \\\\",
+    ),
+    "half a string": (b'{"text": "a\n', "line 1: is not JSON: the string that begins at character 10 does not end"),
+    "half an object": (b'{"text": "a"\n', "line 1: is not JSON: it ends early, at character 13: is it cut off?"),
+    "lines in cells": (
+        lines(b'"{""text"": ""a""}"'),
+        'line 1: is not JSON: it is quoted like a cell of CSV, with "" for each "',
+    ),
     "cut gzip": (gzip.compress(GOOD)[:-9], "its gzip data is damaged"),
     "a gzip header alone": (gzip.compress(GOOD)[:9], "its gzip data is damaged"),
     "gzip with another sum": (damaged(gzip.compress(GOOD), -6), "its gzip data is damaged"),
@@ -131,6 +167,10 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     "arrow's sign alone": (b"ARROW1\0\0", "Arrow cannot be read after row 0"),
     "a header alone": (b"prompt,completion\n", "the file holds no examples"),
     "a row too short": (b"prompt,completion\na,b\nc\n", "row 2: has 1 cells, and the header has 2 columns"),
+    "rows of other widths": (
+        b"prompt,completion\na,b\nc\nd,e,f\n",
+        "2 rows (2, 3): has 1 cells, and the header has 2 columns (row 2; the others likewise)",
+    ),
     "a row too long": (b"prompt,completion\na,b,c\n", "row 1: has 3 cells, and the header has 2 columns"),
     "an open quote": (b'prompt,completion\na,"b\n', "row 1 is not CSV"),
     "text behind a quote": (b'prompt,completion\na,"b"c\n', "row 1 is not CSV"),
@@ -138,7 +178,10 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     "csv in latin-1": ("text\né\n".encode("latin-1"), "row 1: text is not UTF-8: byte 0xe9 at character 1"),
     "a column twice": (b"text,text\na,b\n", "two columns are called text: keep one"),
     "parquet with a column twice": (in_two_columns(), "two columns are called text: keep one"),
-    "csv with text for json": (b"messages\nhello\n", "row 1: messages is not JSON"),
+    "csv with text for json": (
+        b"messages\nhello\n",
+        "row 1: messages is not JSON: Expecting value at character 1",
+    ),
     "csv with half of json": (b'messages\n"[{""role"": "\n', "row 1: messages is not JSON"),
     "a semicolon for a comma": (b"prompt;completion\na,b\n", "row 1: has 1 cells, and the header has 2 columns"),
     "a table of no format": (
@@ -173,11 +216,15 @@ RECORDS: dict[str, tuple[Any, str]] = {
     ),
     "a picture": (
         chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER),
-        "messages.0.content.0 only parts of type text are taken: no images, audio or files",
+        "messages.0.content.0.type is 'image_url', and only parts of type 'text' are taken: no images, audio or files",
     ),
     "a sound": (
         chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}, ANSWER),
-        "messages.0.content.1 only parts of type text are taken",
+        "messages.0.content.1.type is 'input_audio', and only parts of type 'text' are taken",
+    ),
+    "a part that is text": (
+        chat({"role": "user", "content": ["a"]}, ANSWER),
+        'messages.0.content.0 must be {"type": "text", "text": …}, not a string',
     ),
     "an audio answer": (chat(USER, {**ANSWER, "audio": {"id": "x"}}), "messages.1.audio cannot be trained on: only text can"),
     "a refusal": (chat(USER, {**ANSWER, "refusal": "no"}), "messages.1.refusal cannot be trained on: write it as content"),
@@ -200,7 +247,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
     ),
     "arguments that are no json": (
         chat(USER, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{a"}}]}),
-        "messages.1.tool_calls.0.function.arguments is not JSON",
+        "messages.1.tool_calls.0.function.arguments is not JSON: Expecting property name",
     ),
     "an answer to no call": (
         chat(USER, {"role": "tool", "content": "4", "tool_call_id": "c9"}, ANSWER),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.sample_request import RecordRange, Role, SamplePage
 from ft_service.data.token_options import DEFAULT, TokenOptions
+from ft_service.data.tokens import sample_view
 from ft_service.data.tokens.sample_view import page_of
 from tests.support.training.models import save_tokenizer
 
@@ -68,6 +70,17 @@ def test_nothing_of_a_prompt_to_grade_is_learned(tokenizer: PreTrainedTokenizerF
         ("words", "user é?"),
         ("template", " <|im_end|>\n<|im_start|>assistant\n"),
     ]
+
+
+def test_a_sample_that_would_take_too_long_is_not_shown_and_the_others_are(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_view, "MOST_CHARACTERS", 200)
+    rows = [{"messages": [USER, {"role": "assistant", "content": words}]} for words in ("a", "a" * 300, "b")]
+    first, long, last = pages(tokenizer, tmp_path, rows).samples
+    assert (first.error, last.error) == (None, None)
+    assert (long.line, long.tokens) == (2, ())
+    assert re.fullmatch(r"has 3\d\d characters, and samples of at most 200 are shown", long.error or "")
 
 
 def test_what_is_cut_is_shown_as_such(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

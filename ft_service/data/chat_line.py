@@ -157,8 +157,8 @@ def _parse_part(part: Any, place: str) -> str:
     if (type := required(part, "type", f"{place}.")) != "text":
         raise LineError(
             f"{place}.type",
-            f"is {shown_value(type)}, and only parts of type 'text' are taken: no images, audio or files. Leave the part out, or "
-            "the line",
+            f"is {shown_value(type)}, and only parts of type 'text' are taken: no images, audio or files. Leave the part out, "
+            "or the line",
         )
     refuse_keys(part, {"type", "text"}, {}, f"{place}.")
     return text_of(part.get("text"), f"{place}.text")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ _AWAY = (
     *("try again", "Message receive failure", "Communication connection failure", "Insufficient permission to connect"),
 )
 """Parts of messages about Slurm itself rather than about a job."""
+_FOR_NOW = re.compile(r"\b(?:Assoc|QOS)\w*Submit\w*Limit\b|Required partition not available")
+"""Messages of sbatch about what passes by itself or by an operator: too many batch jobs at once (MaxSubmitJobs,
+GrpSubmitJobs), a partition that is drained or inactive."""
+_PREFIX = re.compile(r"(^| )s[a-z]+: error: ")
 
 
 class SlurmAwayError(Exception):
@@ -33,6 +38,10 @@ class SlurmAwayError(Exception):
 
 class SlurmRefusedError(Exception):
     """The cluster rejects the request; the message says why."""
+
+
+class SlurmPostponedError(SlurmRefusedError):
+    """The cluster rejects the request for now, whatever it is about."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class SlurmCommands:
         return read_queue(self._run("squeue", "--noheader", "--states=all", f"--user={self._user}", f"--format={_FORMAT}"))
 
     def submit(self, arguments: Sequence[str], script: str) -> int:
-        """Submit a batch job and return its number. Raises SlurmRefusedError."""
+        """Submit a batch job and return its number. Raises SlurmRefusedError, or its subclass SlurmPostponedError."""
         output = self._run("sbatch", *arguments, script=script).strip()
         number = output.partition(";")[0]
         if not number.isdigit():
@@ -101,8 +110,10 @@ class SlurmCommands:
         if done.returncode == 0:
             return done.stdout
         message = " ".join(done.stderr.split())[-400:] or f"{command[0]} ended with code {done.returncode}"
-        away = done.returncode < 0 or any(words in message for words in _AWAY)
-        raise (SlurmAwayError if away else SlurmRefusedError)(message)
+        message = _PREFIX.sub(lambda match: match[1] and ": ", message)
+        if done.returncode < 0 or any(words in message for words in _AWAY):
+            raise SlurmAwayError(message)
+        raise (SlurmPostponedError if _FOR_NOW.search(message) else SlurmRefusedError)(message)
 
 
 def read_queue(text: str) -> list[SlurmJob]:

@@ -86,6 +86,15 @@ def test_a_command_that_does_not_end_is_ended(program, monkeypatch: pytest.Monke
         SlurmCommands().jobs()
 
 
+def test_a_command_that_would_sleep_is_ended_and_says_why(program) -> None:
+    """sbatch where Slurm has as many jobs as it takes; each job that starts would keep all others waiting."""
+    program(
+        "sbatch", "echo 'sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying' >&2; exec sleep 3600"
+    )
+    with pytest.raises(SlurmPostponedError, match=r"^Slurm temporarily unable to accept job$"):
+        SlurmCommands().submit([], "")
+
+
 def test_the_services_secrets_stay_with_it(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_DATABASE_URL", "postgresql://u:hunter2@db/ft")
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")

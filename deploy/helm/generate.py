@@ -45,6 +45,7 @@ _SECURITY = """\
         fsGroupChangePolicy: OnRootMismatch
         seccompProfile: { type: RuntimeDefault }
 """
+_BACKUP_SECURITY = "".join(f"    {line}" for line in _SECURITY.splitlines(keepends=True))
 _CHECKSUM = """\
         checksum/config: {{ list (include "ft.config" .) (include "ft.podProfile" .) | toJson | sha256sum }}
 """
@@ -206,6 +207,7 @@ TEMPLATES: dict[str, Template] = {
             ('value: "14"', "value: {{ .Values.backup.keep | quote }}"),
             ("storage: 20Gi", "storage: {{ .Values.backup.size }}"),
             ("image: postgres:17", "image: {{ .Values.backup.image }}"),
+            (_BACKUP_SECURITY, "          securityContext:\n" + _block(".Values.podSecurityContext", 12)),
         ),
         when=".Values.backup.schedule",
         labelled=False,

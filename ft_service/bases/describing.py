@@ -200,14 +200,16 @@ class Descriptions:
         *,
         failed_seconds: float = FAILED_SECONDS,
         missing: str | None = None,
+        waits: Callable[[Path], str | None] | None = None,
     ) -> None:
         """`folder`: the cache; None: documents are kept only in memory. `describer`: name of the versions or image that
         describes; None: documents of any describer are taken. `make`: makes a document; None: another process does. `missing`:
-        a sentence that says why nothing here makes documents, and what to do.
+        a sentence that says why nothing here makes documents, and what to do. `waits`: returns why `make` has not begun yet
+        with a base; None: it does not say.
         """
         self._folder, self._make = folder, make
         self._describer = None if describer is None else hashlib.sha256(describer.encode()).hexdigest()[:16]
-        self._failed_seconds, self.missing = failed_seconds, missing
+        self._failed_seconds, self.missing, self._waits = failed_seconds, missing, waits
         self._guard = threading.Lock()
         self._keys = _Recent[Path, tuple[tuple[_State, ...], str]](4 * MOST_DOCUMENTS)
         self._documents = _Recent[str, _Remembered](MOST_DOCUMENTS)
@@ -266,6 +268,8 @@ class Descriptions:
         """The reason why a base without a description cannot be described now; None: none is known."""
         if self.missing is not None:
             return self.missing
+        if self._waits is not None and (why := self._waits(folder)) is not None:
+            return f"The base in {folder} is not described yet: {why}"
         with self._guard:
             found = self._keys.get(folder)
             return None if found is None else self._later.get(self._name(found[1]), (0.0, None))[1]

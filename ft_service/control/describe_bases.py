@@ -38,7 +38,8 @@ def service_descriptions(settings: Settings, *, makes: bool) -> Descriptions:
         return Descriptions(folder, image)
     from ft_service.control.launcher_choice import new_describe_pods
 
-    return Descriptions(folder, image, new_describe_pods(settings).describe)
+    pods = new_describe_pods(settings)
+    return Descriptions(folder, image, pods.describe, waits=pods.waits)
 
 
 def local_descriptions(settings: Settings, *, makes: bool = True) -> Descriptions:

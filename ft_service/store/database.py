@@ -289,7 +289,9 @@ def _create_engine(url: URL) -> Engine:
     pool = {"pool_size": 8, "max_overflow": 56, "pool_timeout": BUSY_SECONDS}
     if url.get_backend_name() == "postgresql":
         # The encoding: of a database in SQL_ASCII, as initdb makes them without a locale, the driver would read bytes.
-        connect_args = {"connect_timeout": BUSY_SECONDS, "client_encoding": "utf8"}
+        # Nothing prepared on the server: behind a pooler that gives each transaction another connection (pgbouncer), the name
+        # of a prepared statement is unknown, or another client's statement has it.
+        connect_args = {"connect_timeout": BUSY_SECONDS, "client_encoding": "utf8", "prepare_threshold": None}
         return create_engine(url, pool_pre_ping=True, connect_args=connect_args, **pool)
     assert url.database, "checked by _parse"
     create_home(Path(url.database).parent)

@@ -161,6 +161,21 @@ class Kubelet:
             found.told = self._patch(f"{_path(found)}/status", {"status": found.status})
         self._delete(found.namespace, pod)
 
+    def evict_under_pressure(self, pod: str) -> None:
+        """The node ends a pod because it is short of memory itself; the pod stays, failed."""
+        with self._lock:
+            found = next(p for p in self._pods.values() if p.name == pod)
+            _kill(found, signal.SIGKILL)
+            taken = {
+                "type": "DisruptionTarget",
+                "status": "True",
+                "reason": "TerminationByKubelet",
+                "lastTransitionTime": now(),
+            }
+            said = "The node was low on resource: memory."
+            found.say("Failed", reason="Evicted", message=said, conditions=[{**taken, "message": said}])
+            found.told = self._patch(f"{_path(found)}/status", {"status": found.status})
+
     def output(self, pod: str) -> str:
         """What a pod has printed."""
         return next((p.folder / "output").read_text() for p in self._pods.values() if p.name == pod)

@@ -99,7 +99,8 @@ def test_the_backup_can_be_restored_and_old_ones_are_removed(postgres_url: str, 
     secrets, backups = tmp_path / "secrets", tmp_path / "backup"
     secrets.mkdir()
     backups.mkdir()
-    (secrets / "url").write_text(url)
+    (secrets / "url").write_text("postgresql+psycopg://ft@a-pooler/ft")
+    (secrets / "direct-url").write_text(url)
     for day in range(1, 4):
         (backups / f"ft-2020010{day}-000000.dump").write_text("old")
     (backups / "ft-20200104-000000.dump.part").write_text("left by a try that failed")

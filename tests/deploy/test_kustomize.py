@@ -302,6 +302,18 @@ def test_only_the_service_reaches_its_database(rendered: dict[str, list[Object]]
     assert ("Egress" in spec["policyTypes"], spec.get("egress")) == (True, None)
 
 
+@pytest.mark.parametrize("name", ["api", "reconciler"])
+def test_a_busy_process_is_not_restarted_for_an_answer_that_is_late(name: str) -> None:
+    """Kubernetes' own default is a second, three times in a row."""
+    documents = documents_of((KUBERNETES / f"base/{name}.yaml").read_text())
+    (container,) = next(d for d in documents if d["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"]
+    alive = container["livenessProbe"]
+    assert alive["timeoutSeconds"] >= 10
+    assert alive["failureThreshold"] * alive.get("periodSeconds", 10) >= 60
+    if "readinessProbe" in container:
+        assert container["readinessProbe"]["timeoutSeconds"] >= 5
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_reconciler_is_restarted_when_its_loop_hangs(rendered: dict[str, list[Object]], overlay: str) -> None:
     (pod,) = [pod for name, pod in pods_of(rendered[overlay]) if name == "Deployment ft-reconciler"]

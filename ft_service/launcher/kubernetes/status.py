@@ -202,6 +202,11 @@ def disruption(pods: Sequence[Object]) -> str | None:
     return None
 
 
+def taken_away(pods: Sequence[Object]) -> str | None:
+    """Return why the cluster took a pod away, or its node did not run it; None: neither."""
+    return disruption(pods) or _refused_by_node(pods)
+
+
 def judge_pods(records: AttemptRecords, job: Object | None, pods: Sequence[Object], *, waited: bool = False) -> Exit | None:
     """Return the exit record of an attempt whose Job has ended and whose pods are gone; None: there is no evidence. `waited`:
     whether it had no place for all of its pods when it was last observed.
@@ -307,8 +312,15 @@ def _not_begun(records: AttemptRecords, pods: Sequence[Object]) -> Exit | None:
         ended = _container(pod).get("state", {}).get("terminated", {})
         if ended.get("reason") in _NO_START:
             return _failed(f"{_name(pod)} could not be started: {_text(ended)}")
-        if not ended and pod.get("status", {}).get("reason"):
-            return exit_of(ExitReason.STOPPED, f"{_name(pod)} was not run by its node: {_text(pod['status'])}")
+    refused = _refused_by_node([pod for pod in pods if _index(pod) not in records.exits])
+    return None if refused is None else exit_of(ExitReason.STOPPED, refused)
+
+
+def _refused_by_node(pods: Sequence[Object]) -> str | None:
+    for pod in pods:
+        ended = _container(pod).get("state", {}).get("terminated", {})
+        if _phase(pod) == "Failed" and not ended and pod.get("status", {}).get("reason"):
+            return f"{_name(pod)} was not run by its node: {_text(pod['status'])}"
     return None
 
 

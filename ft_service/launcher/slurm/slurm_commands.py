@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_service.host.environment import child_environment
 
 SECONDS = 30.0
 """Limit on the time of one command."""
+LOOK_SECONDS = 0.5
+"""Pause between looks at what a command that has not ended has said."""
 _FORMAT = "%A|%T|%j|%V|%r|%k"
 _AWAY = (
     *("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Connection timed out", "slurmctld"),
     *("Resource temporarily unavailable", "Zero Bytes were transmitted", "Transport endpoint is not connected"),
-    *("Unexpected message received", "Slurm temporarily unable to accept job", "Invalid authentication credential", "munge"),
+    *("Unexpected message received", "Invalid authentication credential", "munge"),
     *("try again", "Message receive failure", "Communication connection failure", "Insufficient permission to connect"),
 )
 """Parts of messages about Slurm itself rather than about a job."""
+_FOR_NOW = re.compile(r"\b(?:Assoc|QOS)\w*Submit\w*Limit\b|Required partition not available")
+"""Messages of sbatch about what passes by itself or by an operator: too many batch jobs at once (MaxSubmitJobs,
+GrpSubmitJobs), a partition that is drained or inactive."""
+_SLEEPS = "Slurm temporarily unable to accept job"
+"""Beginning of what sbatch says where Slurm has as many jobs as it takes (MaxJobCount). It then tries again for two minutes."""
+_PREFIX = re.compile(r"(^| )s[a-z]+: error: ")
 
 
 class SlurmAwayError(Exception):
@@ -33,6 +43,10 @@ class SlurmAwayError(Exception):
 
 class SlurmRefusedError(Exception):
     """The cluster rejects the request; the message says why."""
+
+
+class SlurmPostponedError(SlurmRefusedError):
+    """The cluster rejects the request for now, whatever it is about."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ class SlurmCommands:
         return read_queue(self._run("squeue", "--noheader", "--states=all", f"--user={self._user}", f"--format={_FORMAT}"))
 
     def submit(self, arguments: Sequence[str], script: str) -> int:
-        """Submit a batch job and return its number. Raises SlurmRefusedError."""
+        """Submit a batch job and return its number. Raises SlurmRefusedError, or its subclass SlurmPostponedError."""
         output = self._run("sbatch", *arguments, script=script).strip()
         number = output.partition(";")[0]
         if not number.isdigit():
@@ -91,9 +105,7 @@ class SlurmCommands:
     def _run(*command: str, script: str = "") -> str:
         environment = child_environment(os.environ, "SLURM_CONF", "SLURM_CONF_SERVER", LC_ALL="C")
         try:
-            done = subprocess.run(
-                command, input=script, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
-            )
+            done = _finished(command, script, environment)
         except subprocess.TimeoutExpired as error:
             raise SlurmAwayError(f"{command[0]} did not end within {SECONDS:g} seconds") from error
         except OSError as error:
@@ -101,8 +113,32 @@ class SlurmCommands:
         if done.returncode == 0:
             return done.stdout
         message = " ".join(done.stderr.split())[-400:] or f"{command[0]} ended with code {done.returncode}"
-        away = done.returncode < 0 or any(words in message for words in _AWAY)
-        raise (SlurmAwayError if away else SlurmRefusedError)(message)
+        message = _PREFIX.sub(lambda match: match[1] and ": ", message)
+        if done.returncode < 0 or any(words in message for words in _AWAY):
+            raise SlurmAwayError(message)
+        raise (SlurmPostponedError if _FOR_NOW.search(message) else SlurmRefusedError)(message)
+
+
+def _finished(command: Sequence[str], script: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Raises SlurmPostponedError once it says that it sleeps, since nothing else is looked after
+    meanwhile; subprocess.TimeoutExpired after SECONDS."""
+    deadline, given = time.monotonic() + SECONDS, script
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(given, timeout=min(LOOK_SECONDS, SECONDS))
+                    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+                except subprocess.TimeoutExpired as late:
+                    if _SLEEPS.encode() in (late.stderr or b""):
+                        raise SlurmPostponedError(_SLEEPS) from None
+                    if time.monotonic() >= deadline:
+                        raise
+                    given = None
+        except BaseException:
+            process.kill()
+            raise
 
 
 def read_queue(text: str) -> list[SlurmJob]:

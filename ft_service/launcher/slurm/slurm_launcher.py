@@ -18,9 +18,22 @@ from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.liveness import EventAge, Outage
 from ft_service.launcher.protocol import LaunchError, ListedAttempt
 from ft_service.launcher.slurm.batch_script import SlurmSite, attempt_of, batch_script, job_name, sbatch_arguments
-from ft_service.launcher.slurm.slurm_commands import SlurmAwayError, SlurmCommands, SlurmJob, SlurmRefusedError
+from ft_service.launcher.slurm.slurm_commands import (
+    SlurmAwayError,
+    SlurmCommands,
+    SlurmJob,
+    SlurmPostponedError,
+    SlurmRefusedError,
+)
 from ft_service.launcher.slurm.slurm_profile import SlurmProfile
-from ft_service.launcher.slurm.slurm_states import is_lasting, judge_exit, standing, waiting_text
+from ft_service.launcher.slurm.slurm_states import (
+    REQUEUED,
+    is_held_still,
+    is_lasting,
+    judge_exit,
+    standing,
+    waiting_text,
+)
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.documents import Control, Desired, ExitReason, Launched
@@ -37,6 +50,10 @@ END_SECONDS = 30.0
 """Seconds between the end of the ranks' grace and the cancelling of a cancelled attempt's batch job."""
 TAKEN_SECONDS = 60.0
 """Seconds until the next attempt, after one that was cancelled in Slurm before it had begun."""
+HOLD_SECONDS = 5.0
+"""Pause before a batch job that was refused for now is submitted again; doubled each time, up to MAX_HOLD_SECONDS."""
+MAX_HOLD_SECONDS = 60.0
+SUSPENDED = "Slurm has suspended the attempt's batch job, and lets it go on later."
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,17 @@ class _Queue:
 
     jobs: dict[str, list[SlurmJob]]
     at: float
+
+
+@dataclass(frozen=True)
+class _Hold:
+    """Delay of a batch job that Slurm refuses for now."""
+
+    reason: str
+    delay: float
+    """Seconds between two tries."""
+    until: float
+    """Time of the next try (monotonic clock)."""
 
 
 class SlurmLauncher:
@@ -69,6 +97,7 @@ class SlurmLauncher:
         self._event_age = EventAge(clock)
         self._outage = Outage("Slurm does not answer", clock)
         self._queue = _Queue({}, -math.inf)
+        self._holds: dict[str, _Hold] = {}
         self._ending: dict[str, float] = {}
         """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic clock)."""
 
@@ -88,6 +117,9 @@ class SlurmLauncher:
                 number = self._commands.submit(sbatch_arguments(*described), batch_script(*described))
             else:
                 number = jobs[0].number
+        except SlurmPostponedError as error:
+            self._hold(attempt, error)
+            return
         except SlurmRefusedError as error:
             self.kill(attempt, Reason.LAUNCH_FAILED)
             raise LaunchError(f"Slurm refuses the job: {error}") from error
@@ -95,11 +127,25 @@ class SlurmLauncher:
             log.warning("%s: not started yet, Slurm does not answer: %s", attempt, error)
             return
         self._queue = _Queue({}, -math.inf)
+        self._holds.pop(job_name(attempt.job_id, attempt.number), None)
         attempt.write_launched(Launched(job=job_name(attempt.job_id, attempt.number), uid=str(number)))
 
+    def _hold(self, attempt: Attempt, error: SlurmPostponedError) -> None:
+        """Have `observe` say why the attempt is not submitted, until it is time for another try."""
+        name = job_name(attempt.job_id, attempt.number)
+        before = self._holds.get(name)
+        delay = HOLD_SECONDS if before is None else min(2 * before.delay, MAX_HOLD_SECONDS)
+        self._holds[name] = _Hold(f"Slurm refuses the job for now: {error}", delay, self._clock() + delay)
+
     def observe(self, attempt: Attempt) -> Observation:
+        held = self._holds.get(job_name(attempt.job_id, attempt.number))
+        if held is not None and self._clock() < held.until and not (attempt.has_launched() or attempt.has_exit()):
+            return Running(note=held.reason, admitted=False, fresh=False)
         try:
             jobs = self._jobs(attempt) or self._jobs(attempt, fresh=True)
+            begun = any(standing(job.state) == "waiting" for job in jobs) and _has_begun(attempt)
+            if begun:  # perhaps since that reading of the queue
+                jobs = self._jobs(attempt, fresh=True)
         except (SlurmAwayError, SlurmRefusedError) as error:
             self._outage.failed(error)
             return Unknown(f"Slurm does not answer: {error}", self._outage.seconds)
@@ -110,10 +156,12 @@ class SlurmLauncher:
             return Unknown(f"Slurm reports the state {by_standing['unknown'].state}, which this version does not know")
         if "alive" in by_standing:
             self._end_cancelled(attempt)
-            return self._event_age.running(attempt)
-        if "waiting" in by_standing:
+            return self._alive(attempt, by_standing["alive"])
+        if "waiting" not in by_standing:
+            return self._ended(attempt, jobs[-1].state)
+        if not begun:
             return self._waiting(attempt, by_standing["waiting"])
-        return self._ended(attempt, jobs[-1].state)
+        return self._put_back(attempt, by_standing["over"].state if "over" in by_standing else REQUEUED)
 
     def signal(self, attempt: Attempt, control: Control) -> None:
         """Write the request, which running supervisors read; a batch job that does not run yet is cancelled."""
@@ -142,6 +190,7 @@ class SlurmLauncher:
     def clean(self, attempt: Attempt) -> None:
         self._event_age.forget(attempt)
         self._ending.pop(job_name(attempt.job_id, attempt.number), None)
+        self._holds.pop(job_name(attempt.job_id, attempt.number), None)
 
     def unfinished(self) -> list[ListedAttempt]:
         """Return the batch jobs of this installation, known by their comment, that are not over."""
@@ -172,6 +221,24 @@ class SlurmLauncher:
             self._queue = _Queue(jobs, self._clock())
             self._outage.over()
         return self._queue.jobs.get(job_name(attempt.job_id, attempt.number), [])
+
+    def _alive(self, attempt: Attempt, job: SlurmJob) -> Running:
+        """Return the observation of an attempt whose processes live; while Slurm has stopped them, they have nothing to say."""
+        running = self._event_age.running(attempt)
+        if not is_held_still(job.state):
+            return running
+        self._event_age.forget(attempt)
+        return replace(running, silent_seconds=0.0, note=SUSPENDED)
+
+    def _put_back(self, attempt: Attempt, state: str) -> Observation:
+        """Cancel a batch job that waits although the attempt has run, as one that an operator has put back into the queue:
+        Slurm would run the attempt again, or keep it for ever. `state`: to judge the attempt by."""
+        try:
+            self._cancel(attempt)
+        except SlurmAwayError as error:
+            self._outage.failed(error)
+            return Unknown(f"Slurm does not cancel the batch job of an attempt that has ended: {error}", self._outage.seconds)
+        return self._ended(attempt, state)
 
     def _waiting(self, attempt: Attempt, job: SlurmJob) -> Running:
         """Return the observation of a waiting attempt, whose time begins when Slurm starts it."""
@@ -205,3 +272,11 @@ class SlurmLauncher:
     def _cancel(self, attempt: Attempt) -> None:
         self._commands.cancel(job_name(attempt.job_id, attempt.number))
         self._queue = _Queue({}, -math.inf)
+        self._holds.pop(job_name(attempt.job_id, attempt.number), None)
+
+
+def _has_begun(attempt: Attempt) -> bool:
+    """Return whether a supervisor has run the attempt on one of its nodes, or it has ended."""
+    start = attempt.readable_start()
+    nodes = 1 if start is None else start.nodes
+    return attempt.has_exit() or any(attempt.node(index, nodes).has_supervisor() for index in range(nodes))

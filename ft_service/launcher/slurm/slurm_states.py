@@ -10,12 +10,16 @@ from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude, exit
 Standing = Literal["waiting", "alive", "over", "unknown"]
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-_ALIVE = ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "POWER_UP_NODE")
+_HELD_STILL = ("SUSPENDED", "STOPPED")
+_ALIVE = ("CONFIGURING", "RUNNING", "COMPLETING", *_HELD_STILL, "SIGNALING", "RESIZING", "STAGE_OUT", "POWER_UP_NODE")
+REQUEUED = "REQUEUED"
+"""State to judge an attempt by whose batch job Slurm would run a second time."""
 _TAKEN = {
     "CANCELLED": "The attempt's batch job was cancelled in Slurm.",
     "PREEMPTED": "Slurm has preempted the attempt's batch job for one with a higher priority.",
     "REVOKED": "Another cluster of the federation runs the attempt's batch job.",
 }
+_PUT_BACK = {REQUEUED: "The attempt's batch job was put back into Slurm's queue; the service makes a new one."}
 _HOST_LOST = {
     "NODE_FAIL": "A node of the attempt has failed.",
     "BOOT_FAIL": "A node of the attempt did not boot.",
@@ -32,8 +36,13 @@ _KILLED = {
     ),
 }
 _OVER = ("COMPLETED", "FAILED", *_TAKEN, *_HOST_LOST, *_KILLED)
-_LASTING = ("BadConstraints", "JobHeldAdmin", "JobHeldUser", "DependencyNeverSatisfied", "Invalid", "NodeDown", "PartitionDown")
+_LASTING = (
+    *("BadConstraints", "JobHeldAdmin", "JobHeldUser", "DependencyNeverSatisfied", "Invalid", "NodeDown", "PartitionDown"),
+    *("PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "AccountNotAllowed", "QOSNotAllowed"),
+)
 """Slurm's reasons for a wait that only an operator can end, or their beginnings."""
+_TOO_LARGE = "PerJob"
+"""Part of Slurm's reasons for a wait of a job that is larger than one job may be, such as `QOSMaxCpuPerJobLimit`."""
 
 
 def standing(state: str) -> Standing:
@@ -52,7 +61,12 @@ def waiting_text(reason: str) -> str:
 
 def is_lasting(reason: str) -> bool:
     """Return whether only an operator can end the wait."""
-    return reason.startswith(_LASTING)
+    return reason.startswith(_LASTING) or _TOO_LARGE in reason
+
+
+def is_held_still(state: str) -> bool:
+    """Return whether Slurm has stopped the batch job's processes, which it will let go on."""
+    return state in _HELD_STILL
 
 
 def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
@@ -69,6 +83,7 @@ def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
         return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message))
     if state in _HOST_LOST:
         return exit_of(ExitReason.HOST_LOST, _HOST_LOST[state], ErrorInfo(code="worker_lost", message=_HOST_LOST[state]))
-    if state in _TAKEN:
-        return exit_of(ExitReason.STOPPED, _TAKEN[state])
+    taken = _TAKEN | _PUT_BACK
+    if state in taken:
+        return exit_of(ExitReason.STOPPED, taken[state])
     return reported

@@ -182,7 +182,7 @@ def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, cli
     with pytest.raises(openai.BadRequestError, match=r"distributed\.nproc_per_node = 0"):
         resume(0)
     for body, says in (
-        (b"[]", "must be an object, not list"),
+        (b"[]", "must be an object, not an empty list"),
         (b'{"ranks": 3}', "ranks: there is no such option"),
         (b"{", "JSON"),
     ):

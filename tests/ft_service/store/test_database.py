@@ -70,6 +70,15 @@ def test_a_database_in_sql_ascii_keeps_texts(postgres_url):
     store.close()
 
 
+def test_nothing_stays_prepared_in_a_session_that_a_pooler_may_give_to_others(emptied_postgres_url):
+    store = open_store(emptied_postgres_url)
+    for _ in range(10):
+        store.projects.ensure_project("proj_a", "acme")
+    with store.reading() as connection:
+        assert connection.scalars(text("SELECT statement FROM pg_prepared_statements")).all() == []
+    store.close()
+
+
 def delete_and_fail(connection):
     connection.execute(text("DELETE FROM projects"))
     raise ZeroDivisionError

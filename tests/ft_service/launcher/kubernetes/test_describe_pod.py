@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.rundir.directory import RunDir
 from tests.cluster.harness import HarnessCluster
 from tests.cluster.kubelet import MISSING_IMAGE, TOLERATION
+from tests.support.attempts import wait_for
 from tests.support.bases import save_base
 from tests.support.describing import small_document
 
@@ -99,10 +103,36 @@ def test_what_a_pod_could_not_describe_is_said(tmp_path: Path, open_pods: Open, 
 
 
 def test_an_image_that_does_not_come_is_no_fault_of_the_base(tmp_path: Path, open_pods: Open) -> None:
-    base = base_that_answers(tmp_path)
-    asked = iter([False, True])
-    with pytest.raises(DescribeLaterError, match="no pod of the cluster has described it in time"):
-        open_pods(MISSING_IMAGE).describe(base, lambda: next(asked))
+    base, pods = base_that_answers(tmp_path), open_pods(MISSING_IMAGE)
+    descriptions = Descriptions(None, None, pods.describe, waits=pods.waits)
+    assert descriptions.ask(base) is None
+    why = wait_for(lambda: pods.waits(base), 60)
+    assert re.fullmatch(r"pod ft-describe-[a-z0-9-]+ cannot start: ErrImagePull: .*", why)
+    assert descriptions.delay(base) == f"The base in {base} is not described yet: {why}"
+    descriptions.close()
+    wait_for(lambda: pods.waits(base) is None, 60)
+    with pytest.raises(DescribeLaterError, match=r"no pod of the cluster has described it in time: pod .* ErrImagePull"):
+        pods.describe(base, lambda: pods.waits(base) is not None)
+
+
+def test_a_pod_that_is_evicted_while_it_describes_is_no_fault_of_the_base(
+    cluster: HarnessCluster, tmp_path: Path, open_pods: Open
+) -> None:
+    base, pods = base_that_answers(tmp_path), open_pods()
+    (base / "answer").unlink()
+    os.mkfifo(base / "answer")  # it reads for ever
+
+    def running() -> str | None:
+        found = [item for item in cluster.items("pods") if item["status"].get("phase") == "Running"]
+        return next((item["metadata"]["name"] for item in found if item["metadata"]["name"].startswith("ft-describe-")), None)
+
+    with ThreadPoolExecutor() as thread:
+        describing = thread.submit(pods.describe, base, never)
+        cluster.kubelet.evict_under_pressure(wait_for(running, 60))
+        with pytest.raises(
+            DescribeLaterError, match=r"pod ft-describe-.* is taken away \(TerminationByKubelet\): The node was low"
+        ):
+            describing.result(60)
 
 
 def test_the_pod_sees_the_models_and_nothing_of_the_service(tmp_path: Path) -> None:

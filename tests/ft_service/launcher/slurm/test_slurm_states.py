@@ -43,6 +43,7 @@ def test_every_state_is_waiting_alive_over_or_not_known(state: str, said: str) -
         ("CANCELLED", None, None),
         ("PREEMPTED", None, None),
         ("REVOKED", None, None),
+        ("REQUEUED", None, None),
     ],
 )
 def test_how_an_attempt_ended_that_left_no_word(state: str | None, reason: Reason | None, retry: Retry | None) -> None:
@@ -90,4 +91,7 @@ def test_a_waiting_job_says_why() -> None:
     assert waiting_text("Priority") == "The attempt waits in Slurm's queue: Priority."
     assert is_lasting("JobHeldAdmin")
     assert is_lasting("InvalidQOS")
+    assert is_lasting("QOSMaxCpuPerJobLimit")
+    assert is_lasting("PartitionTimeLimit")
     assert not is_lasting("Resources")
+    assert not is_lasting("QOSMaxJobsPerUserLimit")

@@ -13,6 +13,7 @@ import httpx2
 import openai
 import pytest
 
+from tests.support.attempts import HANG_SECONDS
 from tests.support.rest.service import TRAINING, Service, stored
 
 
@@ -45,6 +46,7 @@ def proxying(service: Service) -> Iterator[Proxy]:
                 content=body,
                 verify=False,
                 trust_env=False,
+                timeout=HANG_SECONDS,  # a try that is given up while the service is at it is no lost answer
             )
             if self.command == "POST":
                 proxy.retry_counts.append(self.headers["x-stainless-retry-count"])

@@ -117,7 +117,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "compare": CommandEntry(
         "jobs.compare_command",
         _JOBS,
-        "Show the options in which two jobs differ, their results, and the curves of their losses.",
+        "Show the options in which two jobs differ, their results, and the curves of their losses and rewards.",
     ),
     "eval": CommandEntry(
         "jobs.eval_command",

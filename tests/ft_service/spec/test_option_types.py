@@ -47,7 +47,7 @@ def test_patterns_match_whole_names_in_linear_time() -> None:
         ("lora.rank_pattern", {f"q_proj|{number}": 8 for number in range(257)}, "256 patterns, not 257"),
         ("lora.alpha_pattern", {".*l?" * 2000 + str(number): 8 for number in range(2)}, "10000 characters"),
         ("lora.target_modules", ".*l?" * 3000, "10000 characters"),
-        ("lora.target_modules", ["q_proj"] * 10_001, "10000 entries"),
+        ("lora.target_modules", ["q_proj"] * 10_001, "10,000 entries"),
         ("precision.overrides", {f"q_proj|{number}": "nf4" for number in range(257)}, "256 patterns, not 257"),
         ("distributed.ignored", ["q_proj"] * 257, "256 patterns, not 257"),
     ],

@@ -1,4 +1,4 @@
-"""What is wrong with text that is not JSON, and what to write instead. Pure."""
+"""Reasons for refusing text that is not JSON, with what to write instead. Pure."""
 
 from __future__ import annotations
 

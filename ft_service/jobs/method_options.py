@@ -1,4 +1,4 @@
-"""What a job's method is, as the API shows it, and what its losses measure. Pure."""
+"""Options of a job's method, as the API shows it, and the measure of its losses. Pure."""
 
 from __future__ import annotations
 

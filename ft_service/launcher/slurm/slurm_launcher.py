@@ -65,7 +65,7 @@ class _Queue:
 
 
 @dataclass(frozen=True)
-class _Hold:
+class _Postponed:
     """Delay of a batch job that Slurm refuses for now."""
 
     reason: str
@@ -97,7 +97,7 @@ class SlurmLauncher:
         self._event_age = EventAge(clock)
         self._outage = Outage("Slurm does not answer", clock)
         self._queue = _Queue({}, -math.inf)
-        self._holds: dict[str, _Hold] = {}
+        self._postponed: dict[str, _Postponed] = {}
         self._ending: dict[str, float] = {}
         """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic clock)."""
 
@@ -118,7 +118,7 @@ class SlurmLauncher:
             else:
                 number = jobs[0].number
         except SlurmPostponedError as error:
-            self._hold(attempt, error)
+            self._postpone(attempt, error)
             return
         except SlurmRefusedError as error:
             self.kill(attempt, Reason.LAUNCH_FAILED)
@@ -127,18 +127,18 @@ class SlurmLauncher:
             log.warning("%s: not started yet, Slurm does not answer: %s", attempt, error)
             return
         self._queue = _Queue({}, -math.inf)
-        self._holds.pop(job_name(attempt.job_id, attempt.number), None)
+        self._postponed.pop(job_name(attempt.job_id, attempt.number), None)
         attempt.write_launched(Launched(job=job_name(attempt.job_id, attempt.number), uid=str(number)))
 
-    def _hold(self, attempt: Attempt, error: SlurmPostponedError) -> None:
+    def _postpone(self, attempt: Attempt, error: SlurmPostponedError) -> None:
         """Have `observe` say why the attempt is not submitted, until it is time for another try."""
         name = job_name(attempt.job_id, attempt.number)
-        before = self._holds.get(name)
+        before = self._postponed.get(name)
         delay = HOLD_SECONDS if before is None else min(2 * before.delay, MAX_HOLD_SECONDS)
-        self._holds[name] = _Hold(f"Slurm refuses the job for now: {error}", delay, self._clock() + delay)
+        self._postponed[name] = _Postponed(f"Slurm refuses the job for now: {error}", delay, self._clock() + delay)
 
     def observe(self, attempt: Attempt) -> Observation:
-        held = self._holds.get(job_name(attempt.job_id, attempt.number))
+        held = self._postponed.get(job_name(attempt.job_id, attempt.number))
         if held is not None and self._clock() < held.until and not (attempt.has_launched() or attempt.has_exit()):
             return Running(note=held.reason, admitted=False, fresh=False)
         try:
@@ -190,7 +190,7 @@ class SlurmLauncher:
     def clean(self, attempt: Attempt) -> None:
         self._event_age.forget(attempt)
         self._ending.pop(job_name(attempt.job_id, attempt.number), None)
-        self._holds.pop(job_name(attempt.job_id, attempt.number), None)
+        self._postponed.pop(job_name(attempt.job_id, attempt.number), None)
 
     def unfinished(self) -> list[ListedAttempt]:
         """Return the batch jobs of this installation, known by their comment, that are not over."""
@@ -272,7 +272,7 @@ class SlurmLauncher:
     def _cancel(self, attempt: Attempt) -> None:
         self._commands.cancel(job_name(attempt.job_id, attempt.number))
         self._queue = _Queue({}, -math.inf)
-        self._holds.pop(job_name(attempt.job_id, attempt.number), None)
+        self._postponed.pop(job_name(attempt.job_id, attempt.number), None)
 
 
 def _has_begun(attempt: Attempt) -> bool:

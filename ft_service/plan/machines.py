@@ -22,7 +22,7 @@ EFFICIENCY = 0.48
 H200 with PyTorch's attention, 49 % of its 989 (benchmarks/README.md). Published rates on an H100 are 40 to 48 % (NeMo
 AutoModel's performance summary; LoRAFusion, arXiv 2510.00206)."""
 EFFICIENCY_BY_CUDNN = 0.54
-"""The same with cuDNN's attention: 553 TFLOP/s in bf16 and 541 in NF4, 56 and 55 %."""
+"""The same with cuDNN's attention: 545 to 553 TFLOP/s in bf16 and 541 in NF4, 55 to 56 %."""
 LINK_EFFICIENCY = 0.8
 USABLE = 0.94
 """Share of the memory that tensors can have: the CUDA context and gaps between blocks take the rest."""

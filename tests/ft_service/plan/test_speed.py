@@ -80,7 +80,7 @@ def test_one_h100_trains_8b_at_about_the_measured_rate(tmp_path: Path) -> None:
 
 
 def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_path: Path) -> None:
-    """An H200 trained an 8B in FP8 1.22 times as fast as in bf16. Where it is dequantised, it takes that time in addition."""
+    """An H200 trained an 8B in FP8 1.28 times as fast as in bf16. Where it is dequantised, it takes that time in addition."""
     bf16, fp8, dequantised = (
         plan_8b(tmp_path, precision={"default": own, "fp8_products": products}, training={"max_length": 2048}).speed
         for own, products in (("bf16", "auto"), ("fp8", "auto"), ("fp8", "off"))
@@ -88,7 +88,7 @@ def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_pat
     assert bf16 is not None
     assert fp8 is not None
     assert dequantised is not None
-    assert fp8.tokens_per_second / bf16.tokens_per_second == pytest.approx(1.22, abs=0.01)
+    assert fp8.tokens_per_second / bf16.tokens_per_second == pytest.approx(1.28, abs=0.01)
     assert fp8.dequantise_seconds == 0 < dequantised.dequantise_seconds
     assert dequantised.compute_seconds == bf16.compute_seconds
 

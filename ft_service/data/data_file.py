@@ -17,7 +17,7 @@ from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import Pair, Record
 from ft_service.data.sample_request import RecordRange, SamplePage
-from ft_service.data.statistics import DataStatistics, Lines, Measure
+from ft_service.data.statistics import DataStatistics, Lines, Measure, alike_text
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.wording import counted
@@ -97,6 +97,8 @@ class Counts:
     """Tokens that are cut from them."""
     dropped: int = 0
     """Samples left out because the cut leaves no target, and pairs of which one answer has no target left."""
+    alike: Lines = field(default_factory=Lines)
+    """Pairs whose two answers are the same tokens after the cut, so that their loss has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class DataReport:
 
     def messages(self, name: str, max_length: int, *, cut: bool = True) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, what is left out and why. `name`: the file's. `cut`: False if
-        statistics report the samples that are cut.
+        statistics report what the cut does to samples.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
@@ -199,6 +201,8 @@ class DataReport:
                 f"{name}: {counted(counts.cut, 'sample', 'is', 'are')} cut to training.max_length = {max_length} tokens; "
                 f"{counted(counts.lost_tokens, 'token', 'is', 'are')} lost. A larger max_length keeps them.",
             )
+        if counts.alike.count and cut:
+            yield "warn", alike_text(name, counts.alike, self.word, max_length)
         if counts.dropped:
             left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
             yield "warn", f"{name}: {left_out} left out: no assistant token within {max_length} tokens."

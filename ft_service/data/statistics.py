@@ -33,14 +33,19 @@ class Lines:
     first: tuple[int, ...] = ()
     """Numbers of the first records in their file."""
 
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Lines:
+        """Records by all their numbers."""
+        return cls(len(numbers), tuple(int(number) for number in numbers[:SHOWN_LINES]))
+
     def with_line(self, number: int) -> Lines:
         first = (*self.first, number) if len(self.first) < SHOWN_LINES else self.first
         return Lines(self.count + 1, first)
 
-    def text(self, word: str) -> str:
+    def text(self, word: str, what: str = "sample") -> str:
         """The records as text: `4 samples (lines 2, 3, 7, 9)`. `word`: the name of the file's records."""
         shown = ", ".join(map(str, self.first)) + (", …" if self.count > len(self.first) else "")
-        return f"{counted(self.count, 'sample')} ({word}{'s' if self.count > 1 else ''} {shown})"
+        return f"{counted(self.count, what)} ({word}{'s' if self.count > 1 else ''} {shown})"
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class FileStatistics:
     lost_tokens: int = 0
     dropped: Lines = Lines()
     """Samples that are left out because the cut leaves no target."""
+    alike: Lines = Lines()
+    """Pairs whose two answers are the same tokens after the cut."""
     duplicates: Lines = Lines()
     """Samples with the same tokens as an earlier one."""
     near_empty: Lines = Lines()
@@ -177,7 +184,7 @@ class Records:
     def overlap(self, other: Records) -> Lines:
         """Records that another file has too, without duplicates."""
         common = [number for content, number in self._contents.items() if content in other._contents]
-        return Lines(len(common), tuple(common[:SHOWN_LINES]))
+        return Lines.of(common)
 
 
 def without_base(training: Records, validation: Records | None, options: TrainingOptions) -> DataStatistics:
@@ -227,6 +234,8 @@ def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
     for file in (found.training, found.validation):
         if file is not None:
             yield from _advice_on_cuts(file, asked)
+            if file.alike.count:
+                yield alike_text(file.name, file.alike, file.word, asked.training.max_length)
             yield from _advice_on_samples(file)
     yield from _advice_on_validation(found, asked)
     yield from _advice_on_steps(found, asked.training)
@@ -244,6 +253,14 @@ def _advice_on_cuts(file: FileStatistics, asked: Measure) -> Iterator[str]:
             )
         else:
             yield f"{file.name}: {cut} cut, {lost} lost. training.max_length: {lengths.most} would cut none{near}."
+
+
+def alike_text(name: str, alike: Lines, word: str, max_length: int) -> str:
+    """The advice on pairs whose two answers are the same tokens. `name`: the file's."""
+    return (
+        f"{name}: {alike.text(word, 'pair')} whose two answers are the same within training.max_length = {max_length} tokens, "
+        "so that nothing is learned from them. Raise it if the answers differ after that, and else remove them."
+    )
 
 
 def _advice_on_samples(file: FileStatistics) -> Iterator[str]:

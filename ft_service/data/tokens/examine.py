@@ -244,6 +244,8 @@ class Examination:
             findings.examples = len(found.samples) // (2 if request.pairs else 1)
             limit = self._length_limit(data)
             counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, pairs=request.pairs)
+            if request.pairs:
+                counts = replace(counts, alike=Lines.of((np.flatnonzero(found.samples.alike(limit)) + 1).tolist()))
             unread_names = found.samples.unread_names
             found.entry.close()
         elif destination is None:
@@ -264,6 +266,12 @@ class Examination:
             findings.fault(Fault(0, "", text))
         if findings.examples and not counts.samples and not findings.faults_total:
             findings.fault(Fault(0, "", nothing_to_learn(request.max_length)))
+        elif counts.alike.count and counts.alike.count == counts.pairs and not findings.faults_total:
+            text = (
+                f"in each of its pairs both answers are the same within training.max_length = {request.max_length} tokens, so "
+                "there is nothing to learn. Raise it if the answers differ after that, and else give others"
+            )
+            findings.fault(Fault(0, "", text))
         report = findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
         return replace(report, unread_names=unread_names)
 
@@ -286,6 +294,7 @@ class Examination:
         pairs, options = self.request.pairs, self.request.options
         exceeded = 0
         lengths, targets = array("i"), array("i")  # 8 bytes a sample
+        alike = Lines()
         samples_per_record: deque[int] = deque()
         with data as reader, contextlib.ExitStack() as stack:
             records = names.noted(reader)
@@ -301,14 +310,18 @@ class Examination:
                         recording.stop()
                 else:
                     findings.examples += 1
+                    cut: list[Tokens] = []
                     for sample in of_record:
                         assert isinstance(sample, Tokens)
+                        cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))
-                        targets.append(sample.cut(self._length_limit(data)).target_count)
+                        targets.append(cut[-1].target_count)
                         if recording is not None:
                             recording.add(sample)
+                    if pairs and cut[0].target_count and cut[0].is_same(cut[1]):
+                        alike = alike.with_line(findings.examples)
                 self.progress.update(findings.examples + findings.faults_total, reader)
-        return _counts(lengths, targets, self._length_limit(data), pairs=pairs), exceeded
+        return replace(_counts(lengths, targets, self._length_limit(data), pairs=pairs), alike=alike), exceeded
 
     def _open(self) -> DataReader:
         return open_data(Path(self.request.path), self.request.files, self.request.options.columns)

@@ -82,6 +82,15 @@ class TokenSet(Sequence[Tokens]):
             kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
         return cut if kept.all() else cut.some(kept)
 
+    def alike(self, max_length: int) -> np.ndarray:
+        """bool [pairs]: whether the two samples of each pair are the same after the cut, and have targets left. Reads only
+        those that are equally long then."""
+        counts, lengths = self.targets_within(max_length).reshape(-1, 2), np.minimum(self.lengths, max_length).reshape(-1, 2)
+        alike = (counts[:, 0] > 0) & (counts[:, 0] == counts[:, 1]) & (lengths[:, 0] == lengths[:, 1])
+        for pair in np.flatnonzero(alike):
+            alike[pair] = self[2 * pair].cut(max_length).is_same(self[2 * pair + 1].cut(max_length))
+        return alike
+
     def targets_within(self, max_length: int) -> np.ndarray:
         """int64 [samples]: the number of targets of each sample after the cut."""
         longer = np.flatnonzero(self.lengths > max_length)

@@ -68,6 +68,12 @@ def test_nothing_is_said_where_all_is_well() -> None:
             "take a base with a longer one.",
         ),
         (
+            found(like_fine(alike=Lines(1, (8,)))),
+            asked(max_length=128),
+            "a.jsonl: 1 pair (line 8) whose two answers are the same within training.max_length = 128 tokens, so that nothing "
+            "is learned from them. Raise it if the answers differ after that, and else remove them.",
+        ),
+        (
             found(like_fine(duplicates=Lines(1, (8,)))),
             asked(),
             "a.jsonl: 1 sample (line 8) with the same tokens as an earlier one, learned once for each copy. Remove them, "

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.data.data_file import SHOWN_FAULTS, Counts, DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.columns import Columns
+from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.examine import Examination, ProgressReporter
@@ -211,6 +212,30 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
     told = [message for _, message in DataReport(3, [], 0, counts).messages("p.jsonl", 40)]
     assert told[0].startswith(f"p.jsonl: {CHUNK_SAMPLES + 1:,} pairs of answers of ")
     assert told[2].startswith("p.jsonl: 1 pair is left out")
+
+
+def test_pairs_whose_answers_are_alike_after_the_cut_are_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Their loss is ln 2 whatever is learned, and has no gradient."""
+    path = tmp_path / "pairs.jsonl"
+    late, other = pair("a", "b" * 100 + "c", "b" * 100 + "d"), pair("a", "b", "c")
+    path.write_text(other + late + pair("a" * 100, "b", "c") + late)
+    report = found_in(tokenizer, path, 60, pairs=True)
+    assert report.counts is not None
+    assert (report.counts.pairs, report.counts.dropped, report.counts.alike) == (3, 1, Lines(2, (2, 4)))
+    assert warned(report, 60)[1] == (
+        "a.jsonl: 2 pairs (lines 2, 4) whose two answers are the same within training.max_length = 60 tokens, so that nothing "
+        "is learned from them. Raise it if the answers differ after that, and else remove them."
+    )
+    whole = found_in(tokenizer, path, 200, pairs=True).counts
+    assert whole is not None
+    assert whole.alike == Lines()
+    path.write_text(late * 3)
+    error = found_in(tokenizer, path, 60, pairs=True).error("training_file", "a.jsonl")
+    assert error is not None
+    assert error.message == (
+        "a.jsonl: in each of its pairs both answers are the same within training.max_length = 60 tokens, so there is nothing "
+        "to learn. Raise it if the answers differ after that, and else give others."
+    )
 
 
 def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

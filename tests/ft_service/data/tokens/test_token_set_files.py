@@ -97,6 +97,24 @@ def test_the_same_is_reported_without_a_tokenizer(
     assert examined(None, file, max_length, tmp_path / "tokens") == examined(tokenizer, file, max_length, None)
 
 
+@pytest.mark.parametrize("max_length", [40, 200])
+def test_the_same_is_reported_of_pairs(max_length: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path, folder = tmp_path / "pairs.jsonl", tmp_path / "tokens"
+    answers = [("b", "c"), ("b" * 100 + "c", "b" * 100 + "d"), (" b", "b "), ("b" * 99, "c" * 99)]
+    path.write_text("".join(json.dumps({"prompt": "a", "chosen": one, "rejected": two}) + "\n" for one, two in answers))
+    request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=True)
+    trimming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    trimming.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
+    tokenizers: tuple[Any, ...] = (trimming, None)
+    first, again = (
+        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(TokenDestination(folder, KEY))
+        for of in tokenizers
+    )
+    assert again == first
+    assert first.counts is not None
+    assert first.counts.alike == (Lines(2, (2, 3)) if max_length == 40 else Lines(1, (3,)))
+
+
 def test_nothing_is_kept_of_a_file_with_a_fault(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
     with Path(file.path).open("a") as lines:
         lines.write("{}\n")

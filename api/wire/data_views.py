@@ -19,7 +19,7 @@ class FileCheckView(View):
     message: str
     """The file's format, or its errors: each one once, with its lines. The same text as `ft data check` prints."""
     warnings: list[str]
-    """Warnings, for example about columns that are left out."""
+    """Warnings, for example about columns that are left out, copies of samples and empty answers."""
     records: int
     """Records that can be trained on."""
     whole: bool

@@ -23,6 +23,8 @@ MUCH_PADDING = 0.25
 LITTLE_LEARNED = 0.01
 """Shares of the tokens."""
 FEW_VALIDATED = 8
+MOST_COMPARED = 1_000_000
+"""Records of a file whose contents are remembered to find copies of them, in some 150 MB."""
 
 
 @dataclass(frozen=True)
@@ -155,31 +157,30 @@ def items_of_steps(steps: int, batch: int, items: int) -> int:
 
 
 class Records:
-    """Counts the records of a file, and finds duplicates and empty answers, without a base's tokenizer. 8 bytes a record."""
+    """Counts the records of a file, and finds copies (of the first MOST_COMPARED) and empty answers, without a base's
+    tokenizer."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "") -> None:
         self.name, self.word = name, "line"
         self.count = 0
+        self.duplicates = self.near_empty = Lines()
         self._contents: dict[int, int] = {}
-        self._duplicates = self._near_empty = Lines()
 
     def add(self, number: int, record: Record) -> None:
         content = int.from_bytes(hashlib.blake2b(repr(record).encode(), digest_size=8).digest())
         self.count += 1
-        if self._contents.setdefault(content, number) != number:
-            self._duplicates = self._duplicates.with_line(number)
+        if content in self._contents:
+            self.duplicates = self.duplicates.with_line(number)
+        elif len(self._contents) < MOST_COMPARED:
+            self._contents[content] = number
         answers = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
         if any(isinstance(answer, Conversation) and answer.is_without_answer for answer in answers):
-            self._near_empty = self._near_empty.with_line(number)
+            self.near_empty = self.near_empty.with_line(number)
 
     def statistics(self) -> FileStatistics:
         """Statistics without numbers of tokens."""
         found = FileStatistics(self.name, self.word, self.count, 0, 0, Spread(), Spread(), ())
-        return replace(found, duplicates=self._duplicates, near_empty=self._near_empty)
-
-    def advice(self) -> Iterator[str]:
-        """Sentences of advice on the file alone, each with its lines."""
-        return _advice_on_samples(self.statistics())
+        return replace(found, duplicates=self.duplicates, near_empty=self.near_empty)
 
     def overlap(self, other: Records) -> Lines:
         """Records that another file has too, without duplicates."""
@@ -263,17 +264,22 @@ def alike_text(name: str, alike: Lines, word: str, max_length: int) -> str:
     )
 
 
+def advice_on_records(name: str, word: str, samples: int, duplicates: Lines, near_empty: Lines) -> Iterator[str]:
+    """Advice on copies and on empty answers. `name`: the file's; `word`: the name of its records; `samples`: their number."""
+    if duplicates.count:
+        yield (
+            f"{name}: {duplicates.text(word)} with the same tokens as an earlier one, learned once for each copy. Remove them, "
+            "unless that is intended."
+        )
+    if 0 < near_empty.count <= samples // 2:  # more of them, and short answers are what the file is about
+        yield (
+            f"{name}: {near_empty.text(word)} with an answer of at most {NEAR_EMPTY} token. Look at them with `ft data show`, "
+            "and remove those whose answer is missing."
+        )
+
+
 def _advice_on_samples(file: FileStatistics) -> Iterator[str]:
-    if file.duplicates.count:
-        yield (
-            f"{file.name}: {file.duplicates.text(file.word)} with the same tokens as an earlier one, learned once for each "
-            "copy. Remove them, unless that is intended."
-        )
-    if 0 < file.near_empty.count <= file.samples // 2:  # more of them, and short answers are what the file is about
-        yield (
-            f"{file.name}: {file.near_empty.text(file.word)} with an answer of at most {NEAR_EMPTY} token. Look at them with "
-            "`ft data show`, and remove those whose answer is missing."
-        )
+    yield from advice_on_records(file.name, file.word, file.samples, file.duplicates, file.near_empty)
     if file.targets < LITTLE_LEARNED * file.tokens:
         yield (
             f"{file.name}: only {share(file.targets, file.tokens)} of its tokens are learned. Shorten the prompts, or learn "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.data import statistics
 from ft_service.data.sample_kinds import Text
 from ft_service.data.statistics import (
     Bucket,
@@ -157,6 +158,15 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
         ("11 to 20", "400", 40),
         ("21 to 30", "0", 0),
     ]
+
+
+def test_contents_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "MOST_COMPARED", 3)
+    records = Records("a.jsonl")
+    for number, text in enumerate("abcdda", 1):
+        records.add(number, Text(text))
+    assert records.count == 6
+    assert records.duplicates == Lines(1, (6,)), "the fourth was not remembered"
 
 
 def test_what_is_told_of_files_without_a_base() -> None:

@@ -19,7 +19,7 @@ class FileCheckView(View):
     message: str
     """The file's format, or its errors: each one once, with its lines. The same text as `ft data check` prints."""
     warnings: list[str]
-    """Warnings, for example about columns that are left out."""
+    """Warnings, for example about columns that are left out, copies of samples and empty answers."""
     records: int
     """Records that can be trained on."""
     whole: bool
@@ -105,6 +105,8 @@ class FileStatisticsView(View):
     lost_tokens: int
     dropped: LinesView
     """Samples that are left out: no learned token is left of them."""
+    alike: LinesView
+    """Pairs whose two answers are the same tokens after the cut: nothing is learned from them."""
     duplicates: LinesView
     """Samples with the same tokens as an earlier one."""
     near_empty: LinesView

@@ -8,6 +8,7 @@ OpenAI's API does, with one difference: a call's arguments are an object for the
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,12 +46,12 @@ _REFUSED_KEYS: Mapping[str, str] = {
 
 _MESSAGE_KEYS: Mapping[str, set[str]] = {
     "assistant": {"tool_calls", "function_call", "reasoning_content", "thinking"},
-    "tool": {"tool_call_id", "name"},
-    "function": {"name"},
+    "tool": {"tool_call_id"},
 }
-"""Keys of a message that depend on its role; every message may have role, content, and weight or train."""
+"""Keys of a message that depend on its role; every message may have role, content, name, and weight or train."""
+_PARTICIPANT = re.compile(r"[^\s<|\\/>]{1,64}")
+"""The name of a participant, as OpenAI's API takes it."""
 _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
-    "name": "is not part of chat templates: leave it out",
     "refusal": "cannot be trained on: write it as content",
     "audio": "cannot be trained on: only text can",
     "train_detail": "masks parts of a message, and a message is learned whole or not at all: give weight 0 or 1",
@@ -131,7 +132,7 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
     role = required(message, "role", f"{place}.")
     if not isinstance(role, str) or role not in ROLES:
         raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown_value(role)}")
-    known = {"role", "content", "weight", "train"} | _MESSAGE_KEYS.get(role, set())
+    known = {"role", "content", "name", "weight", "train"} | _MESSAGE_KEYS.get(role, set())
     refuse_keys(message, known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}, f"{place}.")
     calls = parse_calls(message, place) if "tool_calls" in message or "function_call" in message else None
     content = "" if calls and message.get("content") is None else _parse_content(message, place)
@@ -141,7 +142,16 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
         parsed["tool_call_id"] = text_of(required(message, "tool_call_id", f"{place}."), f"{place}.tool_call_id")
     if role == "function" or (role == "tool" and "name" in message):  # the function that was called; some templates write it
         parsed["name"] = text_of(required(message, "name", f"{place}."), f"{place}.name")
+    elif "name" in message:
+        parsed["name"] = _parse_participant(message["name"], f"{place}.name")
     return parsed, _parse_weight(message, role, place)
+
+
+def _parse_participant(name: Any, place: str) -> str:
+    if not _PARTICIPANT.fullmatch(text_of(name, place)):
+        allowed = "1 to 64 characters, none of them white space, <, >, |, / or \\"
+        raise LineError(place, f"of a participant must be {allowed}, not {shown_value(name)}")
+    return name
 
 
 def _parse_content(message: dict[str, Any], place: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import Pair, Record
 from ft_service.data.sample_request import RecordRange, SamplePage
-from ft_service.data.statistics import DataStatistics, Measure
+from ft_service.data.statistics import DataStatistics, Lines, Measure, Records, advice_on_records, alike_text
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.wording import counted
@@ -97,6 +97,8 @@ class Counts:
     """Tokens that are cut from them."""
     dropped: int = 0
     """Samples left out because the cut leaves no target, and pairs of which one answer has no target left."""
+    alike: Lines = field(default_factory=Lines)
+    """Pairs whose two answers are the same tokens after the cut, so that their loss has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,12 @@ class DataReport:
     """The file holds texts, or prompts with completions; the chat template is not applied to them."""
     of_prompts: bool = False
     """The file holds prompts to grade, of which nothing is learned."""
+    unread_names: Mapping[str, Lines] = field(default_factory=dict)
+    """Role → records with names of participants of this role, which the base's chat template does not write."""
+    duplicates: Lines = field(default_factory=Lines)
+    """Copies of earlier records; none if statistics of the tokens report them."""
+    near_empty: Lines = field(default_factory=Lines)
+    """Records with an empty answer, likewise."""
 
     @property
     def is_lasting(self) -> bool:
@@ -163,16 +171,27 @@ class DataReport:
 
     def messages(self, name: str, max_length: int, *, cut: bool = True) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, what is left out and why. `name`: the file's. `cut`: False if
-        statistics report the samples that are cut.
+        statistics report what the cut does to samples.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
         if self.unused:
             columns = "column is" if len(self.unused) == 1 else "columns are"
             yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
-        counts = self.counts
-        if counts is None:
-            return
+        if self.counts is not None:
+            yield from self._count_messages(self.counts, name, max_length, cut=cut)
+        for role, lines in self.unread_names.items():
+            yield (
+                "warn",
+                f"{name}: {lines.text(self.word)} with a name in messages of the role {role}. The base's chat template does "
+                "not write it, so it has no effect: write it into the content, or leave it out.",
+            )
+        for sentence in advice_on_records(name, self.word, self.examples, self.duplicates, self.near_empty):
+            yield "warn", sentence
+
+    def _count_messages(
+        self, counts: Counts, name: str, max_length: int, *, cut: bool
+    ) -> Iterator[tuple[Literal["info", "warn"], str]]:
         if self.of_prompts:
             prompts = f"{counted(counts.samples, 'prompt')} of {counts.tokens:,} tokens"
             yield "info", f"{name}: {prompts}; the longest has {counted(counts.longest, 'token')}."
@@ -191,6 +210,8 @@ class DataReport:
                 f"{name}: {counted(counts.cut, 'sample', 'is', 'are')} cut to training.max_length = {max_length} tokens; "
                 f"{counted(counts.lost_tokens, 'token', 'is', 'are')} lost. A larger max_length keeps them.",
             )
+        if counts.alike.count and cut:
+            yield "warn", alike_text(name, counts.alike, self.word, max_length)
         if counts.dropped:
             left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
             yield "warn", f"{name}: {left_out} left out: no assistant token within {max_length} tokens."
@@ -299,16 +320,16 @@ def check_lines(
     *,
     columns: Columns = AS_THEY_ARE,
     pairs: bool | None = None,
-    note: Callable[[int, Record], object] = lambda number, record: None,
+    records: Records | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> DataReport:
     """Report on a data file without counting tokens. Raises OSError if it cannot be read.
 
     `files`: those of the folder `path`. `columns`: their names of columns. `pairs`: it must hold pairs of answers, or must not;
-    None: either is accepted. `note`: receives every record without a fault. `stop`: is called after each record; True ends
+    None: either is accepted. `records`: receives every record without a fault. `stop`: is called after each record; True ends
     reading.
     """
-    findings = Findings()
+    findings, records = Findings(), records or Records()
     stopped = False
     with open_data(path, files, columns) as reader:
         for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
@@ -316,10 +337,12 @@ def check_lines(
                 findings.fault(record)
             else:
                 findings.examples += 1
-                note(number, record)
+                records.add(number, record)
             if stopped := stop():
                 break
-    return findings.report(reader.shape, unread=stopped)
+    records.word = reader.shape.word
+    report = findings.report(reader.shape, unread=stopped)
+    return replace(report, duplicates=records.duplicates, near_empty=records.near_empty)
 
 
 def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:

@@ -17,7 +17,8 @@ class Conversation:
 
     messages: tuple[dict[str, Any], ...]
     """`{"role", "content"}` each, as a chat template takes them; roles are system, user, assistant and tool. An assistant's may
-    have `tool_calls`, whose arguments are objects, and `reasoning_content`, text that is not blank."""
+    have `tool_calls`, whose arguments are objects, and `reasoning_content`, text that is not blank. `name` is that of the
+    participant; a tool's is that of the function."""
     weights: tuple[int, ...]
     """One weight for each message: 1 if its tokens are trained on, else 0. Only the assistant's may be 1."""
     tools: tuple[Tool, ...] = ()
@@ -74,6 +75,14 @@ class GradedPrompt:
     tools: tuple[Tool, ...] = ()
     item: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the line, for the grader."""
+
+
+def named_roles(record: Record) -> set[str]:
+    """The roles of which messages of the record have the name of a participant: system, user, assistant."""
+    if isinstance(record, Pair):
+        return named_roles(record.preferred) | named_roles(record.rejected)
+    messages = record.messages if isinstance(record, Conversation | GradedPrompt) else ()
+    return {message["role"] for message in messages if "name" in message and message["role"] != "tool"}
 
 
 Record = Conversation | PromptCompletion | Text | Pair | GradedPrompt

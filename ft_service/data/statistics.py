@@ -23,6 +23,8 @@ MUCH_PADDING = 0.25
 LITTLE_LEARNED = 0.01
 """Shares of the tokens."""
 FEW_VALIDATED = 8
+MOST_COMPARED = 1_000_000
+"""Records of a file whose contents are remembered to find copies of them, in some 150 MB."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,19 @@ class Lines:
     first: tuple[int, ...] = ()
     """Numbers of the first records in their file."""
 
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Lines:
+        """Records by all their numbers."""
+        return cls(len(numbers), tuple(int(number) for number in numbers[:SHOWN_LINES]))
+
     def with_line(self, number: int) -> Lines:
         first = (*self.first, number) if len(self.first) < SHOWN_LINES else self.first
         return Lines(self.count + 1, first)
 
-    def text(self, word: str) -> str:
+    def text(self, word: str, what: str = "sample") -> str:
         """The records as text: `4 samples (lines 2, 3, 7, 9)`. `word`: the name of the file's records."""
         shown = ", ".join(map(str, self.first)) + (", …" if self.count > len(self.first) else "")
-        return f"{counted(self.count, 'sample')} ({word}{'s' if self.count > 1 else ''} {shown})"
+        return f"{counted(self.count, what)} ({word}{'s' if self.count > 1 else ''} {shown})"
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class FileStatistics:
     lost_tokens: int = 0
     dropped: Lines = Lines()
     """Samples that are left out because the cut leaves no target."""
+    alike: Lines = Lines()
+    """Pairs whose two answers are the same tokens after the cut."""
     duplicates: Lines = Lines()
     """Samples with the same tokens as an earlier one."""
     near_empty: Lines = Lines()
@@ -148,36 +157,35 @@ def items_of_steps(steps: int, batch: int, items: int) -> int:
 
 
 class Records:
-    """Counts the records of a file, and finds duplicates and empty answers, without a base's tokenizer. 8 bytes a record."""
+    """Counts the records of a file, and finds copies (of the first MOST_COMPARED) and empty answers, without a base's
+    tokenizer."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "") -> None:
         self.name, self.word = name, "line"
         self.count = 0
+        self.duplicates = self.near_empty = Lines()
         self._contents: dict[int, int] = {}
-        self._duplicates = self._near_empty = Lines()
 
     def add(self, number: int, record: Record) -> None:
         content = int.from_bytes(hashlib.blake2b(repr(record).encode(), digest_size=8).digest())
         self.count += 1
-        if self._contents.setdefault(content, number) != number:
-            self._duplicates = self._duplicates.with_line(number)
+        if content in self._contents:
+            self.duplicates = self.duplicates.with_line(number)
+        elif len(self._contents) < MOST_COMPARED:
+            self._contents[content] = number
         answers = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
         if any(isinstance(answer, Conversation) and answer.is_without_answer for answer in answers):
-            self._near_empty = self._near_empty.with_line(number)
+            self.near_empty = self.near_empty.with_line(number)
 
     def statistics(self) -> FileStatistics:
         """Statistics without numbers of tokens."""
         found = FileStatistics(self.name, self.word, self.count, 0, 0, Spread(), Spread(), ())
-        return replace(found, duplicates=self._duplicates, near_empty=self._near_empty)
-
-    def advice(self) -> Iterator[str]:
-        """Sentences of advice on the file alone, each with its lines."""
-        return _advice_on_samples(self.statistics())
+        return replace(found, duplicates=self.duplicates, near_empty=self.near_empty)
 
     def overlap(self, other: Records) -> Lines:
         """Records that another file has too, without duplicates."""
         common = [number for content, number in self._contents.items() if content in other._contents]
-        return Lines(len(common), tuple(common[:SHOWN_LINES]))
+        return Lines.of(common)
 
 
 def without_base(training: Records, validation: Records | None, options: TrainingOptions) -> DataStatistics:
@@ -227,6 +235,8 @@ def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
     for file in (found.training, found.validation):
         if file is not None:
             yield from _advice_on_cuts(file, asked)
+            if file.alike.count:
+                yield alike_text(file.name, file.alike, file.word, asked.training.max_length)
             yield from _advice_on_samples(file)
     yield from _advice_on_validation(found, asked)
     yield from _advice_on_steps(found, asked.training)
@@ -246,17 +256,30 @@ def _advice_on_cuts(file: FileStatistics, asked: Measure) -> Iterator[str]:
             yield f"{file.name}: {cut} cut, {lost} lost. training.max_length: {lengths.most} would cut none{near}."
 
 
+def alike_text(name: str, alike: Lines, word: str, max_length: int) -> str:
+    """The advice on pairs whose two answers are the same tokens. `name`: the file's."""
+    return (
+        f"{name}: {alike.text(word, 'pair')} whose two answers are the same within training.max_length = {max_length} tokens, "
+        "so that nothing is learned from them. Raise it if the answers differ after that, and else remove them."
+    )
+
+
+def advice_on_records(name: str, word: str, samples: int, duplicates: Lines, near_empty: Lines) -> Iterator[str]:
+    """Advice on copies and on empty answers. `name`: the file's; `word`: the name of its records; `samples`: their number."""
+    if duplicates.count:
+        yield (
+            f"{name}: {duplicates.text(word)} with the same tokens as an earlier one, learned once for each copy. Remove them, "
+            "unless that is intended."
+        )
+    if 0 < near_empty.count <= samples // 2:  # more of them, and short answers are what the file is about
+        yield (
+            f"{name}: {near_empty.text(word)} with an answer of at most {NEAR_EMPTY} token. Look at them with `ft data show`, "
+            "and remove those whose answer is missing."
+        )
+
+
 def _advice_on_samples(file: FileStatistics) -> Iterator[str]:
-    if file.duplicates.count:
-        yield (
-            f"{file.name}: {file.duplicates.text(file.word)} with the same tokens as an earlier one, learned once for each "
-            "copy. Remove them, unless that is intended."
-        )
-    if 0 < file.near_empty.count <= file.samples // 2:  # more of them, and short answers are what the file is about
-        yield (
-            f"{file.name}: {file.near_empty.text(file.word)} with an answer of at most {NEAR_EMPTY} token. Look at them with "
-            "`ft data show`, and remove those whose answer is missing."
-        )
+    yield from advice_on_records(file.name, file.word, file.samples, file.duplicates, file.near_empty)
     if file.targets < LITTLE_LEARNED * file.tokens:
         yield (
             f"{file.name}: only {share(file.targets, file.tokens)} of its tokens are learned. Shorten the prompts, or learn "

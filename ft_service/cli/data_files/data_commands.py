@@ -45,12 +45,13 @@ from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import Conversation
 from ft_service.data.sample_request import MOST_LINES, RecordRange, Role, SamplePage, ShownSample
-from ft_service.data.statistics import Records
+from ft_service.data.statistics import Measure
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
-from ft_service.errors import SpecError
+from ft_service.errors import DataError, SpecError
 from ft_service.host.home import create_home
 from ft_service.local.spec_file import LocalData
+from ft_service.spec import TrainingOptions
 from ft_service.wording import counted
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
@@ -80,22 +81,19 @@ def check(
         raise SpecError(
             "--chat-template: a template is applied with a base's tokenizer. Give --model too.", param="chat_template"
         )
-    records = Records(data.path.name)
-    report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns, note=records.add), data))
-    records.word = report.word
     if model:
         options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
         report = examined(data, model, options, max_length)
-    advice = list(records.advice())
+    else:
+        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
+    messages = list(report.messages(data.path.name, max_length))
     if as_json:
-        print_json({**asdict(report), "warnings": advice})
+        print_json({**asdict(report), "warnings": [message for level, message in messages if level == "warn"]})
         return
     print_text(report.fine_text(data.path.name))
-    for level, message in report.messages(data.path.name, max_length):
+    for level, message in messages:
         if not report.shape or report.shape not in message:
             print_text(message if level == "info" else f"Warning: {message}")
-    for sentence in advice:
-        print_text(f"Warning: {sentence}")
 
 
 @app.command()
@@ -160,16 +158,25 @@ def convert(
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
-    """Return the report of a file with a base's tokenizer. Raises DataError for invalid lines, SpecError, ExaminerLost."""
+    """Return the report of a file with a base's tokenizer, with the copies and empty answers among its samples. Raises
+    DataError for invalid lines, SpecError, ExaminerLost."""
     home = settings_with_models().home
     create_home(home)
     with Examiner(tokens=folder_of(os.environ, home)) as examiner:
         reader = open_data(data.path, data.files, options.columns)
         reader.look()
         pairs = reader.shape.format is not None and reader.shape.format.is_pairs
-        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
+        file = data.ref()
+        request = examiner.request(file, data.path, base_folder(model), max_length, options, pairs=pairs)
         report = examiner.examine(request, lambda progress: print_note(progress.message("training_file")))
-    return refuse_faults(_faults_of(report, data))
+        report = refuse_faults(_faults_of(report, data))
+        measure = Measure(file, None, TrainingOptions(max_length=max_length))
+        try:
+            found = examiner.measure(replace(request, measure=measure)).training
+        except DataError as error:  # the tokens could not be kept, which the report does not need
+            print_note(error.message)
+            return report
+    return replace(report, duplicates=found.duplicates, near_empty=found.near_empty)
 
 
 def write_lines(

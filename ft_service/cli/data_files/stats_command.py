@@ -159,5 +159,5 @@ def _fields(file: FileStatistics) -> list[tuple[str, str | None]]:
 
 
 def _traits(file: FileStatistics) -> list[tuple[str, Any]]:
-    named = {"cut": file.cut, "left out": file.dropped, "the same as others": file.duplicates, "nearly empty": file.near_empty}
-    return list(named.items())
+    named = {"cut": file.cut, "left out": file.dropped, "answers alike": file.alike, "the same as others": file.duplicates}
+    return [*named.items(), ("nearly empty", file.near_empty)]

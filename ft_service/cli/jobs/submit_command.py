@@ -122,11 +122,10 @@ def _check_lines(spec: SpecFile) -> list[str]:
             request = spec.request
             columns = Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement")
             pairs = request.method.type == "dpo"
-            report = check_lines(path, files=data.files, columns=columns, pairs=pairs, note=records.add)
+            report = check_lines(path, files=data.files, columns=columns, pairs=pairs, records=records)
             refs[param] = data.ref()
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
-        records.word = report.word
         if not report.faults_total:
             continue
         text = report.fault_text(path.name, "Nothing was uploaded.")

@@ -58,7 +58,7 @@ _ARGUMENTS = """\
 _OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
 """Patterns of templates that may need these lines. Other templates are not tried: rendering is for conversations, under
 limits."""
-_QUESTION, _ANSWER, _VALUE = "ft_question", "ft_answer", "ft_value"
+_QUESTION, _ANSWER, _VALUE, _NAME = "ft_question", "ft_answer", "ft_value", "ft_participant"
 _USER = {"role": "user", "content": _QUESTION}
 _CHAT = [_USER, {"role": "assistant", "content": _ANSWER}]
 _CALL = {"id": "ftcallone", "type": "function", "function": {"name": "ft_name", "arguments": {"ft_key": _VALUE}}}
@@ -153,6 +153,17 @@ class ChatTemplate:
             {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
             for message in messages
         ]
+
+
+@lru_cache(maxsize=32)
+def writes_name(template: ChatTemplate, role: str) -> bool:
+    """True if a template writes the names of participants of this role; False too for one that refuses the conversation with
+    which it is tried. Renders: call it under limits."""
+    chat = [*([{"role": "system", "content": _QUESTION}] if role == "system" else []), *_CHAT, *_CHAT]
+    named = [{**message, "name": _NAME} if message["role"] == role else message for message in chat]
+    with contextlib.suppress(LineError):
+        return _NAME in template.write(named, None, date.min)
+    return False
 
 
 @lru_cache(maxsize=16)

@@ -21,9 +21,9 @@ if __name__ == "__main__":  # before the slow imports
 import contextlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -50,10 +50,11 @@ from ft_service.data.data_file import (
 from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.reading import DataReader, open_data
 from ft_service.data.line_errors import Fault
+from ft_service.data.sample_kinds import Record, named_roles
 from ft_service.data.sample_request import SamplePage, ShownSample
-from ft_service.data.statistics import DataStatistics
+from ft_service.data.statistics import DataStatistics, Lines
 from ft_service.data.token_folder import NOT_KEPT
-from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.chat_template import ChatTemplate, writes_name
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.sample_limits import GIVE_UP_AFTER, SampleLimits, TimeUp, held_memory, limit_memory
@@ -134,6 +135,20 @@ def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleL
     except (TimeUp, MemoryError) as error:
         limit = limits.time if isinstance(error, TimeUp) else f"{limits.memory} of memory"
         raise SpecError(f"chat_template: reading it takes more than {limit}.", param="chat_template") from None
+
+
+@dataclass
+class NamedRecords:
+    """Records with names of participants."""
+
+    by_role: dict[str, Lines] = field(default_factory=dict)
+
+    def noted(self, records: Iterable[tuple[int, Record | Fault]]) -> Iterator[tuple[int, Record | Fault]]:
+        """The given records, of which those with names are noted."""
+        for number, record in records:
+            for role in () if isinstance(record, Fault) else named_roles(record):
+                self.by_role[role] = self.by_role.get(role, Lines()).with_line(number)
+            yield number, record
 
 
 @dataclass
@@ -222,21 +237,26 @@ class Examination:
         if data.digest() != request.sha256:
             findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
             return findings.report(data.shape)
-        exceeded = 0
+        exceeded, names = 0, NamedRecords()
         found = find(destination.folder, destination.key) if destination is not None else None
         if found is not None:
             data.look()
             findings.examples = len(found.samples) // (2 if request.pairs else 1)
             limit = self._length_limit(data)
             counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, pairs=request.pairs)
+            if request.pairs:
+                counts = replace(counts, alike=Lines.of((np.flatnonzero(found.samples.alike(limit)) + 1).tolist()))
+            unread_names = found.samples.unread_names
             found.entry.close()
         elif destination is None:
-            counts, exceeded = self._tokenize(data, findings, None)
+            counts, exceeded = self._tokenize(data, findings, names, None)
+            unread_names = self._unread(names)
         else:
             with Recording(Cache(destination.folder), destination.key, data.size) as recording:
-                counts, exceeded = self._tokenize(data, findings, recording)
+                counts, exceeded = self._tokenize(data, findings, names, recording)
+                unread_names = self._unread(names)
                 if not findings.faults_total:
-                    recording.publish(dated=writes_date(self.tokenizer))
+                    recording.publish(dated=writes_date(self.tokenizer), unread_names=unread_names)
             destination.error = recording.error
         if counts.cut and request.options.columns.of_prompts and not findings.faults_total:
             text = (
@@ -246,16 +266,39 @@ class Examination:
             findings.fault(Fault(0, "", text))
         if findings.examples and not counts.samples and not findings.faults_total:
             findings.fault(Fault(0, "", nothing_to_learn(request.max_length)))
-        return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
+        elif counts.alike.count and counts.alike.count == counts.pairs and not findings.faults_total:
+            text = (
+                f"in each of its pairs both answers are the same within training.max_length = {request.max_length} tokens, so "
+                "there is nothing to learn. Raise it if the answers differ after that, and else give others"
+            )
+            findings.fault(Fault(0, "", text))
+        report = findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
+        return replace(report, unread_names=unread_names)
 
-    def _tokenize(self, data: DataReader, findings: Findings, recording: Recording | None) -> tuple[Counts, int]:
-        """Counts of all samples, and how many samples exceeded a limit. Faults go into `findings` and end the recording."""
+    def _unread(self, names: NamedRecords) -> dict[str, Lines]:
+        """The records with names that the chat template does not write, by role."""
+        template = ChatTemplate.of(self.tokenizer) if names.by_role else None
+        if template is None:
+            return {}
+        try:
+            with self.limits.rendering(0) if self.limits is not None else contextlib.nullcontext():
+                return {role: names.by_role[role] for role in sorted(names.by_role) if not writes_name(template, role)}
+        except (TimeUp, MemoryError):
+            return {}
+
+    def _tokenize(
+        self, data: DataReader, findings: Findings, names: NamedRecords, recording: Recording | None
+    ) -> tuple[Counts, int]:
+        """Counts of all samples, and how many samples exceeded a limit. Faults go into `findings` and end the recording;
+        records with names go into `names`."""
         pairs, options = self.request.pairs, self.request.options
         exceeded = 0
         lengths, targets = array("i"), array("i")  # 8 bytes a sample
+        alike = Lines()
         samples_per_record: deque[int] = deque()
         with data as reader, contextlib.ExitStack() as stack:
-            source = answers(reader, samples_per_record) if pairs else reader
+            records = names.noted(reader)
+            source = answers(records, samples_per_record) if pairs else records
             samples = stack.enter_context(closing(tokenize(self.tokenizer, source, self.limits, options)))
             for first in samples:
                 of_record = [first, *islice(samples, samples_per_record.popleft() - 1)] if pairs else [first]
@@ -267,14 +310,18 @@ class Examination:
                         recording.stop()
                 else:
                     findings.examples += 1
+                    cut: list[Tokens] = []
                     for sample in of_record:
                         assert isinstance(sample, Tokens)
+                        cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))
-                        targets.append(sample.cut(self._length_limit(data)).target_count)
+                        targets.append(cut[-1].target_count)
                         if recording is not None:
                             recording.add(sample)
+                    if pairs and cut[0].target_count and cut[0].is_same(cut[1]):
+                        alike = alike.with_line(findings.examples)
                 self.progress.update(findings.examples + findings.faults_total, reader)
-        return _counts(lengths, targets, self._length_limit(data), pairs=pairs), exceeded
+        return replace(_counts(lengths, targets, self._length_limit(data), pairs=pairs), alike=alike), exceeded
 
     def _open(self) -> DataReader:
         return open_data(Path(self.request.path), self.request.files, self.request.options.columns)

@@ -37,7 +37,7 @@ from ft_service.data.tokens.answer_markers import (
     UnmarkableError,
     thought_and_answer,
 )
-from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.chat_template import ChatTemplate, writes_name
 from ft_service.errors import SpecError
 from ft_service.spec import TrainOn
 
@@ -71,6 +71,7 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
         full = endings.ended(write(messages), messages[-1])
         return full, [(0, len(full))]
     learned = _learned(sample, options.train_on)
+    _require_unnamed(template, messages, learned)
     return _Answers(write, messages[: learned[-1] + 1], endings).rendered(learned)
 
 
@@ -304,6 +305,17 @@ def _require_tools_in_template(template: ChatTemplate, tools: Sequence[Tool], *,
                 f"the base's chat template has no place for {name}, so they would be left out. Train on a base whose template "
                 "knows tools, or leave the line out",
             )
+
+
+def _require_unnamed(template: ChatTemplate, messages: Sequence[Message], learned: Sequence[int]) -> None:
+    """Raise LineError for a learned answer with a name that the template would write: a prompt asks for an answer without."""
+    named = next((index for index in learned if "name" in messages[index]), None)
+    if named is not None and writes_name(template, "assistant"):
+        raise LineError(
+            f"messages.{named}.name",
+            "is written before the answer by the base's chat template, and the prompt with which the model is asked for an "
+            "answer has no name. Leave it out, or give this message weight 0",
+        )
 
 
 def render_bare(tokenizer: PreTrainedTokenizerBase, record: Text | PromptCompletion, train_on: str) -> tuple[str, list[Span]]:

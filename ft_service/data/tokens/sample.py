@@ -20,6 +20,10 @@ class Tokens:
         """The number of targets that are predicted: the first token has no predecessor."""
         return int(np.count_nonzero(self.targets[1:]))
 
+    def is_same(self, other: Tokens) -> bool:
+        """True if the other sample has the same tokens and the same targets."""
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.targets, other.targets)
+
     def cut(self, max_length: int) -> Tokens:
         """The sample's first tokens."""
         return self if len(self.ids) <= max_length else Tokens(self.ids[:max_length], self.targets[:max_length])

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ import transformers
 
 from ft_service.bases.cache_folder import INDEX, LOCK, Cache, CacheEntry
 from ft_service.data.data_file import PAIRING
+from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of, tokenizer_files
@@ -148,12 +149,12 @@ class Recording:
             except OSError as error:
                 self._failed(error)
 
-    def publish(self, *, dated: bool) -> None:
-        """Make the recorded token set the entry of the key, unless there is one already."""
+    def publish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None) -> None:
+        """Make the recorded token set the entry of the key, unless there is one already. Both are fields of the TokenSet."""
         if self._writer is None or self._staged is None:
             return
         try:
-            self._writer.finish(dated=dated)
+            self._writer.finish(dated=dated, unread_names=unread_names)
             self._close_writer()
         except OSError as error:
             self._failed(error)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import SupportsIndex, overload
 
 import numpy as np
 
+from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import Tokens
 
 
@@ -33,6 +34,8 @@ class TokenSet(Sequence[Tokens]):
     """Digest of all uncut samples (TokensDigest): equal digests mean equal tokens and targets."""
     dated: bool = False
     """The chat template may write the date, so tomorrow's tokens may differ."""
+    unread_names: Mapping[str, Lines] = field(default_factory=dict)
+    """Role → records of the file with names of participants of this role, which the chat template does not write."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:
@@ -78,6 +81,15 @@ class TokenSet(Sequence[Tokens]):
         if pairs:
             kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
         return cut if kept.all() else cut.some(kept)
+
+    def alike(self, max_length: int) -> np.ndarray:
+        """bool [pairs]: whether the two samples of each pair are the same after the cut, and have targets left. Reads only
+        those that are equally long then."""
+        counts, lengths = self.targets_within(max_length).reshape(-1, 2), np.minimum(self.lengths, max_length).reshape(-1, 2)
+        alike = (counts[:, 0] > 0) & (counts[:, 0] == counts[:, 1]) & (lengths[:, 0] == lengths[:, 1])
+        for pair in np.flatnonzero(alike):
+            alike[pair] = self[2 * pair].cut(max_length).is_same(self[2 * pair + 1].cut(max_length))
+        return alike
 
     def targets_within(self, max_length: int) -> np.ndarray:
         """int64 [samples]: the number of targets of each sample after the cut."""

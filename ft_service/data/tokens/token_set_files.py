@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ft_service.bases.cache_folder import INDEX
+from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokensDigest, TokenSet
 
@@ -47,8 +48,10 @@ class TokenSetIndex(BaseModel):
     """Digest of the samples (TokensDigest)."""
     dated: bool
     """The chat template may write the date, so tomorrow's tokens may differ."""
+    unread_names: Mapping[str, Lines] = Field(default_factory=dict)
+    """Those of the TokenSet."""
     seal: str = ""
-    """SHA-256 of all fields above."""
+    """SHA-256 of all fields above; `unread_names` only if there are some, since earlier releases wrote none."""
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})
@@ -64,7 +67,8 @@ class TokenSetIndex(BaseModel):
         return {"ids.bin": tokens, "targets.bin": tokens, "offsets.bin": samples + 1, "target_counts.bin": samples}
 
     def _seal(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
+        left_out = {"seal"} if self.unread_names else {"seal", "unread_names"}
+        return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
 
 
 class TokenSetWriter:
@@ -100,7 +104,7 @@ class TokenSetWriter:
         self._files["offsets.bin"].write(_int64(self._tokens))
         self._files["target_counts.bin"].write(_int64(sample.target_count))
 
-    def finish(self, *, dated: bool) -> None:
+    def finish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None) -> None:
         """Write all samples to the disk and then the index, which makes the folder complete."""
         for file in self._files.values():
             _onto_disk(file)
@@ -110,6 +114,7 @@ class TokenSetWriter:
             largest_id=self._largest,
             digest=self._digest.hexdigest(),
             dated=dated,
+            unread_names=unread_names or {},
         ).sealed()
         with (self._folder / INDEX).open("wb") as file:
             file.write(index.model_dump_json(indent=2).encode() + b"\n")
@@ -139,6 +144,7 @@ def open_token_set(folder: Path) -> TokenSet | None:
         largest_id=index.largest_id,
         digest=index.digest,
         dated=index.dated,
+        unread_names=index.unread_names,
     )
 
 

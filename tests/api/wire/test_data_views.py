@@ -11,7 +11,9 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from ft_service.cli.root_command import app
 from ft_service.control.checks import file_checks
 from ft_service.control.checks.file_checks import FileCheck, FileChecks
 from ft_service.errors import LimitError, UnavailableError
@@ -46,6 +48,17 @@ def test_a_file_is_judged_as_a_job_would_read_it(service: Service) -> None:
     assert "method: {type: dpo}" in check(service, "pairs.jsonl", pairs, method="supervised")["message"]
     wrong = check(service, "cap.csv", capitals, data='{"promt": "Prompt"}')["error"]
     assert (wrong["param"], "promt" in wrong["message"]) == ("promt", True)
+
+
+def test_copies_and_empty_answers_are_told_as_ft_data_check_does(service: Service, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": answer}] for answer in ("4", "4", " ", "5")]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    copies, empty = check(service, path.name, path.read_bytes())["warnings"]
+    assert copies.startswith("a.jsonl: 1 sample (line 2) with the same tokens as an earlier one")
+    assert empty.startswith("a.jsonl: 1 sample (line 3) with an answer of at most 1 token.")
+    printed = CliRunner().invoke(app, ["data", "check", str(path), "--json"], standalone_mode=False)
+    assert json.loads(printed.output)["warnings"] == [copies, empty]
 
 
 def test_a_check_is_of_ones_own_files(service: Service, client: openai.OpenAI) -> None:

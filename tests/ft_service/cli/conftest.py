@@ -35,7 +35,7 @@ class LinesOnly(Examiner):
         asked = request.measure
         assert asked is not None
         records = Records(asked.training_file.name)
-        check_lines(Path(asked.training_file.path), files=asked.training_file.files, note=records.add)
+        check_lines(Path(asked.training_file.path), files=asked.training_file.files, records=records)
         found = without_base(records, None, asked.training)
         return replace(found, training=replace(found.training, tokens=7))
 

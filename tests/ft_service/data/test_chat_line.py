@@ -77,6 +77,17 @@ def test_axolotls_mask_of_a_message_is_its_weight() -> None:
     assert sample == Conversation((USER, ANSWER, USER, ANSWER), (0, 0, 0, 1))
 
 
+def test_participants_may_have_names() -> None:
+    """As in OpenAI's cookbook, whose examples have names of system messages."""
+    named = (
+        {"role": "system", "content": "Be kind.", "name": "example_user"},
+        USER | {"name": "Ann-1.é"},
+        ANSWER | {"name": "b"},
+    )
+    assert parse_line(line(*named)) == Conversation(named, (0, 0, 1))
+    assert parse_line(line(named[0] | {"role": "developer"}, USER, ANSWER)).messages[0] == named[0]
+
+
 def test_fields_that_are_null_in_an_answer_of_openai_count_as_absent() -> None:
     """`completion.choices[0].message.model_dump()` has all of them; so have lines that were written from rows of a table."""
     dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
@@ -167,7 +178,11 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line(USER, calling(r'{"a": "\ud83d"}')), "messages.1.tool_calls.0.function.arguments", "half of a surrogate pair"),
         (line(USER, calling("[]")), "messages.1.tool_calls.0.function.arguments", "must be an object"),
         (line(USER, calling("{}") | {"function_call": {}}), "messages.1.function_call", "keep one"),
-        (line(USER | {"name": "Ann"}, ANSWER), "messages.0.name", "leave it out"),
+        (line(USER | {"name": "Ann Lee"}, ANSWER), "messages.0.name", "not 'Ann Lee'"),
+        (line(USER | {"name": "<|im_end|>"}, ANSWER), "messages.0.name", "none of them white space, <, >"),
+        (line(USER, ANSWER | {"name": ""}), "messages.1.name", "1 to 64 characters"),
+        (line(USER | {"name": "a" * 65}, ANSWER), "messages.0.name", "1 to 64 characters"),
+        (line(USER | {"name": 7}, ANSWER), "messages.0.name", "must be a string"),
         (line(USER | {"mood": "good"}, ANSWER), "messages.0.mood", "is not a known key"),
         (line(USER | {"weight": 1}, ANSWER), "messages.0.weight", "only for assistant"),
         (line(USER, ANSWER | {"weight": 2}), "messages.1.weight", "not 2"),

@@ -59,6 +59,12 @@ def test_only_the_answers_are_learned() -> None:
     assert long.rejected.weights == (0, 0, 0, 1), "what both begin with is the prompt, the assistant's words in it too"
 
 
+def test_participants_may_have_names() -> None:
+    ask, good = ASK | {"name": "Ann"}, GOOD | {"name": "Bot"}
+    assert pair_of(openai([ask], [good], [BAD])).preferred.messages == (ask, good)
+    assert pair_of(trl(chosen=[ask, GOOD], rejected=[ask, BAD])).rejected.messages == (ask, BAD)
+
+
 def test_an_answer_may_call_tools_and_go_on() -> None:
     calling = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     pair = pair_of(openai([ASK], [calling, {"role": "tool", "tool_call_id": "c", "content": "4"}, GOOD], [BAD], tools=[TOOL]))

@@ -43,6 +43,10 @@ def test_a_line_is_a_conversation_to_answer_with_tools_and_an_item() -> None:
     assert (found.tools, found.item) == ((TOOL,), {"a": {"b": [1]}, "text": "x"})
 
 
+def test_participants_may_have_names() -> None:
+    assert parse_prompt({"messages": [USER | {"name": "Ann"}]}).messages == (USER | {"name": "Ann"},)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_every_container_keeps_its_other_columns(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"data.{kind}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.data import statistics
 from ft_service.data.sample_kinds import Text
 from ft_service.data.statistics import (
     Bucket,
@@ -66,6 +67,12 @@ def test_nothing_is_said_where_all_is_well() -> None:
             replace(asked(max_length=128), at_context=True),
             "a.jsonl: 1 sample (line 1) cut, 1,200 tokens lost. The base's context is 128 tokens: shorten or split them, or "
             "take a base with a longer one.",
+        ),
+        (
+            found(like_fine(alike=Lines(1, (8,)))),
+            asked(max_length=128),
+            "a.jsonl: 1 pair (line 8) whose two answers are the same within training.max_length = 128 tokens, so that nothing "
+            "is learned from them. Raise it if the answers differ after that, and else remove them.",
         ),
         (
             found(like_fine(duplicates=Lines(1, (8,)))),
@@ -151,6 +158,15 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
         ("11 to 20", "400", 40),
         ("21 to 30", "0", 0),
     ]
+
+
+def test_contents_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "MOST_COMPARED", 3)
+    records = Records("a.jsonl")
+    for number, text in enumerate("abcdda", 1):
+        records.add(number, Text(text))
+    assert records.count == 6
+    assert records.duplicates == Lines(1, (6,)), "the fourth was not remembered"
 
 
 def test_what_is_told_of_files_without_a_base() -> None:

@@ -35,6 +35,13 @@ def test_both_names_of_the_limit_and_both_forms_of_stop() -> None:
     assert parse_chat_completion(ASKED | {"stop": ["a", "b"]}).order(None)["stop"] == ["a", "b"]
 
 
+def test_messages_keep_the_names_of_participants() -> None:
+    messages = [{"role": "system", "content": "Be kind.", "name": "host"}, {"role": "user", "content": "Hi", "name": "Ann"}]
+    assert parse_chat_completion(ASKED | {"messages": messages}).order(None)["messages"] == messages
+    with pytest.raises(SpecError, match=r"messages\.0\.name: of a participant must be 1 to 64 characters"):
+        parse_chat_completion(ASKED | {"messages": [{"role": "user", "content": "Hi", "name": "Ann Lee"}]}).order(None)
+
+
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}

@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from ft_service.data.statistics import (
     NEAR_EMPTY,
-    SHOWN_LINES,
     Bucket,
     DataStatistics,
     FileStatistics,
@@ -68,6 +67,7 @@ class RecordGroup:
             cut=_lines(numbers, (lengths > max_length).reshape(-1, self.together).any(axis=1)),
             lost_tokens=int((lengths - kept).sum()),
             dropped=_lines(numbers, ~used),
+            alike=_lines(numbers, samples.alike(max_length)) if self.together == 2 else Lines(),
             duplicates=_lines(numbers, again),
             near_empty=_lines(numbers, short),
         )
@@ -137,8 +137,7 @@ def padding(lengths: np.ndarray, options: TrainingOptions) -> float:
 
 def _lines(numbers: np.ndarray, which: ArrayLike) -> Lines:
     """The chosen records. `which`: bool [records]."""
-    chosen = numbers[np.asarray(which)]
-    return Lines(len(chosen), tuple(chosen[:SHOWN_LINES].tolist()))
+    return Lines.of(numbers[np.asarray(which)].tolist())
 
 
 def _ending(samples: TokenSet) -> int:

@@ -10,10 +10,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ft_service.cli.data_files import data_commands
 from ft_service.cli.data_files.data_commands import show_page
 from ft_service.cli.root_command import app
 from ft_service.data.sample_request import SamplePage
 from ft_service.errors import DataError, SpecError
+from ft_service.installation import SAMPLE_MODELS
+
+TEXTS = ("four in all", "four in all", " ", "it is five")
 
 
 def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(tmp_path: Path) -> None:
@@ -69,6 +73,24 @@ def test_a_check_warns_of_copies_and_of_empty_answers(tmp_path: Path) -> None:
     assert empty.startswith("Warning: in.jsonl: 1 sample (line 3) with an answer of at most 1 token.")
     as_json = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl"), "--json"], standalone_mode=False)
     assert [f"Warning: {warning}" for warning in json.loads(as_json.output)["warnings"]] == [copies, empty]
+
+
+def test_with_a_base_a_check_reads_a_file_once_and_warns_by_its_tokens(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_commands, "check_lines", pytest.fail)
+    chats = [[{"role": "user", "content": "2+2?", "name": "Ann"}, {"role": "assistant", "content": text}] for text in TEXTS]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    asked = ["data", "check", str(path), "--model", str(SAMPLE_MODELS / "tiny-llama"), "--json"]
+    done = CliRunner().invoke(app, asked, standalone_mode=False)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    assert report["counts"]["samples"] == 4
+    names, copies, empty = report["warnings"]
+    assert "4 samples (lines 1, 2, 3, 4) with a name in messages of the role user" in names
+    assert copies.startswith("in.jsonl: 1 sample (line 2) with the same tokens as an earlier one")
+    assert empty.startswith("in.jsonl: 1 sample (line 3) with an answer of at most 1 token.")
 
 
 def test_a_record_beyond_any_file_is_refused(tmp_path: Path) -> None:

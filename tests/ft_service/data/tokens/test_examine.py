@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.data_file import SHOWN_FAULTS, Counts, DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner
+from ft_service.data.formats.columns import Columns
+from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.examine import Examination, ProgressReporter
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.token_set_files import open_token_set
@@ -148,6 +151,45 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 10_000, f"{peaks} kB"
 
 
+def in_file(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def warned(report: DataReport, max_length: int = 512) -> list[str]:
+    assert not report.faults
+    return [message for level, message in report.messages("a.jsonl", max_length) if level == "warn"]
+
+
+def test_names_that_the_template_does_not_write_are_told_with_their_lines(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    ann, bot = user | {"name": "Ann"}, answer | {"name": "Bot"}
+    path = in_file(tmp_path / "a.jsonl", *({"messages": both} for both in ([ann, answer], [user, answer], [ann, bot])))
+    expected = [
+        f"a.jsonl: {lines} with a name in messages of the role {role}. The base's chat template does not write it, so it has "
+        "no effect: write it into the content, or leave it out."
+        for role, lines in {"assistant": "1 sample (line 3)", "user": "2 samples (lines 1, 3)"}.items()
+    ]
+    assert warned(found_in(tokenizer, path)) == expected
+    pairs = in_file(tmp_path / "p.jsonl", *({"prompt": [who], "chosen": [bot], "rejected": "c"} for who in (ann, user, ann)))
+    assert warned(found_in(tokenizer, pairs, pairs=True))[1] == expected[1]
+    naming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    naming.chat_template = str(tokenizer.chat_template).replace("m.role", "m.name or m.role")
+    assert naming.chat_template != tokenizer.chat_template
+    path = in_file(path, {"messages": [ann, answer]})
+    assert warned(found_in(naming, path)) == []
+
+
+def test_names_without_effect_in_prompts_to_grade_are_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = in_file(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "a", "name": "Ann"}]})
+    options = TokenOptions(columns=Columns(of_prompts=True))
+    request = ExamineRequest(str(path), sha256_of(path), "", "", 512, options=options)
+    (sentence,) = warned(Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report())
+    assert "1 sample (line 1) with a name" in sentence
+
+
 def pair(question: str, preferred: str, other: str) -> str:
     return json.dumps({"prompt": question, "chosen": preferred, "rejected": other}) + "\n"
 
@@ -170,6 +212,30 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
     told = [message for _, message in DataReport(3, [], 0, counts).messages("p.jsonl", 40)]
     assert told[0].startswith(f"p.jsonl: {CHUNK_SAMPLES + 1:,} pairs of answers of ")
     assert told[2].startswith("p.jsonl: 1 pair is left out")
+
+
+def test_pairs_whose_answers_are_alike_after_the_cut_are_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Their loss is ln 2 whatever is learned, and has no gradient."""
+    path = tmp_path / "pairs.jsonl"
+    late, other = pair("a", "b" * 100 + "c", "b" * 100 + "d"), pair("a", "b", "c")
+    path.write_text(other + late + pair("a" * 100, "b", "c") + late)
+    report = found_in(tokenizer, path, 60, pairs=True)
+    assert report.counts is not None
+    assert (report.counts.pairs, report.counts.dropped, report.counts.alike) == (3, 1, Lines(2, (2, 4)))
+    assert warned(report, 60)[1] == (
+        "a.jsonl: 2 pairs (lines 2, 4) whose two answers are the same within training.max_length = 60 tokens, so that nothing "
+        "is learned from them. Raise it if the answers differ after that, and else remove them."
+    )
+    whole = found_in(tokenizer, path, 200, pairs=True).counts
+    assert whole is not None
+    assert whole.alike == Lines()
+    path.write_text(late * 3)
+    error = found_in(tokenizer, path, 60, pairs=True).error("training_file", "a.jsonl")
+    assert error is not None
+    assert error.message == (
+        "a.jsonl: in each of its pairs both answers are the same within training.max_length = 60 tokens, so there is nothing "
+        "to learn. Raise it if the answers differ after that, and else give others."
+    )
 
 
 def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner
+from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of, remove_entries
 from ft_service.data.tokens.examine import Examination, ProgressReporter, TokenDestination
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key
@@ -95,6 +97,24 @@ def test_the_same_is_reported_without_a_tokenizer(
     assert examined(None, file, max_length, tmp_path / "tokens") == examined(tokenizer, file, max_length, None)
 
 
+@pytest.mark.parametrize("max_length", [40, 200])
+def test_the_same_is_reported_of_pairs(max_length: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path, folder = tmp_path / "pairs.jsonl", tmp_path / "tokens"
+    answers = [("b", "c"), ("b" * 100 + "c", "b" * 100 + "d"), (" b", "b "), ("b" * 99, "c" * 99)]
+    path.write_text("".join(json.dumps({"prompt": "a", "chosen": one, "rejected": two}) + "\n" for one, two in answers))
+    request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=True)
+    trimming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    trimming.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
+    tokenizers: tuple[Any, ...] = (trimming, None)
+    first, again = (
+        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(TokenDestination(folder, KEY))
+        for of in tokenizers
+    )
+    assert again == first
+    assert first.counts is not None
+    assert first.counts.alike == (Lines(2, (2, 3)) if max_length == 40 else Lines(1, (3,)))
+
+
 def test_nothing_is_kept_of_a_file_with_a_fault(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
     with Path(file.path).open("a") as lines:
         lines.write("{}\n")
@@ -116,6 +136,28 @@ def test_a_date_in_the_template_is_noted(base: Path, file: DataFileRef, tmp_path
     dated.chat_template = "{{ strftime_now('%Y') }}" + str(dated.chat_template)
     examined(dated, file, 50, tmp_path / "tokens")
     assert kept(tmp_path / "tokens").dated
+
+
+def test_names_without_effect_are_kept_with_the_tokens(
+    tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
+    messages = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
+    path = Path(file.path)
+    path.write_text(chat("a", "b") + json.dumps({"messages": messages}) + "\n")
+    file = file.model_copy(update={"sha256": sha256_of(path)})
+    first = examined(tokenizer, file, 50, tmp_path / "tokens")
+    assert first.unread_names == {"user": Lines(1, (2,))}
+    assert examined(None, file, 50, tmp_path / "tokens") == first
+
+
+def test_an_index_of_an_earlier_release_is_read(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
+    """Its seal is of the fields that there were."""
+    examined(tokenizer, file, 50, tmp_path / "tokens")
+    path = tmp_path / "tokens" / KEY / "index.json"
+    fields = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("seal", "unread_names")}
+    seal = hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps({**fields, "seal": seal}))
+    assert len(kept(tmp_path / "tokens")) == LINES
 
 
 def truncate(entry: Path) -> None:

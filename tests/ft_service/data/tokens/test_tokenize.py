@@ -22,6 +22,12 @@ from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
 from tests.support.training.models import save_tokenizer
 
+NAMING = (
+    "{% for m in messages %}<|im_start|>{{ m.name or m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that writes the names of participants, as Kimi K2's does."""
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
@@ -189,6 +195,27 @@ def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTra
     assert isinstance(tokens, Tokens)
     assert decoded(knowing, tokens.ids).startswith("<tool>add</tool><|im_start|>user\nsum?")
     assert tokenizer.decode(tokens.ids[tokens.targets]) == '<call>add {"a": 2}</call><|im_end|>It is four.<|im_end|>'
+
+
+def test_a_name_is_what_the_template_makes_of_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    ann, bot = say("user", "hi", name="Ann"), say("assistant", "ho", name="Bot")
+    assert learned(tokenizer, ann, bot)[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>"
+    naming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    naming.chat_template = NAMING
+    text, target = learned(naming, ann, bot | {"weight": 0}, ann, say("assistant", "ho"))
+    first = "<|im_start|>Ann\nhi<|im_end|>\n<|im_start|>"
+    assert text == f"{first}Bot\nho<|im_end|>\n{first}assistant\nho<|im_end|>"
+    assert target == "ho<|im_end|>"
+
+
+@pytest.mark.parametrize("after", [(), (say("user", "hi"), say("assistant", "ho"))])
+def test_a_name_that_no_prompt_has_is_refused_before_an_answer(tokenizer: PreTrainedTokenizerFast, after: Any) -> None:
+    """The model would learn to write it behind the role with which it is asked, or never see its own answers."""
+    naming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    naming.chat_template = NAMING
+    messages = [say("user", "hi"), say("assistant", "ho", name="Bot"), *after]
+    fault = fault_of(naming, 3, parse_line(json.dumps({"messages": messages})))
+    assert (fault.field, "is written before the answer" in fault.reason) == ("messages.1.name", True), fault
 
 
 def test_a_base_that_is_gone_is_told_as_that(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_the_numbers_of_a_file() -> None:
     assert sum(bucket.samples for bucket in found.histogram) == 6
 
 
+def test_pairs_whose_answers_are_alike_after_the_cut() -> None:
+    late = [chat([1], [2] * 7 + [3]), chat([1], [2] * 7 + [4, 5])]
+    pairs = part([*late, chat([1], [2]), chat([1], [3]), *late], pairs=True)
+    assert measure(asked(max_length=8), pairs, None).training.alike == Lines(2, (1, 3))
+    assert measure(asked(max_length=9), pairs, None).training.alike == Lines()
+
+
 def test_steps_and_tokens_over_all_of_training() -> None:
     found = measure(asked(max_length=20, batch_size=4, n_epochs=3), part(FEW), None)
     assert (found.steps, found.trained_tokens) == (3 * 2, 3 * 41)

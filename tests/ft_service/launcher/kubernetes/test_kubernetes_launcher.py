@@ -281,9 +281,7 @@ def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts,
     attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
     attempt.start()
     attempt.wait_noted()
-    cluster.http.delete(
-        f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs/{attempt.name}", params={"propagationPolicy": "Background"}
-    )
+    cluster.delete_job(attempt.name)
     attempt.wait_gone()
     assert attempt.seen() == Ended(None)
 
@@ -462,6 +460,8 @@ def test_a_job_that_nodes_evict_before_each_checkpoint_is_tried_less_and_less_of
         "what its user resumes waits for no delay"
     )
     wait_for(lambda: reconciler.step() and get(store, job_id).state is State.SUCCEEDED, SECONDS)
+    for number in range(1, 6):
+        cluster.delete_job(object_name(job_id, number))
     reconciler.close()
     store.close()
 
@@ -514,10 +514,7 @@ def test_places_for_some_of_the_pods_are_given_back_and_cost_nothing(
     assert given_back[0].startswith("Only 1 of the attempt's 2 pods")
     assert len([message for message in told if message.startswith("The cluster refuses pods")]) <= get(store).attempt
     assert not cluster.kubelet.alive()
-    cluster.http.delete(
-        f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs/{object_name(job.id, get(store).attempt)}",
-        params={"propagationPolicy": "Background"},
-    )
+    cluster.delete_job(object_name(job.id, get(store).attempt))
     reconciler.close()
     store.close()
 

@@ -210,7 +210,7 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
 
 
 def _after_stop(job: Job, seen: Ended, now: float) -> Become:
-    """The job after an attempt that stopped without failing; if the attempt got no place, the job waits and says why."""
+    """The job after an attempt that stopped without failing; if its place ended it in vain, the job waits and says why."""
     rest, message = _at_rest(job), seen.exit.message if seen.exit else None
     if job.halt is Halt.PREEMPTED and rest.state is State.QUEUED:
         rest = replace(rest, reason=Reason.PREEMPTED)

@@ -212,7 +212,7 @@ class Ended:
     checkpoint_step: int = -1
     """Step of the newest complete checkpoint of the job; -1: none."""
     delay_seconds: float = 0.0
-    """Seconds to wait before the next attempt, after one that was stopped because it got no place."""
+    """Seconds to wait before the next attempt, after one that its place stopped before it brought the job on."""
     fault_group: str | None = None
     """Fault group of the job from now on, since its engine was lost; None: unchanged."""
 

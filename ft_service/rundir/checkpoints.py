@@ -31,6 +31,11 @@ def step_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
+def attempt_of(name: str) -> int:
+    """Return the number of the attempt that wrote a checkpoint, by its name."""
+    return int(name.split("-a")[1])
+
+
 def checkpoint_key(name: str) -> str:
     """Return the key of a checkpoint's folder."""
     return f"{CHECKPOINTS}/{name}"

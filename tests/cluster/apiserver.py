@@ -34,6 +34,8 @@ KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("role
 KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
 COUNTED = {"pods": ("pods", "pods"), "jobs": ("jobs.batch", "count/jobs.batch"), "services": ("services", "services")}
 """What quotas may limit the number of: as errors call it, and as quotas do."""
+TERMINAL = ("Succeeded", "Failed")
+"""Phases of pods that have ended."""
 _WITH_STATUS = frozenset({"jobs", "pods", "nodes"})
 """Kinds whose status is written at `…/status`, and nowhere else."""
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds")
@@ -129,10 +131,11 @@ class State:
             body.setdefault("spec", {}).setdefault("taints", []).append(dict(NEW_NODE))
 
     def _charge(self, plural: str, namespace: str, body: Object) -> None:
-        """To quotas of numbers of objects."""
+        """To quotas of numbers of objects, of which pods that have ended are none."""
         resource, counted = COUNTED[plural]
         for quota in self.list("resourcequotas", namespace):
-            used, hard = len(self.list(plural, namespace)), quota["spec"]["hard"].get(counted)
+            there = [item for item in self.list(plural, namespace) if item["status"].get("phase") not in TERMINAL]
+            used, hard = len(there), quota["spec"]["hard"].get(counted)
             if hard is not None and used >= int(hard):
                 counts = f"requested: {counted}=1, used: {counted}={used}, limited: {counted}={hard}"
                 text = f"exceeded quota: {quota['metadata']['name']}, {counts}"
@@ -182,7 +185,7 @@ class State:
         """Seconds that a pod is given; 0 where no node must say that nothing of it runs any more."""
         if key[0] == "namespaces":
             return 1 if any(namespace == key[2] for _, namespace, _ in self.objects) else 0
-        if key[0] != "pods" or not there["spec"].get("nodeName") or there["status"].get("phase") in ("Succeeded", "Failed"):
+        if key[0] != "pods" or not there["spec"].get("nodeName") or there["status"].get("phase") in TERMINAL:
             return 0
         return there["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
 

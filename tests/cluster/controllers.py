@@ -9,12 +9,11 @@ import time
 import uuid
 from contextlib import suppress
 
-from tests.cluster.apiserver import TRACKING, Key, Object, Refused, State, merge, now
+from tests.cluster.apiserver import TERMINAL, TRACKING, Key, Object, Refused, State, merge, now
 from tests.cluster.kueue import Kueue
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 JOB_NAME = "batch.kubernetes.io/job-name"
-TERMINAL = ("Succeeded", "Failed")
 
 
 class Controllers:

@@ -90,6 +90,12 @@ class HarnessCluster:
         path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}"
         self.http.patch(path, json=body, headers={"Content-Type": "application/merge-patch+json"}).raise_for_status()
 
+    def delete_job(self, name: str) -> None:
+        """A Job, unless it is gone, and sooner or later what it owns."""
+        path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}"
+        answer = self.http.delete(path, params={"propagationPolicy": "Background"})
+        assert answer.is_success or answer.status_code == 404, answer.text
+
     @contextmanager
     def quota_used_up(self, counted: str = "pods", *, room: int = 0) -> Iterator[None]:
         """No more than `room` of this kind can be created meanwhile."""

@@ -93,6 +93,13 @@ def test_pods_that_are_refused_are_told_at_their_job(jobs: Jobs, cluster: Harnes
         assert jobs.pods(name) == []
 
 
+def test_pods_that_have_ended_use_up_no_quota(jobs: Jobs, cluster: HarnessCluster) -> None:
+    jobs.wait_for(jobs.create("true"), "Complete")
+    running = sum(pod["status"]["phase"] not in ("Succeeded", "Failed") for pod in cluster.items("pods"))
+    with cluster.quota_used_up(room=running + 1):
+        jobs.wait_for(jobs.create("true", completions=1, parallelism=1), "Complete")
+
+
 def test_a_pod_stays_until_its_node_and_its_job_have_let_it_go(jobs: Jobs, cluster: HarnessCluster) -> None:
     """Deleted, and deleted by force: while its node says nothing it counts as alive, for the Job and for us."""
     name = jobs.create("exec sleep 60")

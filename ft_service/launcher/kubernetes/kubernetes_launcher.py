@@ -37,13 +37,13 @@ from ft_service.launcher.kubernetes.manifests import (
     object_name,
     owned_manifests,
 )
-from ft_service.launcher.kubernetes.placement import Placements
+from ft_service.launcher.kubernetes.placement import Placements, was_in_vain
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile
 from ft_service.launcher.kubernetes.volumes import VisibleFiles, visible_reads, visible_to_engine
 from ft_service.launcher.liveness import EventAge, Outage
 from ft_service.launcher.protocol import LaunchError, ListedAttempt
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.checkpoints import newest_step
+from ft_service.rundir.checkpoints import complete_checkpoints, newest_step
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched
 from ft_service.spec import JobSpec
 from ft_service.supervisor.attempt_outcome import exit_of, killed_exit, recorded_exit
@@ -318,7 +318,6 @@ class KubernetesLauncher:
                 self._try_to_delete(attempt)
             return replace(running, note=status.disruption(seen.pods), admitted=running.reported)
         if seen.job is None or running.reported:
-            self._placements.settled(attempt.job_id)
             return replace(running, note=_disruption(seen))
         waiting = status.without_kueue(seen.job) if seen.lacks_kueue else None
         waiting = waiting or status.waiting(seen.job, seen.pods, seen.warnings, seen.workload)
@@ -393,10 +392,12 @@ class KubernetesLauncher:
         return self._over(attempt, ended)
 
     def _over(self, attempt: Attempt, ended: Exit | None) -> Ended:
-        if ended is not None and ended.reason is ExitReason.STOPPED and not attempt.has_segment(0):  # it had no place
-            return Ended(ended, newest_step(attempt.run), self._placements.put_off(attempt.job_id, attempt.number))
+        step, reason = newest_step(attempt.run), None if ended is None else ended.reason
+        asked = attempt.run.readable(attempt.keys.control, Control)
+        if was_in_vain(attempt.number, reason, asked, complete_checkpoints(attempt.run)):
+            return Ended(ended, step, self._placements.put_off(attempt.job_id, attempt.number))
         self._placements.settled(attempt.job_id)
-        return Ended(ended, newest_step(attempt.run))
+        return Ended(ended, step)
 
     def _try_to_delete(self, attempt: Attempt) -> None:
         try:

@@ -1,4 +1,5 @@
-"""Time limits of attempts for which only some pods have a node, and delays before their next attempt.
+"""Time limits of attempts for which only some pods have a node, and delays before the next attempt of a job whose attempts the
+cluster ends before they bring it on.
 
 Kept in memory: after a restart of the service the times begin again.
 """
@@ -6,16 +7,31 @@ Kept in memory: after a restart of the service the times begin again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ft_service.launcher.kubernetes.status import PodWait
+from ft_service.rundir.checkpoints import attempt_of
+from ft_service.rundir.documents import Control, Desired, ExitReason
 
 RETRY_SECONDS = 15.0
-"""Seconds until the next attempt of a job that got no place; doubled each time in a row, up to MAX_RETRY_SECONDS."""
+"""Seconds until the next attempt after one that was in vain; doubled each time in a row, up to MAX_RETRY_SECONDS."""
 MAX_RETRY_SECONDS = 600.0
 QUIET_SECONDS = 30.0
 """Seconds within which a cluster usually reports that it cannot place pods."""
 SILENT = PodWait("The cluster has not given all pods a node yet, and does not say why.", admitted=False)
+
+
+def was_in_vain(number: int, reason: ExitReason | None, asked: Control | None, checkpoints: Iterable[str]) -> bool:
+    """Return whether the cluster ended attempt `number` before it brought its job on: it got no place, or lost it before it
+    wrote a checkpoint. The next one may end alike, such as on nodes that are short of memory. Pure.
+
+    `reason`: None: there is no exit record. `asked`: the last request to the attempt; None: none. What a user or the service
+    itself asked to stop, or to go on after all, is not the cluster's doing; the launcher cancels what it gives back.
+    `checkpoints`: names of the job's complete ones.
+    """
+    if reason is not ExitReason.STOPPED or (asked is not None and asked.desired is not Desired.CANCEL):
+        return False
+    return all(attempt_of(name) != number for name in checkpoints)
 
 
 class Placements:
@@ -58,12 +74,12 @@ class Placements:
         self._partial_since.pop(name, None)
 
     def put_off(self, job_id: str, attempt: int) -> float:
-        """Return the seconds until the next attempt of a job that got no place; the same when repeated for one attempt."""
+        """Return the seconds until the next attempt of a job, after one that was in vain; the same when repeated for it."""
         before, delay = self._put_off.get(job_id, (0, RETRY_SECONDS / 2))
         if before != attempt:
             self._put_off[job_id] = attempt, min(2 * delay, MAX_RETRY_SECONDS)
         return self._put_off[job_id][1]
 
     def settled(self, job_id: str) -> None:
-        """Reset a job's delay: its newest attempt got its place."""
+        """Reset a job's delay: its newest attempt was not in vain."""
         self._put_off.pop(job_id, None)

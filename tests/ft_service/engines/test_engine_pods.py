@@ -245,6 +245,5 @@ def nothing_runs_on(cluster: HarnessCluster) -> Iterator[None]:
     """Between two tests, which use the same names."""
     yield
     for item in cluster.items("jobs"):
-        path = f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs/{item['metadata']['name']}"
-        cluster.http.request("DELETE", path, params={"propagationPolicy": "Background"})
+        cluster.delete_job(item["metadata"]["name"])
     wait_for(lambda: not cluster.items("pods") and not cluster.items("jobs"), SECONDS)

@@ -29,6 +29,7 @@ from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE
 from tests.cluster.kueue import Kueue
 from tests.support.attempts import wait_for
+from tests.support.databases import set_clock
 from tests.support.pods import SECONDS, Attempts, profile_for
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store
 
@@ -116,7 +117,7 @@ def test_an_eviction_is_an_agreed_stop(attempts: Attempts, cluster: HarnessClust
     attempt.wait_reported()
     cluster.evict(attempt.pod(1))
     ended = attempt.wait_ended()
-    assert (reason_of(ended), ended.checkpoint_step) == ("stopped", 3)
+    assert (reason_of(ended), ended.checkpoint_step, ended.delay_seconds) == ("stopped", 3, 0)
 
 
 def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
@@ -185,7 +186,8 @@ def test_a_pause_before_the_start_takes_the_job_away(attempts: Attempts) -> None
     attempt.wait_noted()
     attempt.launcher.signal(attempt.handle, Control(generation=2, desired=Desired.PAUSE))
     attempt.wait_gone()
-    assert reason_of(attempt.wait_ended()) == "stopped"
+    ended = attempt.wait_ended()
+    assert (reason_of(ended), ended.delay_seconds) == ("stopped", 0), "resumed, it is tried at once"
 
 
 def test_a_cancelled_attempt_that_does_not_end_in_its_time_is_ended(
@@ -279,9 +281,7 @@ def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts,
     attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
     attempt.start()
     attempt.wait_noted()
-    cluster.http.delete(
-        f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs/{attempt.name}", params={"propagationPolicy": "Background"}
-    )
+    cluster.delete_job(attempt.name)
     attempt.wait_gone()
     assert attempt.seen() == Ended(None)
 
@@ -426,6 +426,46 @@ def data_file(home: Path) -> DataFileRef:
     return DataFileRef(name="train.jsonl", path=str(path), sha256="0")
 
 
+def test_a_job_that_nodes_evict_before_each_checkpoint_is_tried_less_and_less_often(
+    cluster: HarnessCluster, tmp_path: Path
+) -> None:
+    """As one that makes its nodes short of memory: tried at once it would train in vain for ever, and disturb its neighbours.
+    With a new checkpoint it goes on at once."""
+    vain, useful = "event,hang", "event,checkpoint=4,hang"
+    script = "/".join((vain, vain, useful, vain, "succeed"))
+    store = new_store(tmp_path)
+    launcher = cluster.launcher(profile_for(tmp_path, script, node_selector=cluster.node_selector), tmp_path)
+    job_id = add_job(store, "ftjob-evicted", training_data=data_file(tmp_path)).id
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    for number, seconds in enumerate((15, 30, None, 15), 1):
+        wait_for(lambda: reconciler.step() and get(store, job_id).phase is Phase.TRAINING, SECONDS)
+        pod = wait_for(lambda: cluster.pod(object_name(job_id, number), 0), SECONDS)  # noqa: B023
+        if seconds is None:
+            wait_for(lambda: list(tmp_path.glob(f"runs/{job_id}/checkpoints/*/COMPLETE")), SECONDS)
+        cluster.kubelet.evict_under_pressure(pod)
+        wait_for(lambda: reconciler.step() and get(store, job_id).state is State.QUEUED, SECONDS)
+        waiting = get(store, job_id)
+        assert (waiting.attempt, waiting.failures) == (number, 0)
+        if seconds is None:
+            assert (waiting.pending, waiting.not_before <= store.now()) == (None, True)
+            continue
+        taken = f"pod {pod} is taken away (TerminationByKubelet): The node was low on resource: memory."
+        assert waiting.pending == f"{taken} The next attempt is made in {seconds} seconds."
+        assert waiting.pending in messages(store, job_id)
+        assert waiting.not_before > store.now()
+        set_clock(store, 1000.0 * number)
+    store.jobs.request(PROJECT, job_id, Verb.PAUSE)
+    store.jobs.request(PROJECT, job_id, Verb.RESUME)
+    assert (get(store, job_id).pending, get(store, job_id).not_before) == (None, 0.0), (
+        "what its user resumes waits for no delay"
+    )
+    wait_for(lambda: reconciler.step() and get(store, job_id).state is State.SUCCEEDED, SECONDS)
+    for number in range(1, 6):
+        cluster.delete_job(object_name(job_id, number))
+    reconciler.close()
+    store.close()
+
+
 def test_a_job_that_waits_for_a_quota_on_jobs_is_no_failure(cluster: HarnessCluster, tmp_path: Path) -> None:
     store = new_store(tmp_path)
     launcher = cluster.launcher(profile_for(tmp_path, "succeed", node_selector=cluster.node_selector), tmp_path)
@@ -474,10 +514,7 @@ def test_places_for_some_of_the_pods_are_given_back_and_cost_nothing(
     assert given_back[0].startswith("Only 1 of the attempt's 2 pods")
     assert len([message for message in told if message.startswith("The cluster refuses pods")]) <= get(store).attempt
     assert not cluster.kubelet.alive()
-    cluster.http.delete(
-        f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs/{object_name(job.id, get(store).attempt)}",
-        params={"propagationPolicy": "Background"},
-    )
+    cluster.delete_job(object_name(job.id, get(store).attempt))
     reconciler.close()
     store.close()
 

@@ -1,7 +1,18 @@
 from __future__ import annotations
 
-from ft_service.launcher.kubernetes.placement import MAX_RETRY_SECONDS, QUIET_SECONDS, RETRY_SECONDS, SILENT, Placements
+import pytest
+
+from ft_service.launcher.kubernetes.placement import (
+    MAX_RETRY_SECONDS,
+    QUIET_SECONDS,
+    RETRY_SECONDS,
+    SILENT,
+    Placements,
+    was_in_vain,
+)
 from ft_service.launcher.kubernetes.status import PodWait
+from ft_service.rundir.checkpoints import checkpoint_name
+from ft_service.rundir.documents import Control, Desired, ExitReason
 
 NO_ROOM = PodWait("no room", admitted=False)
 
@@ -52,3 +63,24 @@ def test_each_try_in_a_row_comes_later() -> None:
     assert delays[::2] == [min(RETRY_SECONDS * 2**n, MAX_RETRY_SECONDS) for n in range(9)]
     placements.settled("ftjob-1")
     assert placements.put_off("ftjob-1", 10) == RETRY_SECONDS
+
+
+@pytest.mark.parametrize("reason", [None, *ExitReason])
+def test_only_an_attempt_that_was_stopped_can_be_in_vain(reason: ExitReason | None) -> None:
+    """Failures are counted, and have pauses of their own."""
+    assert was_in_vain(1, reason, None, []) is (reason is ExitReason.STOPPED)
+
+
+@pytest.mark.parametrize(
+    ("number", "written_by", "vain"),
+    [(1, [], True), (1, [1], False), (2, [1], True), (2, [1, 2], False), (12, [1, 2], True), (2, [12], True)],
+)
+def test_only_a_checkpoint_of_its_own_brings_a_job_on(number: int, written_by: list[int], vain: bool) -> None:
+    checkpoints = [checkpoint_name(10 * (index + 1), attempt) for index, attempt in enumerate(written_by)]
+    assert was_in_vain(number, ExitReason.STOPPED, None, checkpoints) is vain
+
+
+@pytest.mark.parametrize(("desired", "vain"), [(Desired.PAUSE, False), (Desired.RUN, False), (Desired.CANCEL, True)])
+def test_what_was_asked_to_stop_is_not_put_off(desired: Desired, vain: bool) -> None:
+    """RUN: it was paused, and resumed before it had ended. CANCEL: its places were given back."""
+    assert was_in_vain(1, ExitReason.STOPPED, Control(generation=2, desired=desired), []) is vain

@@ -75,9 +75,9 @@ def test_pieces_may_end_anywhere(
 
 
 def test_columns_of_no_use_are_left_out_and_named(tmp_path: Path) -> None:
-    row = {"id": 7, "text": "Once.", "source": "a"}
+    rows = [{"id": "7", "text": text, "source": "a"} for text in ("Once.", "Twice.")]
     for make in (lines, in_parquet, in_csv):
-        report = check_lines(write(tmp_path, make([{name: str(value) for name, value in row.items()}] * 2)))
+        report = check_lines(write(tmp_path, make(rows)))
         assert (report.examples, report.unused) == (2, ("id", "source"))
     told = [message for _, message in report.messages("a.csv", 8)]
     assert told == ["a.csv: plain text (text) in CSV.", "a.csv: 2 columns are not of this format, and left out: id, source."]

@@ -63,9 +63,11 @@ from workers.model.compiling import compile_layers
 from workers.model.probes import Probed
 from workers.model.whole_modules import EmbeddedRows
 from workers.output import checkpoint
+from workers.output.checkpoint_pruning import remove_unfinished
 from workers.output.checkpoint_saver import WITH_ADAPTERS, Saver
 from workers.output.event_files import FOLDER, EventFile
 from workers.output.outcome import Measured, publish, use_best
+from workers.output.publishing import remove_left_folders
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
 from workers.quant import fp8_products, nf4
@@ -420,9 +422,16 @@ def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
         reporter.warn(f"Checkpoint {name} is damaged ({'; '.join(faults)}) and not used: training begins with {begins}.")
 
 
+def _remove_unfinished(runtime: Runtime) -> None:
+    """Remove what earlier attempts were killed at writing."""
+    remove_unfinished(runtime.run, runtime.fence)
+    remove_left_folders(runtime.run.path("adapter"), runtime.fence)
+
+
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: int | None) -> None:
     """Begin, or continue from the attempt's checkpoint. `total_steps`: None: the job's client decides."""
     by_first(lambda: _set_damaged_aside(runtime, reporter))
+    by_first(lambda: _remove_unfinished(runtime))
     where = f"on {counted(runtime.world, 'rank')} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
         which = "as its client says" if total_steps is None else counted(total_steps, "step")

@@ -2,8 +2,9 @@
 
 OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat if that
 count is above 0 and the same object was created in the same project a short while ago; a deliberate second request has a count
-of 0. With `Idempotency-Key`, the id of the job or sweep is derived from the key, so that the database admits only one. Both
-work across restarts.
+of 0. With `Idempotency-Key`, the id of the job, sweep or upload is derived from the key, so that the database admits only one.
+The bytes of files and parts are on the disk under their ids, where two tries would write over each other's: their ids are
+drawn, and the digest of the key is stored beside them, once. All of it works across restarts.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from ft_service.control.sweep_admission import PREFIX
+from fastapi import Request
+
+from api.http.gone_clients import refuse_without_client
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job
-from ft_service.store.records import File, Principal, Sweep, UploadPart
+from ft_service.store.records import File, Principal, Sweep, Upload, UploadPart
 from ft_service.store.sql import Store
 
-Created = TypeVar("Created", Job, Sweep)
+Created = TypeVar("Created", Job, Sweep, File, Upload, UploadPart)
+Requested = TypeVar("Requested", Job, Sweep)
 
 WINDOW_SECONDS = 40 * 60
 """The client gives up after three tries of ten minutes each and the waits between them."""
 _NEWEST = 100
 """Newest rows that are compared."""
+_HEADER = "Idempotency-Key"
 _MAX_KEY = 255
 
 
@@ -43,19 +48,32 @@ def once(earlier: Callable[[], Created | None], create: Callable[[], Created]) -
         return created, False
 
 
-def keyed_job_id(key: str | None, principal: Principal) -> str | None:
-    """Return the job id of an `Idempotency-Key`; None without one. Raises SpecError if the key is too long."""
+def last_look(request: Request, earlier: Callable[[], Created | None]) -> Callable[[], None]:
+    """Return a check for the moment before `create` stores its object, which may be long after the request came. It raises
+    ConflictError if another try of the request was faster, HTTPException if the client is gone, whose next try may be."""
+
+    def look() -> None:
+        refuse_without_client(request)
+        if earlier() is not None:
+            raise ConflictError("Another try of this request was faster.")
+
+    return look
+
+
+def key_digest(key: str | None, *owners: str) -> str | None:
+    """Return the digest of an `Idempotency-Key`; None without one. `owners`: ids of what a key is unique in, the project's
+    first. Raises SpecError if the key is too long."""
     if not key:
         return None
     if len(key) > _MAX_KEY:
-        raise SpecError(f"Idempotency-Key: longer than {_MAX_KEY} characters.", param="Idempotency-Key")
-    return "ftjob-" + hashlib.sha256(f"{principal.project_id}\n{key}".encode()).hexdigest()[:24]
+        raise SpecError(f"{_HEADER}: longer than {_MAX_KEY} characters.", param=_HEADER)
+    return hashlib.sha256("\n".join((*owners, key)).encode()).hexdigest()
 
 
-def keyed_sweep_id(key: str | None, principal: Principal) -> str | None:
-    """Return the sweep id of an `Idempotency-Key`, as `keyed_job_id`."""
-    job_id = keyed_job_id(key, principal)
-    return job_id and job_id.replace("ftjob-", PREFIX)
+def keyed_id(prefix: str, key: str | None, principal: Principal) -> str | None:
+    """Return the id of what a request with an `Idempotency-Key` creates; None without one. Raises SpecError as `key_digest`."""
+    digest = key_digest(key, principal.project_id)
+    return digest and prefix + digest[:24]
 
 
 def earlier_job(store: Store, principal: Principal, job_id: str | None, headers: Mapping[str, str], body: Any) -> Job | None:
@@ -64,7 +82,7 @@ def earlier_job(store: Store, principal: Principal, job_id: str | None, headers:
     Raises SpecError if the key was used for another body.
     """
     if job_id is not None:
-        return _of_key("job", lambda: store.jobs.get_job(principal.project_id, job_id), body)
+        return _of_key("job", _found(store.jobs.get_job, principal.project_id, job_id), lambda job: job.request == body)
     if not is_retry(headers):
         return None
     jobs = store.jobs.list_jobs(principal.project_id, limit=_NEWEST).data
@@ -77,29 +95,48 @@ def earlier_sweep(
 ) -> Sweep | None:
     """Return the sweep that an earlier try of this request created, as `earlier_job`."""
     if sweep_id is not None:
-        return _of_key("sweep", lambda: store.sweeps.get_sweep(principal.project_id, sweep_id), body)
+        found = _found(store.sweeps.get_sweep, principal.project_id, sweep_id)
+        return _of_key("sweep", found, lambda sweep: sweep.request == body)
     if not is_retry(headers):
         return None
     sweeps = store.sweeps.list_sweeps(principal.project_id, limit=_NEWEST).data
     return _newest(store, (sweep for sweep in sweeps if sweep.cancelled_at is None), body)
 
 
-def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal, new: File) -> File | None:
-    """Return the file of the same name and contents that an earlier try of a request created."""
-    if not is_retry(headers):
+def earlier_upload(store: Store, new: Upload, key: str | None) -> Upload | None:
+    """Return the upload that an earlier try of a request with this key created. Raises SpecError as `earlier_job`."""
+    if key is None:
         return None
-    since = store.now() - WINDOW_SECONDS
-    files = store.files.list_files(principal.project_id, limit=_NEWEST, purpose=new.purpose).data
-    same = (file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename))
-    return next((file for file in same if file.created_at >= since), None)
+    return _of_key(
+        "upload",
+        _found(store.uploads.get_upload, new.project_id, new.id),
+        lambda upload: _announced(upload) == _announced(new),
+    )
 
 
-def repeated_part(headers: Mapping[str, str], store: Store, new: UploadPart) -> UploadPart | None:
-    """Return the part of an upload with the same contents that an earlier try of a request created."""
-    if not is_retry(headers):
+def earlier_file(store: Store, new: File, seconds: int | None, headers: Mapping[str, str]) -> File | None:
+    """Return the file that an earlier try of this request created: by its key, else by its name and contents. `seconds`: its
+    lifetime; None: without end.
+
+    Raises SpecError if the key was used for another file, or if its file is gone.
+    """
+    if new.idempotency_key is None and not is_retry(headers):
         return None
-    parts = store.uploads.list_parts(new.project_id, new.upload_id)
-    return next((part for part in reversed(parts) if (part.bytes, part.sha256) == (new.bytes, new.sha256)), None)
+    file = store.files.earlier_file(new, WINDOW_SECONDS)
+    if new.idempotency_key is None or file is None:
+        return file
+    _of_key("file", file, lambda file: _contents(file) == (new.filename, new.sha256, seconds))
+    if not store.files.find_files([file.id]):
+        raise _refused(f"the file of this key, {file.id}, was deleted or has expired. Send a new key.")
+    return file
+
+
+def earlier_part(store: Store, new: UploadPart, headers: Mapping[str, str]) -> UploadPart | None:
+    """Return the part that an earlier try of this request created: by its key, else by its contents. Raises SpecError as
+    `earlier_job`."""
+    if new.idempotency_key is None and not is_retry(headers):
+        return None
+    return _of_key("part", store.uploads.earlier_part(new), lambda part: part.sha256 == new.sha256)
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
@@ -108,17 +145,34 @@ def is_retry(headers: Mapping[str, str]) -> bool:
     return count.isdecimal() and int(count[:9]) > 0
 
 
-def _newest(store: Store, candidates: Iterable[Created], body: Any) -> Created | None:
+def _newest(store: Store, candidates: Iterable[Requested], body: Any) -> Requested | None:
     since = store.now() - WINDOW_SECONDS
     return next((created for created in candidates if created.created_at >= since and created.request == body), None)
 
 
-def _of_key(noun: str, find: Callable[[], Created], body: Any) -> Created | None:
+def _found(get: Callable[[str, str], Created], project_id: str, object_id: str) -> Created | None:
     try:
-        created = find()
+        return get(project_id, object_id)
     except NotFoundError:
         return None
-    if created.request != body:
-        message = f"Idempotency-Key: this key was used with another body. Send a new key for a new {noun}."
-        raise SpecError(message, param="Idempotency-Key", code="idempotency_key_reused")
+
+
+def _of_key(noun: str, created: Created | None, is_same: Callable[[Created], bool]) -> Created | None:
+    """Return what was created with a key. Raises SpecError if this request asks for something else."""
+    if created is not None and not is_same(created):
+        raise _refused(f"this key was used with another body. Send a new key for a new {noun}.")
     return created
+
+
+def _refused(why: str) -> SpecError:
+    return SpecError(f"{_HEADER}: {why}", param=_HEADER, code="idempotency_key_reused")
+
+
+def _contents(file: File) -> tuple[str, str, int | None]:
+    """Return name, digest and lifetime of a file."""
+    lifetime = None if file.expires_at is None else round(file.expires_at - file.created_at)
+    return file.filename, file.sha256, lifetime
+
+
+def _announced(upload: Upload) -> tuple[str, str, int, int | None]:
+    return upload.filename, upload.purpose, upload.bytes, upload.file_seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from fastapi import Depends, Query, Request, Response
+from fastapi import Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import Cursor, Services, Svc, binary, parse_json
+from api.http.gone_clients import refuse_without_client
 from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
@@ -88,7 +89,13 @@ async def _upload(request: Request, caller: Caller, services: Svc) -> AsyncItera
 
 
 @router.post("", openapi_extra=_FORM)
-def create(request: Request, caller: Caller, services: Svc, upload: Annotated[ReceivedFile, Depends(_upload)]) -> FileView:
+def create(
+    request: Request,
+    caller: Caller,
+    services: Svc,
+    upload: Annotated[ReceivedFile, Depends(_upload)],
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> FileView:
     """Upload a data file (purpose `fine-tune`): OpenAI's chat lines or preference pairs, prompts with completions, text,
     ShareGPT, Alpaca or TRL's pairs, as JSON lines, a JSON array, CSV or Parquet, also compressed with gzip or zstd. The format
     is detected from the contents, which are checked when a job uses them."""
@@ -102,17 +109,22 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Re
         bytes=upload.bytes,
         sha256=upload.sha256,
         created_at=0.0,
+        idempotency_key=idempotency.key_digest(idempotency_key, caller.project_id),
     )
-    if earlier := idempotency.repeated_file(request.headers, services.store, caller, new):
-        return FileView.of(earlier)
-    path = services.settings.files_dir / new.id
-    keep(upload, path)
-    try:
-        services.places.keep(new.id)
-        return FileView.of(services.store.files.add_file(new, seconds=seconds))
-    except BaseException:
-        remove_unrecorded(services.places, services.store, new.id)
-        raise
+
+    def add() -> File:
+        keep(upload, services.settings.files_dir / new.id)
+        try:
+            services.places.keep(new.id)
+            refuse_without_client(request)
+            repeats_within = idempotency.WINDOW_SECONDS if idempotency.is_retry(request.headers) else None
+            return services.store.files.add_file(new, seconds=seconds, repeats_within=repeats_within)
+        except BaseException:
+            remove_unrecorded(services.places, services.store, new.id)
+            raise
+
+    file, _ = idempotency.once(lambda: idempotency.earlier_file(services.store, new, seconds, request.headers), add)
+    return FileView.of(file)
 
 
 class FileQuery(BaseModel):

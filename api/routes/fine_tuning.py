@@ -93,12 +93,13 @@ def create(
 ) -> Any:
     """Create a job. Every option is checked first, and nothing is stored unless all are valid; the contents of the files are
     checked by the job itself (`validating_files`)."""
-    job_id = idempotency.keyed_job_id(idempotency_key, caller)
+    job_id = idempotency.keyed_id("ftjob-", idempotency_key, caller)
     context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
-    job, is_new = idempotency.once(
-        lambda: idempotency.earlier_job(services.store, caller, job_id, request.headers, body),
-        lambda: create_job(body, context, job_id),
-    )
+
+    def earlier() -> Job | None:
+        return idempotency.earlier_job(services.store, caller, job_id, request.headers, body)
+
+    job, is_new = idempotency.once(earlier, lambda: create_job(body, context, job_id, idempotency.last_look(request, earlier)))
     return job_view(job, caller.organization) if is_new else _view(job, caller, services)
 
 

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from api.http.auth import Caller
 from api.http.closing_response import ClosingResponse
 from api.http.dependencies import JsonBody, Services, Svc, server_sent
+from api.http.gone_clients import DISCONNECTED
 from api.http.routing import keyed_router
 from api.http.threads import in_thread, turn
 from api.transfer import chat_answer, completion_answer
@@ -219,7 +220,7 @@ async def _proxied(request: Request, settings: Settings, body: Any, path: str) -
         while not forwarded.done():
             await asyncio.wait({forwarded}, timeout=chat_answer.GONE_POLL_SECONDS)
             if not forwarded.done() and await request.is_disconnected():
-                return Response(status_code=chat_answer.DISCONNECTED)
+                return Response(status_code=DISCONNECTED)
         return forwarded.result()
     finally:
         if not forwarded.done():

@@ -11,16 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from pydantic import Field
 
 from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
+from api.http.gone_clients import refuse_without_client
 from api.http.routing import keyed_router
 from api.http.threads import in_thread
 from api.routes.files import ExpiresAfter, require_data_file
-from api.transfer.multipart import TEMPORARY_PREFIX, ReceivedFile, clean_filename, keep, received, sync_folder
+from api.transfer.multipart import (
+    TEMPORARY_PREFIX,
+    ReceivedFile,
+    clean_filename,
+    keep,
+    received,
+    sync_folder,
+)
 from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.control.housekeeping import remove_unrecorded
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
@@ -76,7 +84,9 @@ class CompleteRequest(Strict):
 
 
 @router.post("", openapi_extra=body_schema(UploadRequest))
-def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
+def create(
+    body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+) -> UploadView:
     """Announce a file. The upload expires after an hour."""
     given, most = parse_body(body, UploadRequest), services.settings.max_upload_bytes
     filename = clean_filename(given.filename)
@@ -84,16 +94,20 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
     if given.bytes > most:
         message = f"bytes = {given.bytes}: larger than {most} (FT_MAX_UPLOAD_BYTES). Split it."
         raise SpecError(message, param="bytes", code="file_too_large")
-    upload = Upload(
-        id=new_id(UPLOAD_PREFIX),
+    keyed_id = idempotency.keyed_id(UPLOAD_PREFIX, idempotency_key, caller)
+    new = Upload(
+        id=keyed_id or new_id(UPLOAD_PREFIX),
         project_id=caller.project_id,
         filename=filename,
         purpose=given.purpose,
         bytes=given.bytes,
         file_seconds=given.expires_after.seconds if given.expires_after else None,
     )
-    added = services.store.uploads.add_upload(upload, seconds=LIFETIME_SECONDS, at_most=MAX_PENDING)
-    return UploadView.of(added, file=None)
+    upload, is_new = idempotency.once(
+        lambda: idempotency.earlier_upload(services.store, new, keyed_id),
+        lambda: services.store.uploads.add_upload(new, seconds=LIFETIME_SECONDS, at_most=MAX_PENDING),
+    )
+    return UploadView.of(upload, file=None) if is_new else _view(upload, services)
 
 
 async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[ReceivedFile]:
@@ -105,7 +119,12 @@ async def _part(request: Request, upload_id: str, caller: Caller, services: Svc)
 
 @router.post("/{upload_id}/parts", openapi_extra=_PART)
 def add_part(
-    request: Request, upload_id: str, caller: Caller, services: Svc, sent: Annotated[ReceivedFile, Depends(_part)]
+    request: Request,
+    upload_id: str,
+    caller: Caller,
+    services: Svc,
+    sent: Annotated[ReceivedFile, Depends(_part)],
+    idempotency_key: Annotated[str | None, Header()] = None,
 ) -> UploadPartView:
     """Send a part of at most 64 MiB; several may be sent at once. Their order is given when the upload is completed."""
     if sent.fields:
@@ -115,20 +134,29 @@ def add_part(
         raise SpecError("data is empty.", param="data")
     upload = services.store.uploads.get_upload(caller.project_id, upload_id)
     new = UploadPart(
-        id=new_id("part_"), project_id=caller.project_id, upload_id=upload.id, bytes=sent.bytes, sha256=sent.sha256
+        id=new_id("part_"),
+        project_id=caller.project_id,
+        upload_id=upload.id,
+        bytes=sent.bytes,
+        sha256=sent.sha256,
+        idempotency_key=idempotency.key_digest(idempotency_key, caller.project_id, upload.id),
     )
-    if earlier := idempotency.repeated_part(request.headers, services.store, new):
-        return UploadPartView.of(earlier)
-    path = _folder(upload, services) / new.id
-    try:
-        keep(sent, path)
-        # Room for one part more than announced, which a user may send again after its answer was lost.
-        return UploadPartView.of(services.store.uploads.add_part(new, slack=MAX_PART_BYTES, at_most=MAX_PARTS))
-    except FileNotFoundError:
-        raise _folder_gone(upload) from None
-    except BaseException:
-        _remove_unrecorded(path, new, services)
-        raise
+
+    def add() -> UploadPart:
+        path, is_repeat = _folder(upload, services) / new.id, idempotency.is_retry(request.headers)
+        try:
+            keep(sent, path)
+            refuse_without_client(request)
+            # Room for one part more than announced, which a user may send again after its answer was lost.
+            return services.store.uploads.add_part(new, slack=MAX_PART_BYTES, at_most=MAX_PARTS, is_repeat=is_repeat)
+        except FileNotFoundError:
+            raise _folder_gone(upload) from None
+        except BaseException:
+            _remove_unrecorded(path, new, services)
+            raise
+
+    part, _ = idempotency.once(lambda: idempotency.earlier_part(services.store, new, request.headers), add)
+    return UploadPartView.of(part)
 
 
 @router.post("/{upload_id}/complete", openapi_extra=body_schema(CompleteRequest))

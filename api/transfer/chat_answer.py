@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from api.http.closing_response import ClosingResponse
+from api.http.gone_clients import DISCONNECTED
 from api.http.threads import in_thread
 from api.wire.error_views import error_body
 from ft_service.ids import new_id
@@ -21,9 +22,6 @@ from ft_service.serving.preview import Deliver, Preview, Ticket
 
 GONE_POLL_SECONDS = 1.0
 """Interval of the check whether the caller of an answer that has not begun is still connected."""
-
-DISCONNECTED = 499
-"""Status in the log of an answer whose caller has disconnected."""
 
 Submit = Callable[[Deliver], Ticket]
 Part = dict[str, Any]

@@ -9,7 +9,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from api.transfer.chat_answer import DISCONNECTED, Part, Submit, parts_of
+from api.http.gone_clients import DISCONNECTED
+from api.transfer.chat_answer import Part, Submit, parts_of
 from ft_service.ids import new_id
 from ft_service.serving.completion_request import Completion
 from ft_service.serving.preview import Preview

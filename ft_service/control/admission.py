@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -99,14 +99,20 @@ class ParsedJob:
     sweep: Membership | None = None
 
 
-def create_job(body: object, context: AdmissionContext, job_id: str | None = None) -> Job:
-    """Check a create body and store its job. `job_id`: None draws one.
+def create_job(
+    body: object, context: AdmissionContext, job_id: str | None = None, last_look: Callable[[], None] | None = None
+) -> Job:
+    """Check a create body and store its job. `job_id`: None draws one. `last_look`: called before the job is stored, which it
+    prevents by raising; the checks may take long.
 
     Raises SpecError naming the field, its value and the limit, also for patterns that match nothing in the base and for a job
     that cannot fit this service's machines (the reconciler checks the contents of data files later); ConflictError if the id is
     taken, LimitError if no more jobs of the project may wait, UnavailableError if the store does not answer.
     """
-    [job] = context.store.jobs.create_jobs([new_job(read(body, context, job_id), context)])
+    new = new_job(read(body, context, job_id), context)
+    if last_look is not None:
+        last_look()
+    [job] = context.store.jobs.create_jobs([new])
     return job
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ft_service.control.admission import AdmissionContext, Membership, new_job, read_request, refuse_unstorable_text
 from ft_service.errors import SpecError
@@ -14,13 +14,17 @@ from ft_service.sweeps.search_space import AskedSweep, parse_sweep, values_text
 PREFIX = "ftsweep-"
 
 
-def create_sweep(body: object, context: AdmissionContext, sweep_id: str | None = None) -> Sweep:
-    """Check and store a sweep with all its jobs. `sweep_id`: None draws one.
+def create_sweep(
+    body: object, context: AdmissionContext, sweep_id: str | None = None, last_look: Callable[[], None] | None = None
+) -> Sweep:
+    """Check and store a sweep with all its jobs. `sweep_id`: None draws one. `last_look`: as of `create_job`.
 
     Raises SpecError with all that is wrong with any of the jobs, LimitError if not all of them may wait, ConflictError if the
     id is taken; nothing is stored then.
     """
     jobs, sweep = sweep_jobs(body, context, sweep_id or new_id(PREFIX))
+    if last_look is not None:
+        last_look()
     context.store.sweeps.create_sweep(sweep, jobs)
     return context.store.sweeps.get_sweep(sweep.project_id, sweep.id)
 

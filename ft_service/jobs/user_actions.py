@@ -39,6 +39,8 @@ def request(
     if job.state in TERMINAL:
         raise SpecError(f"Job {job.id} has already {_ended(job.state)} and cannot be {_past(verb)}.", code="invalid_state")
     if slots is not None and job.state is not State.PAUSED:
+        if job.desired is Desired.RUN and job.slots == slots:
+            return job
         raise SpecError(
             f"Job {job.id} is {job.state.value}: only a paused job can continue with another number of ranks. Pause it, and "
             "wait until it is paused.",

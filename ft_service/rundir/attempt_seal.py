@@ -10,7 +10,7 @@ attempt must therefore be harmless, so every name is one of these:
     it is the outcome (adapter/, manifest.json, metrics.csv, result.json)
         written if absent; an earlier attempt's is replaced only after another look at the seal
 
-An attempt removes only files of its own or earlier attempts, and only once something newer is complete.
+An attempt removes only files of its own or earlier attempts, and what is complete only once something newer is.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, and_, bindparam, insert, or_, select, update
 
+from ft_service.errors import ConflictError
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.records import File, Order, Page
 from ft_service.store.rows import FILE, Listing, file_row, not_found, page
 from ft_service.store.tables import TO_FREE, VISIBLE, files, referred_to
 from ft_service.store.tenants.audit import acting_key, record
-from ft_service.store.tenants.projects import refuse_bytes_beyond
+from ft_service.store.tenants.projects import lock_project, refuse_bytes_beyond
 from ft_service.store.tenants.usage import add_use
 
 LIVE = and_(VISIBLE, or_(files.c.expires_at.is_(None), files.c.expires_at > database_time()))
@@ -22,13 +23,24 @@ _SELECT_FILE = select(*FILE).where(files.c.id == bindparam("file_id"), files.c.p
 class FileStore(StorePart):
     """Records of files."""
 
-    def add_file(self, file: File, *, seconds: int | None = None) -> File:
-        """Store a record; the database sets `created_at`. `seconds`: until it expires; None: never.
+    def add_file(self, file: File, *, seconds: int | None = None, repeats_within: float | None = None) -> File:
+        """Store a record; the database sets `created_at`. `seconds`: until it expires; None: never. `repeats_within`: how old,
+        in seconds, what a repeated request repeats may be; None: it is no repeat.
 
-        Raises ConflictError if the id is taken.
+        Raises ConflictError if the id is taken, or if another try of the request was faster (`earlier_file`).
         """
         with self._database.writing() as connection:
+            if file.idempotency_key is not None or repeats_within is not None:
+                lock_project(connection, file.project_id)
+                if _earlier(connection, file, repeats_within) is not None:
+                    raise ConflictError("Another try of this request has stored the file.")
             return insert_file(connection, file, seconds)
+
+    def earlier_file(self, file: File, within: float) -> File | None:
+        """The file that another try of a request has stored: that of the same key, hidden or not; if `file` has none, a visible
+        one of the same name and contents that is at most `within` seconds old."""
+        with self._database.reading() as connection:
+            return _earlier(connection, file, within)
 
     def refuse_bytes(self, project_id: str, more: int) -> None:
         """Raise LimitError if the project may not store `more` additional bytes."""
@@ -108,6 +120,17 @@ class FileStore(StorePart):
         """Note that the bytes of these files are removed."""
         with self._database.writing(makes_room=True) as connection:
             connection.execute(update(files).where(files.c.id.in_(file_ids)).values(freed_at=database_time()))
+
+
+def _earlier(connection: Connection, file: File, within: float | None) -> File | None:
+    if file.idempotency_key is not None:
+        query = select(*FILE).where(files.c.idempotency_key == file.idempotency_key)
+    else:
+        same = [files.c[name] == getattr(file, name) for name in ("project_id", "purpose", "filename", "sha256")]
+        young = files.c.created_at >= database_time() - within
+        query = select(*FILE).where(*same, young, LIVE).order_by(files.c.position.desc()).limit(1)
+    row = connection.execute(query).mappings().one_or_none()
+    return None if row is None else File(**row)
 
 
 def insert_file(connection: Connection, file: File, seconds: int | None, *, of_upload: str = "") -> File:

@@ -123,6 +123,8 @@ class File:
     created_at: float
     expires_at: float | None = None
     """When it becomes hidden as if deleted; None: it never expires."""
+    idempotency_key: str | None = None
+    """Digest of the key of the request that created it; None: it had none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +268,8 @@ class UploadPart:
     bytes: int
     sha256: str
     created_at: float = 0.0
+    idempotency_key: str | None = None
+    """As of a File."""
 
 
 @dataclass(frozen=True, kw_only=True)

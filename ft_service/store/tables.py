@@ -117,12 +117,16 @@ files = Table(
     Column("expires_at", Double),
     # When its bytes were removed from the disk.
     Column("freed_at", Double),
+    # Digest of the key of the request that created it; NULL: it had none.
+    Column("idempotency_key", StorableText),
     sqlite_autoincrement=True,
 )
 VISIBLE = files.c.deleted_at.is_(None)
 TO_FREE = and_(files.c.freed_at.is_(None), or_(files.c.deleted_at.is_not(None), files.c.expires_at.is_not(None)))
 Index(None, files.c.project_id, files.c.position, sqlite_where=VISIBLE, postgresql_where=VISIBLE)
 Index("ix_files_to_free", files.c.expires_at, sqlite_where=TO_FREE, postgresql_where=TO_FREE)
+KEYED_FILE = files.c.idempotency_key.is_not(None)
+Index("ix_files_key", files.c.idempotency_key, unique=True, sqlite_where=KEYED_FILE, postgresql_where=KEYED_FILE)
 
 jobs = Table(
     "jobs",
@@ -397,9 +401,13 @@ upload_parts = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("sha256", StorableText, nullable=False),
     Column("created_at", Double, nullable=False),
+    # As in files.
+    Column("idempotency_key", StorableText),
     sqlite_autoincrement=True,
 )
 Index(None, upload_parts.c.upload_id)
+KEYED_PART = upload_parts.c.idempotency_key.is_not(None)
+Index("ix_upload_parts_key", upload_parts.c.idempotency_key, unique=True, sqlite_where=KEYED_PART, postgresql_where=KEYED_PART)
 
 # Who else may use a tuned model or one of its checkpoints. `project_id` is the owner's.
 permissions = Table(

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, delete, func, insert, select, update
 
-from ft_service.errors import SpecError
+from ft_service.errors import ConflictError, SpecError
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.files import insert_file
 from ft_service.store.records import File, Upload, UploadPart
@@ -43,15 +43,18 @@ class UploadStore(StorePart):
         with self._database.reading() as connection:
             return _get(connection, project_id, upload_id)
 
-    def add_part(self, part: UploadPart, *, slack: int, at_most: int) -> UploadPart:
+    def add_part(self, part: UploadPart, *, slack: int, at_most: int, is_repeat: bool = False) -> UploadPart:
         """Store a part of a pending upload; all parts together may have `slack` bytes more than the upload announced.
 
-        Raises SpecError if they would have more, if there are `at_most` parts already, or if the upload is not pending.
+        Raises SpecError if they would have more, if there are `at_most` parts already, or if the upload is not pending;
+        ConflictError if another try of a request that has a key, or is a repeat, was faster (`earlier_part`).
         """
         sums = select(func.count(), func.coalesce(func.sum(upload_parts.c.bytes), 0))
         with self._database.writing() as connection:
             upload = _get(connection, part.project_id, part.upload_id, lock=True)
             _check_pending(upload)
+            if (part.idempotency_key is not None or is_repeat) and _earlier(connection, part) is not None:
+                raise ConflictError("Another try of this request has stored the part.")
             count, held = connection.execute(sums.where(upload_parts.c.upload_id == upload.id)).one()
             if held + part.bytes > upload.bytes + slack:
                 message = f"data: the parts would hold {held + part.bytes} bytes, and the upload announced {upload.bytes}."
@@ -61,6 +64,12 @@ class UploadStore(StorePart):
             row = _row(part) | {"created_at": database_time()}
             stored = connection.execute(insert(upload_parts).values(row).returning(*PART)).mappings().one()
         return UploadPart(**stored)
+
+    def earlier_part(self, part: UploadPart) -> UploadPart | None:
+        """The part that another try of a request has stored: that of the same key; if `part` has none, the newest of the same
+        contents in its upload."""
+        with self._database.reading() as connection:
+            return _earlier(connection, part)
 
     def list_parts(self, project_id: str, upload_id: str) -> list[UploadPart]:
         """Return the parts of a pending upload, the oldest first."""
@@ -108,6 +117,13 @@ def _get(connection: Connection, project_id: str, upload_id: str, *, lock: bool 
     if row is None:
         raise not_found("upload", upload_id)
     return _upload(row)
+
+
+def _earlier(connection: Connection, part: UploadPart) -> UploadPart | None:
+    names = ("project_id", "upload_id", *(("idempotency_key",) if part.idempotency_key else ("bytes", "sha256")))
+    query = select(*PART).where(*(upload_parts.c[name] == getattr(part, name) for name in names))
+    row = connection.execute(query.order_by(upload_parts.c.position.desc()).limit(1)).mappings().one_or_none()
+    return None if row is None else UploadPart(**row)
 
 
 def _upload(row: RowMapping) -> Upload:

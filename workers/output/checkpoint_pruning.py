@@ -12,6 +12,7 @@ from ft_service.rundir.checkpoints import (
     CHECKPOINTS,
     checkpoint_name,
     complete_checkpoints,
+    has_marker,
     marker_key,
     remove_marker,
 )
@@ -78,3 +79,18 @@ def remove_others(run: RunDir, spec: JobSpec, fence: Fence) -> None:
             except OSError:  # it stays whole, and is tried again behind the next checkpoint
                 continue
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_unfinished(run: RunDir, fence: Fence) -> None:
+    """Remove the checkpoints that earlier attempts were killed at writing. Call it before the first one is written: a job that
+    is killed at each of them would fill the disk. Raises SealedError.
+
+    The attempts are over, since this one has begun. If a rank of one still writes, on another host or after it was suspended,
+    that checkpoint was not there when this attempt began, and does not exist for any reader (`is_late`).
+    """
+    folder = run.path(CHECKPOINTS)
+    for unfinished in folder.iterdir() if folder.is_dir() else ():
+        match = CHECKPOINT_NAME.fullmatch(unfinished.name)
+        if match is not None and int(match[2]) < fence.attempt and not has_marker(unfinished):
+            fence.check()
+            shutil.rmtree(unfinished, ignore_errors=True)

@@ -38,7 +38,12 @@ def adapter_folder(target: Path, fence: Fence) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for left in target.parent.glob(f"{target.name}.tmp*"):  # by attempts that were killed while they wrote
+    remove_left_folders(target, fence)
+
+
+def remove_left_folders(target: Path, fence: Fence) -> None:
+    """Remove the temporary folders of earlier attempts that were killed while they wrote `target`."""
+    for left in target.parent.glob(f"{target.name}.tmp*"):
         if _attempt_in_name(left) < fence.attempt:
             shutil.rmtree(left, ignore_errors=True)
 

@@ -14,7 +14,7 @@ from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
 from ft_service.control import ingest, sweep_loop
 from ft_service.control.admission import AdmissionContext
-from ft_service.control.sweep_admission import create_sweep
+from ft_service.control.sweep_admission import PREFIX, create_sweep
 from ft_service.store.records import Sweep
 from ft_service.sweeps.search_space import SweepRequest
 
@@ -27,12 +27,13 @@ def create(
 ) -> Any:
     """Not in OpenAI's API. Create a sweep with all its jobs: the body of a job with `sweep` added. Every combination of values
     is checked first, and nothing is stored unless all are valid."""
-    sweep_id = idempotency.keyed_sweep_id(idempotency_key, caller)
+    sweep_id = idempotency.keyed_id(PREFIX, idempotency_key, caller)
     context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
-    sweep, _ = idempotency.once(
-        lambda: idempotency.earlier_sweep(services.store, caller, sweep_id, request.headers, body),
-        lambda: create_sweep(body, context, sweep_id),
-    )
+
+    def earlier() -> Sweep | None:
+        return idempotency.earlier_sweep(services.store, caller, sweep_id, request.headers, body)
+
+    sweep, _ = idempotency.once(earlier, lambda: create_sweep(body, context, sweep_id, idempotency.last_look(request, earlier)))
     return _view(sweep, services)
 
 

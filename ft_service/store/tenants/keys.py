@@ -18,7 +18,7 @@ from ft_service.ids import new_id
 from ft_service.store.database import Database, StorePart, database_time
 from ft_service.store.records import ApiKey, Principal, Scope
 from ft_service.store.rows import KEY, not_found
-from ft_service.store.tables import keys, projects, sessions
+from ft_service.store.tables import audit, keys, projects, sessions
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import limits_of
 
@@ -36,6 +36,7 @@ LINK_SECONDS = 15 * 60.0
 
 Kind = Literal["session", "link", "state"]
 """state: of a sign-in through the provider that was carried out, so that it is not carried out twice."""
+_ROTATED = "key.rotated"
 _PRINCIPAL = (
     *(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.identity),
     *(projects.c.organization, projects.c.max_slots, projects.c.limits),
@@ -94,9 +95,10 @@ class KeyStore(StorePart):
             if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
                 raise SpecError(f"Key {key_id} opens nothing any more: create a new one.", param="key_id", code="invalid_state")
             ends = now + keep_seconds if old.expires_at is None else min(old.expires_at, now + keep_seconds)
+            expires_at = _created_to_expire(connection, old)
             connection.execute(update(keys).where(*mine).values(expires_at=ends))
-            key = _insert(connection, project_id, old.name, old.scope, secret, old.expires_at)
-            record(connection, project_id, "key.rotated", key_id, replaced_by=key.id)
+            key = _insert(connection, project_id, old.name, old.scope, secret, expires_at)
+            record(connection, project_id, _ROTATED, key_id, replaced_by=key.id)
         return key, secret
 
     def get_key(self, project_id: str, key_id: str) -> ApiKey:
@@ -287,6 +289,18 @@ def _insert(connection: Connection, project_id: str, name: str, scope: Scope, se
         "expires_at": expires_at,
     }
     return ApiKey(**connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
+
+
+def _created_to_expire(connection: Connection, key: ApiKey) -> float | None:
+    """When a key was to expire before it was rotated: as the one that replaced it, of which the audit log knows. A key that is
+    rotated again, as when the first answer was lost, must not have a successor that ends with it."""
+    replacing = select(audit.c.detail).where(audit.c.project_id == key.project_id, audit.c.type == _ROTATED)
+    first = replacing.where(audit.c.target == key.id).order_by(audit.c.position).limit(1)
+    detail = connection.scalars(first).one_or_none()
+    if detail is None:
+        return key.expires_at
+    row = connection.execute(select(*KEY).where(keys.c.id == detail["replaced_by"])).mappings().one()
+    return _created_to_expire(connection, ApiKey(**row))
 
 
 def digest_of(secret: str) -> str:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import queue
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
+from api.routes import files, fine_tuning, uploads
+from api.routes.tuning import sweeps
 from tests.support.attempts import HANG_SECONDS
-from tests.support.rest.service import TRAINING, Service, stored
+from tests.support.rest.service import TRAINING, Service, stored, wait_until
 
 
 @dataclass
@@ -196,3 +204,229 @@ def test_a_retry_repeats_the_part_of_the_same_contents(service: Service, client:
     first = part(b"abc")
     assert part(b"abd") != first
     assert part(b"abc") == first
+
+
+UPLOAD = {"bytes": 10_000, "filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "fine-tune"}
+KEYED = {"idempotency-key": "once"}
+
+
+class Sender:
+    """Sends contents to one path: as a file, or as a part of one upload."""
+
+    def __init__(self, service: Service, client: openai.OpenAI, what: str) -> None:
+        self.service = service
+        self.module = files if what == "file" else uploads
+        self.upload_id = "" if what == "file" else client.uploads.create(**UPLOAD).id
+        self._path = f"/v1/uploads/{self.upload_id}/parts" if self.upload_id else "/v1/files"
+        self._field = "data" if self.upload_id else "file"
+
+    def send(self, headers: dict[str, str] | None = None, content: bytes = TRAINING) -> Any:
+        return self.begin(headers or {}, content)()
+
+    def begin(self, headers: dict[str, str], content: bytes = TRAINING) -> Callable[[], Any]:
+        """Send half of a request. Returns what sends the rest, and returns the answer."""
+        purpose = b"" if self.upload_id else b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        named = f'--b\r\ncontent-disposition: form-data; name="{self._field}"; filename="a.jsonl"\r\n\r\n'.encode()
+        body = purpose + named + content + b"\r\n--b--\r\n"
+        connection = http.client.HTTPConnection(self.service.url.removeprefix("http://"), timeout=HANG_SECONDS)
+        connection.putrequest("POST", self._path)
+        length = {"content-length": str(len(body)), "content-type": "multipart/form-data; boundary=b"}
+        for name, value in {"authorization": f"Bearer {self.service.key}", **length, **headers}.items():
+            connection.putheader(name, value)
+        connection.endheaders(body[: len(body) // 2])
+        self.connection = connection
+
+        def rest() -> Any:
+            connection.send(body[len(body) // 2 :])
+            answer = json.load(connection.getresponse())
+            connection.close()
+            return answer
+
+        return rest
+
+    def kept(self) -> list[str]:
+        """Ids of what is stored, in the database and soon on the disk: temporary files go after the answer."""
+        store = self.service.store
+        things = (
+            store.uploads.list_parts("default", self.upload_id) if self.upload_id else store.files.list_files("default").data
+        )
+        ids = sorted(thing.id for thing in things)
+        folder = self.service.settings.uploads_dir / self.upload_id if self.upload_id else self.service.settings.files_dir
+        wait_until(lambda: sorted(path.name for path in folder.iterdir()) == ids)
+        return ids
+
+
+@pytest.fixture(params=["file", "part"])
+def sender(request: pytest.FixtureRequest, service: Service, client: openai.OpenAI) -> Sender:
+    return Sender(service, client, request.param)
+
+
+def test_a_key_stands_for_one_file_or_part(sender: Sender) -> None:
+    first = sender.send(KEYED)
+
+    assert sender.send(KEYED) == first
+    assert sender.send()["id"] != first["id"]
+    other = sender.send(KEYED, TRAINING * 2)
+    assert (other["error"]["code"], other["error"]["param"]) == ("idempotency_key_reused", "Idempotency-Key")
+    assert sender.send({"idempotency-key": "k" * 256})["error"]["param"] == "Idempotency-Key"
+    assert len(sender.kept()) == 2
+
+
+def test_tries_with_a_key_that_arrive_at_once_make_one_thing(sender: Sender) -> None:
+    rests = [sender.begin(KEYED) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda rest: rest(), rests))
+
+    assert [answer["id"] for answer in answers] == sender.kept() * 8
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_try_with_a_key_that_still_arrives_finds_what_a_later_one_made(sender: Sender, same: bool) -> None:
+    rest = sender.begin(KEYED, TRAINING if same else TRAINING * 2)
+    second = sender.send(KEYED)
+
+    first = rest()
+
+    assert first == second if same else first["error"]["code"] == "idempotency_key_reused"
+    assert sender.kept() == [second["id"]]
+
+
+def test_a_key_is_of_a_project_and_of_an_upload(service: Service, client: openai.OpenAI) -> None:
+    one, other = Sender(service, client, "part"), Sender(service, client, "part")
+    assert one.send(KEYED)["id"] != other.send(KEYED, TRAINING * 2)["id"]
+    mine = Sender(service, client, "file").send(KEYED)
+    service.store.projects.ensure_project("theirs", "local")
+    _, service.key = service.store.keys.create_key(project_id="theirs", name="test", scope="user")
+    assert Sender(service, client, "file").send(KEYED)["id"] != mine["id"]
+
+
+def test_the_key_of_a_file_that_was_deleted_makes_no_other(service: Service, client: openai.OpenAI) -> None:
+    sender = Sender(service, client, "file")
+    client.files.delete(sender.send(KEYED)["id"])
+
+    refused = sender.send(KEYED)["error"]
+
+    assert (refused["code"], refused["param"]) == ("idempotency_key_reused", "Idempotency-Key")
+    assert sender.kept() == []
+
+
+def test_a_key_stands_for_a_file_of_one_lifetime(service: Service) -> None:
+    def send(seconds: int | None) -> Any:
+        expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)} if seconds else {}
+        form = {"data": {"purpose": "fine-tune", **expiry}, "files": {"file": ("a.jsonl", TRAINING)}}
+        return service.http("POST", "/v1/files", headers=KEYED, **form).json()
+
+    first = send(7200)
+
+    assert send(7200) == first
+    assert {send(seconds)["error"]["code"] for seconds in (3600, None)} == {"idempotency_key_reused"}
+
+
+def test_a_key_stands_for_one_upload(service: Service, client: openai.OpenAI) -> None:
+    def create(**more: Any) -> Any:
+        return service.http("POST", "/v1/uploads", json=UPLOAD | more, headers=KEYED).json()
+
+    with ThreadPoolExecutor(8) as pool:
+        ids = {upload["id"] for upload in pool.map(lambda _: create(), range(8))}
+
+    assert len(ids) == 1
+    assert service.store.uploads.pending_uploads() == ids
+    assert create(bytes=9)["error"]["code"] == "idempotency_key_reused"
+    assert client.uploads.cancel(ids.pop()).status == create()["status"] == "cancelled"
+
+
+class Paused:
+    """Requests that pause in one function of a module, until they are let go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
+        self._arrived: queue.Queue[threading.Event] = queue.Queue()
+        function = getattr(module, name)
+
+        def pause(*arguments: Any) -> Any:
+            going_on = threading.Event()
+            self._arrived.put(going_on)
+            assert going_on.wait(HANG_SECONDS)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, pause)
+
+    def next(self) -> threading.Event:
+        """Wait for a request. Returns what lets it go on."""
+        return self._arrived.get(timeout=HANG_SECONDS)
+
+
+def test_a_repeat_finds_what_a_try_stores_meanwhile(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has a key, and the first had stored nothing when the second was there whole."""
+    paused = Paused(monkeypatch, sender.module, "keep")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(sender.send)
+        first_goes_on = paused.next()
+        second = pool.submit(sender.send, RETRIED)
+        second_goes_on = paused.next()
+        first_goes_on.set()
+        wait_until(first.done)
+        second_goes_on.set()
+
+    assert sender.kept() == [first.result()["id"]] == [second.result()["id"]]
+
+
+def test_a_try_whose_client_has_gone_stores_nothing(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client tries again, so there would be two."""
+    with monkeypatch.context() as patch:
+        paused = Paused(patch, sender.module, "keep")
+        rest = sender.begin({})
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(rest)
+            goes_on = paused.next()
+            sender.connection.sock.shutdown(socket.SHUT_RDWR)
+            assert first.exception() is not None
+    second = sender.send(RETRIED)
+    goes_on.set()
+
+    assert sender.kept() == [second["id"]]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize(
+    ("path", "module", "more"),
+    [
+        ("/v1/fine_tuning/jobs", fine_tuning, {}),
+        ("/v1/fine_tuning/sweeps", sweeps, {"sweep": {"lora.r": [4, 8]}}),
+    ],
+)
+def test_tries_that_are_checked_at_once_make_one_job_or_sweep(
+    service: Service,
+    training_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    module: ModuleType,
+    more: dict[str, Any],
+    is_gone: bool,
+) -> None:
+    """The first look at a base may take longer than a client waits. `is_gone`: the client of the first try."""
+    caplog.set_level("INFO", logger="ft_service.api")
+    body = {"model": "tiny", "training_file": training_file, "validation_file": training_file, **more}
+    paused = Paused(monkeypatch, module, "create_job" if module is fine_tuning else "create_sweep")
+    first = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=HANG_SECONDS)
+    first.request("POST", path, json.dumps(body), {"authorization": f"Bearer {service.key}"})
+    first_goes_on = paused.next()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(service.http, "POST", path, json=body, headers=RETRIED)
+        second_goes_on = paused.next()
+        if is_gone:
+            first.close()
+            second_goes_on.set()
+            wait_until(second.done)
+            first_goes_on.set()
+        else:
+            first_goes_on.set()
+            assert json.load(first.getresponse())["id"]
+            first.close()
+            second_goes_on.set()
+    created = second.result().json()["id"]
+    wait_until(lambda: caplog.text.count(f"POST {path}: ") == 2)
+
+    store = service.store
+    found = store.jobs.list_jobs("default").data if module is fine_tuning else store.sweeps.list_sweeps("default").data
+    assert [one.id for one in found] == [created]

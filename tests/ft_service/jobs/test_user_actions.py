@@ -64,6 +64,10 @@ def test_only_a_paused_job_goes_on_with_another_number_of_ranks() -> None:
         with pytest.raises(SpecError, match="only a paused job") as refused:
             request(new_job(state=state, desired=Desired.PAUSE), Verb.RESUME, NOW, 3)
         assert refused.value.param == "distributed.nproc_per_node"
+    going_on = request(paused, Verb.RESUME, NOW, 3)
+    assert request(going_on, Verb.RESUME, NOW, 3) == going_on, "the client did not see the first answer"
+    with pytest.raises(SpecError, match="only a paused job"):
+        request(going_on, Verb.RESUME, NOW, 2)
 
 
 def test_the_service_pauses_a_job_for_its_own_reason_until_a_request() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from sqlalchemy import create_engine, select
 
@@ -7,7 +9,7 @@ from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecErro
 from ft_service.jobs.decisions import fail
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
-from ft_service.store.records import JobChange
+from ft_service.store.records import File, JobChange
 from ft_service.store.tables import files, referred_to
 from tests.support.creating import create_job
 from tests.support.records import OTHER, PROJECT, claim, new_file, new_job
@@ -21,6 +23,42 @@ def test_a_file_is_stored_with_the_databases_time(store):
     assert file.bytes == 3_000_000_000
     with pytest.raises(ConflictError):
         store.files.add_file(file)
+
+
+def test_of_tries_at_once_one_stores_its_file(store):
+    first = store.files.add_file(new_file())
+    keyed = [new_file(idempotency_key="k") for _ in range(8)]
+    repeats = [new_file(filename="other.jsonl") for _ in range(8)]
+
+    def try_file(file: File) -> File | None:
+        try:
+            return store.files.add_file(file, repeats_within=None if file.idempotency_key else 60.0)
+        except ConflictError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        [kept] = filter(None, pool.map(try_file, keyed))
+        [repeated] = filter(None, pool.map(try_file, repeats))
+
+    assert {file.id for file in store.files.list_files(PROJECT).data} == {first.id, kept.id, repeated.id}
+    assert store.files.earlier_file(keyed[0], 60.0) == kept
+    assert store.files.earlier_file(repeats[0], 60.0) == repeated
+    assert store.files.earlier_file(repeats[0], 0.0) is None
+    store.files.delete_file(PROJECT, kept.id)
+    store.files.delete_file(PROJECT, repeated.id)
+    assert store.files.earlier_file(keyed[0], 60.0) == kept
+    assert store.files.earlier_file(repeats[0], 60.0) is None
+    with pytest.raises(ConflictError):
+        store.files.add_file(keyed[0])
+
+
+def test_a_try_that_was_stored_takes_no_room_twice(store):
+    store.projects.update_project(PROJECT, limits={"max_bytes": 150})
+    store.files.add_file(new_file(bytes=100, idempotency_key="k"))
+    with pytest.raises(ConflictError):
+        store.files.add_file(new_file(bytes=100, idempotency_key="k"))
+    with pytest.raises(ConflictError):
+        store.files.add_file(new_file(bytes=100), repeats_within=60.0)
 
 
 def test_files_are_found_by_their_ids_whosever_they_are(store):

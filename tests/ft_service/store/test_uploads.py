@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from ft_service.errors import LimitError, NotFoundError, SpecError
+from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.records import Upload, UploadPart
 from tests.support.records import OTHER, PROJECT, new_file
@@ -58,6 +59,27 @@ def test_parts_that_arrive_at_once_are_bounded_together(store):
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(try_part, range(24))) == 10
+
+
+def test_of_tries_at_once_one_stores_its_part(store):
+    upload = add(store)
+    first = store.uploads.add_part(part(upload, 7), slack=0, at_most=9)
+    keyed = [replace(part(upload), idempotency_key="k") for _ in range(8)]
+    repeats = [part(upload) for _ in range(8)]
+
+    def try_part(new: UploadPart) -> UploadPart | None:
+        try:
+            return store.uploads.add_part(new, slack=0, at_most=3, is_repeat=new.idempotency_key is None)
+        except ConflictError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        [repeated] = filter(None, pool.map(try_part, repeats))
+        [kept] = filter(None, pool.map(try_part, keyed))
+
+    assert store.uploads.list_parts(PROJECT, upload.id) == [first, repeated, kept]
+    assert store.uploads.earlier_part(keyed[0]) == kept
+    assert store.uploads.earlier_part(part(add(store))) is None
 
 
 def test_uploads_announce_no_more_than_the_project_may_keep(store):

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,29 @@ def test_the_stall_is_reported_beside_the_whole_time(waited_for: RunDir) -> None
     assert all(rows[step].checkpoint_stall_seconds == rows[step].checkpoint_seconds for step in (2, 4, 6)), "it waited"
     table = waited_for.path("metrics.csv").read_text().splitlines()
     assert table[0].endswith("checkpoint_stall_seconds,checkpoint_seconds")
+
+
+def killed_at_step_4(rank: int, world: int, root: str, attempt: int) -> Outcome:
+    """An attempt that is killed when the shards of step 4 are there, and its marker is not."""
+    complete = checkpoint._complete
+
+    def kill(snapshot: checkpoint.Snapshot, *arguments: Any) -> None:
+        if snapshot.position.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        complete(snapshot, *arguments)
+
+    with patch.object(checkpoint, "_complete", kill):
+        return attempt_on_rank(rank, world, root, attempt)
+
+
+def test_a_job_that_is_killed_at_each_checkpoint_keeps_what_one_of_them_left(spec: JobSpec, tmp_path: Path) -> None:
+    run = new_run(tmp_path, spec)
+    for attempt, begins in ((1, None), (2, "step-2-a1")):
+        run.path(f"adapter.tmp-a{attempt - 1}").mkdir()
+        with pytest.raises(AssertionError, match="exit code -9"):
+            run_attempt(run, attempt, 1, begins, killed_at_step_4)
+        assert sorted(path.name for path in run.path("checkpoints").iterdir()) == ["step-2-a1", f"step-4-a{attempt}"]
+        assert not list(run.root.glob("adapter*"))
 
 
 def on_a_full_disk(rank: int, world: int, root: str, attempt: int) -> Outcome:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ft_service.errors import SpecError
-from ft_service.rundir.attempt_seal import Fence
+from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.checkpoints import complete_checkpoints, remove_marker, step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
@@ -19,7 +19,7 @@ from ft_service.spec import JobSpec
 from tests.support.training.models import spec_for
 from workers.job.training_state import Validations
 from workers.output.checkpoint import take_weights
-from workers.output.checkpoint_pruning import CheckpointEntry, best, kept_checkpoints, remove_others
+from workers.output.checkpoint_pruning import CheckpointEntry, best, kept_checkpoints, remove_others, remove_unfinished
 from workers.output.outcome import PublishedStep, use_best
 from workers.training.loop import Schedule
 
@@ -64,6 +64,22 @@ def test_what_does_not_stay_is_removed_and_so_is_what_was_never_completed(tmp_pa
     assert complete_checkpoints(run) == ["step-2-a1", "step-6-a1"], "one that was set aside does not exist"
     remove_others(run, spec({"save_total_limit": 1}), Fence(run, 1))
     assert [folder.name for folder in run.path("checkpoints").iterdir()] == ["step-6-a1"]
+
+
+def test_what_earlier_attempts_did_not_complete_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    remove_unfinished(run, Fence(run, 3))
+    for name in ("step-2-a1", "step-4-a1", "step-4-a2", "step-4-a3", "step-4-a4", "other"):
+        run.put(f"checkpoints/{name}/__0_0.distcp", b"shard")
+    run.write("checkpoints/step-2-a1/COMPLETE", CheckpointMarker(step=2, attempt=1, world_size=1, files=[]))
+    remove_unfinished(run, Fence(run, 3))
+    left = {"step-2-a1", "step-4-a3", "step-4-a4", "other"}
+    assert {folder.name for folder in run.path("checkpoints").iterdir()} == left
+
+    run.put("attempts/5/start.json", b"{}")
+    with pytest.raises(SealedError):
+        remove_unfinished(run, Fence(run, 4))
+    assert {folder.name for folder in run.path("checkpoints").iterdir()} == left
 
 
 def test_the_best_one_is_not_of_an_attempt_whose_step_was_redone() -> None:

@@ -28,6 +28,20 @@ def test_another_secret_opens_nothing(store, wrong):
     assert store.keys.authenticate(wrong) is None
 
 
+@pytest.mark.parametrize("ahead", [None, 1e6])
+def test_a_key_that_is_rotated_again_has_a_successor_of_the_same_life(store, ahead):
+    """The answer to the first rotation may have been lost, with the secret in it."""
+    ends = None if ahead is None else store.now() + ahead
+    key, old_secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user", expires_at=ends)
+    first, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
+    second, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
+    store.keys.rotate_key(PROJECT, first.id, keep_seconds=60)
+    third, secret = store.keys.rotate_key(PROJECT, key.id, keep_seconds=0)
+    assert {first.expires_at, second.expires_at, third.expires_at} == {ends}
+    assert store.keys.authenticate(secret)
+    assert store.keys.authenticate(old_secret) is None
+
+
 def test_only_a_digest_is_kept(store, store_url):
     _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="admin")
     engine = create_engine(store_url)

@@ -33,7 +33,7 @@ def test_a_file_in_numbers_names_the_lines_to_look_at() -> None:
     spread = {"least": 3, "mean": 5.0, "median": 5, "p90": 8, "p99": 9, "most": 9}
     none, cut = {"count": 0, "first": []}, {"count": 3, "first": [2, 7]}
     file = {"word": "line", "samples": 40, "tokens": 200, "targets": 50, "lengths": spread, "cut": cut}
-    file |= dict.fromkeys(("dropped", "duplicates", "near_empty"), none)
+    file |= dict.fromkeys(("dropped", "alike", "duplicates", "near_empty"), none)
     bars = [{"begin": 3, "end": 9, "samples": 40, "share": 1.0}]
     body = rendered(request, "statistics.html", found={"training": file, "warnings": ["<b>"]}, bars=bars).body
     assert "25.0 %" in body

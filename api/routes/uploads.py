@@ -21,14 +21,7 @@ from api.http.gone_clients import refuse_without_client
 from api.http.routing import keyed_router
 from api.http.threads import in_thread
 from api.routes.files import ExpiresAfter, require_data_file
-from api.transfer.multipart import (
-    TEMPORARY_PREFIX,
-    ReceivedFile,
-    clean_filename,
-    keep,
-    received,
-    sync_folder,
-)
+from api.transfer.multipart import TEMPORARY_PREFIX, ReceivedFile, clean_filename, keep, received, sync_folder
 from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.control.housekeeping import remove_unrecorded
 from ft_service.errors import NotFoundError, SpecError, UnavailableError

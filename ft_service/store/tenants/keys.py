@@ -294,13 +294,13 @@ def _insert(connection: Connection, project_id: str, name: str, scope: Scope, se
 def _created_to_expire(connection: Connection, key: ApiKey) -> float | None:
     """When a key was to expire before it was rotated: as the one that replaced it, of which the audit log knows. A key that is
     rotated again, as when the first answer was lost, must not have a successor that ends with it."""
+    key_id, expires_at = key.id, key.expires_at
     replacing = select(audit.c.detail).where(audit.c.project_id == key.project_id, audit.c.type == _ROTATED)
-    first = replacing.where(audit.c.target == key.id).order_by(audit.c.position).limit(1)
-    detail = connection.scalars(first).one_or_none()
-    if detail is None:
-        return key.expires_at
-    row = connection.execute(select(*KEY).where(keys.c.id == detail["replaced_by"])).mappings().one()
-    return _created_to_expire(connection, ApiKey(**row))
+    replacing = replacing.order_by(audit.c.position).limit(1)
+    while (detail := connection.scalars(replacing.where(audit.c.target == key_id)).one_or_none()) is not None:
+        key_id = detail["replaced_by"]
+        expires_at = connection.scalars(select(keys.c.expires_at).where(keys.c.id == key_id)).one()
+    return expires_at
 
 
 def digest_of(secret: str) -> str:

@@ -10,21 +10,13 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    op.add_column("files", sa.Column("idempotency_key", sa.Text(), nullable=True))
-    op.create_index(
-        "ix_files_key",
-        "files",
-        ["idempotency_key"],
-        unique=True,
-        sqlite_where=sa.text("idempotency_key IS NOT NULL"),
-        postgresql_where=sa.text("idempotency_key IS NOT NULL"),
-    )
-    op.add_column("upload_parts", sa.Column("idempotency_key", sa.Text(), nullable=True))
-    op.create_index(
-        "ix_upload_parts_key",
-        "upload_parts",
-        ["idempotency_key"],
-        unique=True,
-        sqlite_where=sa.text("idempotency_key IS NOT NULL"),
-        postgresql_where=sa.text("idempotency_key IS NOT NULL"),
-    )
+    for table in ("files", "upload_parts"):
+        op.add_column(table, sa.Column("idempotency_key", sa.Text(), nullable=True))
+        op.create_index(
+            f"ix_{table}_key",
+            table,
+            ["idempotency_key"],
+            unique=True,
+            sqlite_where=sa.text("idempotency_key IS NOT NULL"),
+            postgresql_where=sa.text("idempotency_key IS NOT NULL"),
+        )

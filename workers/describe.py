@@ -53,6 +53,7 @@ from workers.model.lora import adapted_modules
 from workers.model.multimodal import decoder_layers, text_decoder
 from workers.model.precision import formats_of_base, precision_map, swap, weighted_modules
 from workers.model.probes import Probed, probe
+from workers.model.products import products
 from workers.model.whole_modules import outer_modules
 from workers.patches.fused_layers import norms_and_gates
 from workers.ranks.runtime import quiet_libraries
@@ -74,7 +75,8 @@ def main(folder: str) -> None:
 def _document(folder: str) -> Described:
     versions, path = Versions.installed(), Path(folder)
     try:
-        return Described(description_key(path, versions), versions, base=describe(folder))
+        base = replace(describe(folder), products=products())
+        return Described(description_key(path, versions), versions, base=base)
     except SpecError as error:
         refusal = Refusal(error.message, error.param, error.code, _model_type(path))
     except OSError as error:

@@ -22,6 +22,7 @@ from ft_service.bases.base_files import MAX_ENTRIES, open_base_file, read_bytes
 from ft_service.bases.module_rules import OuterModules, WeightNames, kept_plain
 from ft_service.bases.safetensors_header import HEADER
 from ft_service.errors import SpecError
+from ft_service.host.processor import Products
 from ft_service.spec import WeightFormat
 
 Kind = Literal["linear", "experts", "embedding", "head", "router", "norm", "bias", "other"]
@@ -185,6 +186,8 @@ class Description:
     """Whether the weights are in the folder; False: described by config.json and the index alone."""
     warnings: tuple[str, ...] = ()
     """Sentences that a job's owner should read."""
+    products: Products | None = None
+    """Matrix products on the processor of the process that described the base; None: not measured."""
 
     @cached_property
     def quantizable(self) -> tuple[Weight, ...]:

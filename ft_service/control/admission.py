@@ -26,7 +26,6 @@ from ft_service.ids import new_id
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import Admitted, admit, settle_counted
-from ft_service.plan.machines import this_host
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.settings import Settings
 from ft_service.spec import (
@@ -191,7 +190,7 @@ def planned(
     base = descriptions.description(Path(job.spec.model.path))
     lengths = None if size is None else SampleLengths.of_size(size)
     most = capacity.most_per_node(job.nodes, limits.max_slots)
-    admitted = admit(base, job.spec, capacity.machine or this_host(), lengths, most)
+    admitted = admit(base, job.spec, capacity.machine_for(base), lengths, most)
     settled = replace(
         job,
         stored_spec=StoredSpec.of(admitted.spec),
@@ -231,7 +230,7 @@ class LateAdmission:
         base = self.descriptions.description(Path(spec.model.path))
         capacity = capacity_of(self.settings, spec.distributed.profile)
         most = capacity.most_per_node(spec.distributed.nnodes, None)
-        return settle_counted(base, spec, capacity.machine or this_host(), lengths, most)
+        return settle_counted(base, spec, capacity.machine_for(base), lengths, most)
 
 
 def _first_events(request: JobRequest, spec: JobSpec, capacity: Capacity, priority: int) -> list[NewEvent]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ft_service.bases.description import Description
 from ft_service.errors import SpecError
 from ft_service.host import hardware
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profiles
 from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profile
-from ft_service.plan.machines import Machine, find_machine, this_host
+from ft_service.plan.machines import Machine, find_machine, measured, this_host
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 from ft_service.wording import counted
@@ -46,6 +47,10 @@ class Capacity:
         """Ranks that each of a job's nodes may have. `max_slots`: limit of the job's project; None: none."""
         return min(self.ranks_per_node, min(self.slots, max_slots or self.slots) // nodes)
 
+    def machine_for(self, base: Description) -> Machine:
+        """The machine that ranks run on: this host's with what was measured when the base was described."""
+        return self.machine or measured(this_host(), base.products)
+
     @property
     def host(self) -> str | None:
         """The only host (`Launcher.host`) that may start a job with this profile; None: any."""
@@ -55,11 +60,6 @@ class Capacity:
 def host_of_profile(profile: str) -> str:
     """Name of the host that runs the jobs of a pod profile."""
     return f"kubernetes/{profile}"
-
-
-def machine_of(settings: Settings, profile: str | None = None) -> Machine:
-    """The machine type that ranks run on. Raises as `capacity_of`."""
-    return capacity_of(settings, profile).machine or this_host()
 
 
 def total_slots(settings: Settings) -> int:
@@ -96,7 +96,7 @@ def capacity_of(settings: Settings, profile: str | None = None, project: str | N
 def _of_profile(profile: PodProfile) -> Capacity:
     machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
-        machine = replace(machine, memory=profile.memory_limit, slow_bf16=False)
+        machine = replace(machine, memory=profile.memory_limit)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.has_gpus else 0
     return Capacity(
@@ -114,7 +114,7 @@ def _of_profile(profile: PodProfile) -> Capacity:
 def _of_slurm(profile: SlurmProfile) -> Capacity:
     machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
     if machine.shared_memory:  # of the node, not of this host
-        machine = replace(machine, memory=None, slow_bf16=False)
+        machine = replace(machine, memory=None)
     return Capacity(
         "a node of this cluster",
         QUEUE_SLOTS,

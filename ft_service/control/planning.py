@@ -16,7 +16,7 @@ from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.jobs.states import Job
 from ft_service.plan.auto_options import within_context
 from ft_service.plan.job import plan_job, training_time
-from ft_service.plan.machines import Machine, this_host
+from ft_service.plan.machines import Machine
 from ft_service.plan.plan_text import change_text
 from ft_service.plan.sample_lengths import BYTES_PER_TOKEN, SampleLengths
 from ft_service.settings import Settings
@@ -47,7 +47,7 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     path = None if file_id is None else places.file(file_id)
     base = context.catalogue.descriptions.description(Path(spec.model.path))
     most = capacity.most_per_node(spec.distributed.nnodes, context.principal.limits.max_slots)
-    return _document(base, spec, capacity.machine or this_host(), path, size, most)
+    return _document(base, spec, capacity.machine_for(base), path, size, most)
 
 
 def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Descriptions) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Desc
     path = None if file_id is None else places.file(file_id)
     size = path.stat().st_size if path is not None and path.is_file() else None
     capacity = capacity_of(settings, job.spec.distributed.profile)
-    machine, most = capacity.machine or this_host(), capacity.most_per_node(job.nodes, None)
+    machine, most = capacity.machine_for(base), capacity.most_per_node(job.nodes, None)
     return _document(base, job.spec, machine, path if size is not None else None, size, most)
 
 

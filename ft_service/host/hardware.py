@@ -26,8 +26,6 @@ _TAKEN = ("memory.current", "memory/memory.usage_in_bytes")
 _COUNTS = ("memory.stat", "memory/memory.stat")
 _FILES = (("active_file", "inactive_file"), ("total_active_file", "total_inactive_file"))
 """Counts of files' bytes, which the kernel gives back."""
-_BF16_INSTRUCTIONS = (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"}), frozenset({"bf16"}))
-"""Sets of a processor's flags with each of which oneDNN has products in bf16: x86's two, and Arm's."""
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -110,17 +108,6 @@ def wsl_models(program: Path = WSL_SMI) -> tuple[str, ...]:
 
 def gpu_count(devices: Path = Path("/dev")) -> int:
     return len(visible_gpus(devices))
-
-
-@lru_cache
-def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this host's processor has no instructions for products in bf16, so that PyTorch computes them by a plain
-    loop. False where nothing names its flags, as on macOS.
-    """
-    with contextlib.suppress(OSError):
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-        return found is not None and not any(needed <= set(found[1].split()) for needed in _BF16_INSTRUCTIONS)
-    return False
 
 
 def default_slots() -> int:

@@ -14,7 +14,7 @@ from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle
 from ft_service.plan.fitting_settings import AUTO, COMPILE, FITTED, with_options
 from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job
-from ft_service.plan.machines import Machine, this_host
+from ft_service.plan.machines import Machine
 from ft_service.plan.plan_text import change_text, summary
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
@@ -43,11 +43,11 @@ class Admitted:
 def admit(
     base: Description,
     spec: JobSpec,
-    machine: Machine | None = None,
+    machine: Machine,
     lengths: SampleLengths | None = None,
     most_per_host: int = MOST_PER_HOST,
 ) -> Admitted:
-    """Plan a job for a machine (None: this host). `lengths`: lengths of its samples. Until they are counted (`settle_counted`),
+    """Plan a job for a machine. `lengths`: lengths of its samples. Until they are counted (`settle_counted`),
     options that depend on them are chosen for the longest possible samples, and the events do not mention them.
     `most_per_host`: as in `plan_job`.
 
@@ -61,7 +61,7 @@ def admit(
     without_effect = {"job_id": "", "tuned_name": "", "seed": 0, "training_data": no_file, "parent": None}
     options = spec.model_copy(update=without_effect | {"validation_data": spec.validation_data and no_file})
     given = options.model_dump_json(exclude_unset=True)  # some warnings concern only options that the user has set
-    admitted = _admitted(base, given, machine or this_host(), lengths, most_per_host)
+    admitted = _admitted(base, given, machine, lengths, most_per_host)
     sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}
     return replace(admitted, spec=spec.model_copy(update=sections))
 

@@ -32,7 +32,7 @@ from ft_service.plan.fitting_settings import (
     value_of,
     with_options,
 )
-from ft_service.plan.machines import Machine, usable_bytes
+from ft_service.plan.machines import Machine, slowness, usable_bytes
 from ft_service.plan.quantities import bytes_text, duration_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import AS_PUBLISHED, JobSpec
@@ -123,11 +123,12 @@ def with_rate(base: Description, spec: JobSpec) -> JobSpec:
 
 
 def with_compute(spec: JobSpec, machine: Machine) -> JobSpec:
-    """The spec with precision.compute "fp32" for a processor without instructions for bf16, unless it was given."""
-    if not machine.slow_bf16 or _compute_given(spec):
+    """The spec with precision.compute "fp32" for a processor that is slower in bf16, unless it was given."""
+    slow = machine.slow_in_bf16
+    if slow is None or _compute_given(spec):
         return spec
-    why = "this processor has no instructions for bf16, and is several times slower in it"
-    return with_options(spec, {COMPUTE: "fp32"}).model_copy(update={"chosen": {**spec.chosen, COMPUTE: why}})
+    chosen = {**spec.chosen, COMPUTE: slowness(slow)}
+    return with_options(spec, {COMPUTE: "fp32"}).model_copy(update={"chosen": chosen})
 
 
 def _length_given(spec: JobSpec) -> bool:

@@ -13,7 +13,7 @@ from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle_on, with_compute
 from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
-from ft_service.plan.machines import SLOW_BF16, Machine, usable_bytes
+from ft_service.plan.machines import Machine, slow_bf16_advice, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
@@ -203,10 +203,7 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
     wire = wire_bytes(job, batches.rounds)
     checkpointed = job.spec.distributed.checkpointing == "full"
     flops = flops_per_token(job.base, job.adapters, batches.length, checkpointed=checkpointed)
-    in_bf16 = job.spec.precision.compute == "bf16"
-    known = not (machine.slow_bf16 and in_bf16) if machine.shared_memory else in_bf16  # data sheets speak of bf16
-    speed = speed_on(machine, job, batches, flops, wire) if known else None
-    return Cost(batches, rank_bytes(job, batches, machine), wire, flops, speed)
+    return Cost(batches, rank_bytes(job, batches, machine), wire, flops, speed_on(machine, job, batches, flops, wire))
 
 
 def _modules(job: ShardedJob) -> Iterator[Module]:
@@ -249,8 +246,9 @@ def _changes(
 
 def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, lengths: SampleLengths | None) -> Iterator[str]:
     """Advice for a job that fits: a base that fits whole on every rank needs no gathers; what its times leave out."""
-    if machine.slow_bf16 and with_compute(spec, machine).precision.compute == "bf16":
-        yield SLOW_BF16
+    slow = machine.slow_in_bf16
+    if slow is not None and with_compute(spec, machine).precision.compute == "bf16":
+        yield slow_bf16_advice(slow)
     if spec.reinforcement is not None:
         answers, longest = spec.training.batch * spec.samples_of_item, spec.longest_answer
         seconds = sampling_seconds(machine, base, sum(module.bytes for module in draft.modules), answers, longest)

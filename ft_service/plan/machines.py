@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 from ft_service.errors import SpecError
-from ft_service.host.hardware import gpu_count, lacks_bf16, memory_bytes, torch_build, wsl_models
+from ft_service.host.hardware import gpu_count, memory_bytes, torch_build, wsl_models
+from ft_service.host.processor import Products, processor_kind
 from ft_service.spec import JobSpec
 
 EFFICIENCY = 0.48
@@ -37,6 +38,7 @@ class Machine:
     name: str
     memory: int | None
     flops: float | None = None
+    """Of matrix products: a GPU's in bf16, a processor's in fp32."""
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     fp8_flops: float | None = None
@@ -50,8 +52,19 @@ class Machine:
     them layers need more memory."""
     by_cudnn: bool = False
     """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in ft_service/plan/memory.py)."""
-    slow_bf16: bool = False
-    """Whether it is a processor without instructions for bf16, several times slower in it than in fp32."""
+    products: Products | None = None
+    """What was measured of a processor; None: it is taken to be as fast in bf16 as in fp32."""
+
+    @property
+    def slow_in_bf16(self) -> Products | None:
+        """What was measured of a processor that multiplies in bf16 more slowly than in fp32; None: it is none."""
+        return self.products if self.products is not None and self.products.slow_in_bf16 else None
+
+    def flops_in(self, compute: str) -> float | None:
+        """FLOP/s of products in a type of `precision.compute`; None: not known, as data sheets of GPUs speak of bf16."""
+        if not self.shared_memory:
+            return self.flops if compute == "bf16" else None
+        return self.products.bf16_flops if self.products is not None and compute == "bf16" else self.flops
 
 
 _BY_CUDNN = ("GH200", "H200", "H200-NVL", "H100", "H100-NVL", "H100-PCIe")
@@ -95,13 +108,9 @@ _OTHER_CARDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D"})
 """Words that make another card of one whose name a marketing name contains; Max-Q is written as two words here."""
 
 CPU = "cpu"
-SLOW_BF16 = (
-    "This processor has no instructions for bf16 (AVX-512 or AMX), and multiplies in it several times more slowly than in "
-    "fp32. precision.compute: fp32 is faster here, and takes more memory for activations."
-)
-"""Advice for a job that is to compute in bf16 on a processor with `slow_bf16`."""
 _CORE_FLOPS = 75e9
-"""fp32 matrix products of one server core with 256-bit vectors: 67 (32 rows) to 92 (512 rows) were measured on an AMD EPYC."""
+"""fp32 matrix products of one server core with 256-bit vectors, where none were measured: 67 (32 rows) to 92 (512 rows) were
+on an AMD EPYC."""
 _CORE_MEMORY_BANDWIDTH = 2.5e9
 """Bytes of codes and values while one core dequantises NF4, which its arithmetic bounds: 17 ms for 4096 x 4096 there."""
 _LOOPBACK_BANDWIDTH = 1e9
@@ -145,7 +154,24 @@ def _words(name: str) -> frozenset[str]:
 def host_cpu() -> Machine:
     """This host without its GPUs: one core per rank, memory shared by all ranks."""
     figures = (_CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH)
-    return Machine(CPU, memory_bytes(), *figures, shared_memory=True, heap_factor=HEAP_FACTOR, slow_bf16=lacks_bf16())
+    return Machine(CPU, memory_bytes(), *figures, shared_memory=True, heap_factor=HEAP_FACTOR)
+
+
+def measured(machine: Machine, products: Products | None) -> Machine:
+    """The machine with what was measured of its products, if it is a processor of this host's kind; else as it is."""
+    if products is None or not machine.shared_memory or products.kind != processor_kind():
+        return machine
+    return replace(machine, flops=products.fp32_flops, products=products)
+
+
+def slowness(products: Products) -> str:
+    """A clause that says how slow a processor is in bf16."""
+    return f"a product in bf16 takes this processor {products.ratio:.2g} times as long as one in fp32"
+
+
+def slow_bf16_advice(products: Products) -> str:
+    """Advice for a job that is to compute in bf16 on a processor that is slow in it."""
+    return f"{slowness(products).capitalize()}. precision.compute: fp32 is faster here, and takes more memory for activations."
 
 
 def this_host(

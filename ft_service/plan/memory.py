@@ -8,7 +8,8 @@ peak counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forw
     the last norm         the same without the head's part, and five fp32 copies of its input: PyTorch's RMS norm is a power, a
                           mean and two products, whose backward makes one each; a fused kernel makes the gradient alone
     the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i, less the one that is no
-                          longer needed; or, in the product before, one of c i and the dequantised weight
+                          longer needed; or, in the product before, one of c i and the dequantised weight, and on a
+                          processor that computes bf16 by fp32 4 i for the result in it
     the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming gradient, and three of c k h: the
                           gradients of the sum's terms and of the experts' results, and the product of which the shares'
                           gradient is the sum, in fp32 if the shares are, plus a copy in c; or, at the gates of wide
@@ -175,6 +176,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     fused = _fused_parts(job, machine)
     kept = _kept_by_mode(job, batches.tokens, fused)
     by_token = _product_workspace(job, machine) + _copied_by_lots(job, machine)
+    by_token += _fp32_results(job, machine)
     extra = _dequantised(job, machine) + by_token * batches.tokens
     backward = _backward_by_mode(job, batches.tokens, extra, _attention_workspace(job, batches, machine), fused)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
@@ -374,6 +376,15 @@ def _product_workspace(job: ShardedJob, machine: Machine) -> int:
     dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
     rounded = max((s.weight.numel_of_row for s in multiplied_in_fp8(job, machine)), default=0)
     return (1 + job.compute_bytes) * dropped + (FP8_BACKWARD_BYTES * job.base.dimensions.hidden + rounded if rounded else 0)
+
+
+def _fp32_results(job: ShardedJob, machine: Machine) -> int:
+    """Bytes per token of the copy in fp32 of a product's result, on a processor that computes bf16 by fp32: of the
+    widest, which is the gradient of the feed-forward's inner width. Experts' are left out, each of few tokens.
+    """
+    slow = machine.slow_in_bf16
+    by_fp32 = slow is not None and slow.by_fp32 and job.spec.precision.compute == "bf16"
+    return FP32_BYTES * _common_width(job.base.dimensions) if by_fp32 else 0
 
 
 def _product_bytes(job: ShardedJob) -> int:

@@ -143,12 +143,13 @@ def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: in
 
     Gathers and launches overlap with the arithmetic, so that the slowest of the three counts.
     """
-    if machine.flops is None or machine.memory_bandwidth is None or machine.link_bandwidth is None:
+    reached = machine.flops_in(job.spec.precision.compute)
+    if reached is None or machine.memory_bandwidth is None or machine.link_bandwidth is None:
         return None
     mode = job.spec.distributed.checkpointing
     in_fp8 = {s.weight for s in multiplied_in_fp8(job, machine) if s.weight.kind == "linear"}
     flops -= int((1 - 1 / FP8_GAIN) * 2 * PASSES[mode] * sum(weight.numel for weight in in_fp8))
-    compute = batches.step_tokens * flops / (machine.flops * efficiency(job, machine, batches, mode))
+    compute = batches.step_tokens * flops / (reached * efficiency(job, machine, batches, mode))
     moved = dequantised_bytes(job, in_fp8)
     dequantise = batches.rounds * PASSES[mode] * moved / machine.memory_bandwidth
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)

@@ -106,7 +106,7 @@ class PrecisionOptions(Strict):
     match is an error, and so is a format other than bf16 outside the decoder layers (embeddings, output head)."""
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
     """Element type of activations and matrix products in all modules: FSDP2 has one type per group. Adapters are fp32 masters
-    in either case. If it is not given, jobs on this host's processor get fp32 where that has no instructions for bf16."""
+    in either case. If it is not given, jobs on this host's processor get fp32 where that is slower in bf16."""
     fp8_products: AutoOrOff = "auto"
     """auto: layers stored in fp8 multiply in FP8 if the GPU supports it and compute is bf16; inputs and gradients are rounded
     to FP8 row by row. off: they are always dequantised first, as fp8_blocks are. The job's events say which applies."""

@@ -8,6 +8,7 @@ import pytest
 
 from ft_service.bases.describing import describe_in_process
 from ft_service.bases.description import Versions, description_key
+from ft_service.host.processor import processor_kind
 from tests.support.bases import save_base
 from tests.support.hostile_bases import save_hostile
 
@@ -26,6 +27,8 @@ def test_a_base_is_described_by_a_process_under_its_limits(tmp_path: Path) -> No
     found = describe_in_process(save_base(tmp_path))
     assert found.base is not None
     assert found.base.model_type == "llama"
+    assert found.base.products is not None
+    assert found.base.products.kind == processor_kind(), "whose speed the plan takes"
     assert found.versions == Versions.installed()
     assert found.key == description_key(tmp_path, found.versions)
 

@@ -32,7 +32,7 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 BASES = {"70b": LLAMA_70B, "8b": LLAMA_8B, "0.5b": SMALL, "tiny": TINY}
-HOST = replace(host_cpu(), memory=16 * GIB, heap_factor=1.0, slow_bf16=False)
+HOST = replace(host_cpu(), memory=16 * GIB, heap_factor=1.0)
 MACHINE = {**MACHINES, "cpu": HOST}
 
 

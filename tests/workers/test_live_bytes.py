@@ -28,11 +28,12 @@ from workers.data.batches import Tokens
 from workers.job.training_state import JobState
 from workers.layers import fused
 from workers.model import build
+from workers.model.products import products
 from workers.patches.fused_layers import fuse
 from workers.training.step import forward_backward
 
-HOST = Machine(CPU, 16 * GIB, shared_memory=True)
-"""Without what an allocator holds besides tensors."""
+HOST = Machine(CPU, 16 * GIB, shared_memory=True, products=products())
+"""This one, without what an allocator holds besides tensors."""
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,

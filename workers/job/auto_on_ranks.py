@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,12 @@ import torch.distributed as dist
 from ft_service.bases.description import Description
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.plan.auto_options import Ranks, Settled, is_settled, settle
-from ft_service.plan.fitting_settings import COMPILE, FITTED, value_of
-from ft_service.plan.machines import Machine, host_cpu, machine_of_gpu
+from ft_service.plan.fitting_settings import COMPILE, COMPUTE, FITTED, value_of, with_options
+from ft_service.plan.machines import Machine, host_cpu, machine_of_gpu, measured
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.events import SettledOption
 from ft_service.spec import JobSpec
+from workers.model.products import products
 
 
 def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet, describe: Callable[[str], Description]) -> Settled:
@@ -31,7 +31,8 @@ def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet, descri
     ranks = Ranks(world, nodes)
     if is_settled(spec, lengths, ranks):
         return Settled(spec)
-    return settle(describe(spec.model.path), spec, machine, lengths, ranks)
+    decided = with_options(spec, {COMPUTE: spec.precision.compute})  # results depend on it: the ranks do not choose it
+    return settle(describe(spec.model.path), decided, machine, lengths, ranks)
 
 
 def settled_options(spec: JobSpec) -> dict[str, SettledOption]:
@@ -42,7 +43,7 @@ def settled_options(spec: JobSpec) -> dict[str, SettledOption]:
 
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
-        return replace(host_cpu(), slow_bf16=False)  # results depend on precision.compute: the ranks do not choose it
+        return measured(host_cpu(), products())
     return machine_of_gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
 
 

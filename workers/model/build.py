@@ -17,8 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ft_service.bases.base_files import read_config, require_openable
 from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
-from ft_service.host.hardware import lacks_bf16
-from ft_service.plan.machines import SLOW_BF16
+from ft_service.plan.machines import slow_bf16_advice
 from ft_service.spec import JobSpec, WeightFormat, WrapBySize
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
@@ -35,6 +34,7 @@ from workers.model.lora import add_adapters
 from workers.model.multimodal import causal_class, decoder_layers, has_cross_attention, is_of_several, text_decoder, text_only
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.probes import Probed, probe
+from workers.model.products import products
 from workers.model.special_types import INPUT_SCALED_EXPERTS
 from workers.model.tunable import READS_ENCODER, no_model, not_causal, refuse_numbers, refuse_untunable, wrong_value
 from workers.model.whole_modules import compute_in
@@ -55,7 +55,7 @@ class Arithmetic:
     not_fused: str | None = None
     """Why a GPU's kernels are not used, though they may be; None: they are, or may not be."""
     slow: str | None = None
-    """What would be faster on a processor without instructions for bf16; None: nothing."""
+    """What would be faster on a processor that is slow in bf16; None: nothing."""
 
     @property
     def notes(self) -> list[str]:
@@ -136,7 +136,10 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
 
 def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:
     """The advice for a processor that is slow in bf16, if the layers compute in it there."""
-    return SLOW_BF16 if device.type == "cpu" and compute == torch.bfloat16 and lacks_bf16() else None
+    if device.type != "cpu" or compute != torch.bfloat16:
+        return None
+    found = products()
+    return slow_bf16_advice(found) if found.slow_in_bf16 else None
 
 
 def base_on_meta(path: str) -> PreTrainedModel:

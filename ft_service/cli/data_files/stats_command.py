@@ -31,7 +31,7 @@ from ft_service.data.statistics import DataStatistics, FileStatistics, Measure, 
 from ft_service.ids import new_id
 from ft_service.plan.auto_options import within_context
 from ft_service.plan.job import plan_job
-from ft_service.plan.machines import Machine, find_machine, this_host
+from ft_service.plan.machines import Machine, find_machine, measured, this_host
 from ft_service.plan.plan_text import about
 from ft_service.plan.speed import whole_training
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, parse_request, resolve
@@ -116,7 +116,8 @@ def _with_plan(spec: JobSpec, machine: Machine) -> DataStatistics:
     statistics, lengths = data.statistics, data.lengths(spec)
     assert statistics is not None, "tokens are counted"
     assert lengths is not None
-    plan = plan_job(describe_base(Path(spec.model.path), spec.model.name, settings, print_note), spec, machine, lengths)
+    base = describe_base(Path(spec.model.path), spec.model.name, settings, print_note)
+    plan = plan_job(base, spec, measured(machine, base.products), lengths)
     likely = plan.likely or plan
     work = whole_training(lengths.of_training(spec), likely.flops_per_token, likely.speed)
     return replace(statistics, seconds=work.seconds, flops=work.flops)

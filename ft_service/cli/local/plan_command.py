@@ -24,7 +24,7 @@ from ft_service.ids import new_id
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.auto_options import settle_on, within_context
 from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_time
-from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
+from ft_service.plan.machines import MACHINES, Machine, find_machine, measured, this_host
 from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
@@ -79,6 +79,7 @@ def plan(
     loaded = load_spec_arguments(spec, changes, model, sweep=None)
     found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine))
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
+    machine = measured(machine, base.products)
     resolved = within_context(base, found)
     plan_job(base, resolved, machine)  # an unusable base is reported before the data is read
     data = examine_data(resolved, settings, print_note, need_counts=False)

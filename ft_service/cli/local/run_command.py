@@ -31,7 +31,7 @@ from ft_service.local.run import run_local, wait_begun
 from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.admit import admit, settle_counted
 from ft_service.plan.auto_options import keep_choices
-from ft_service.plan.machines import this_host
+from ft_service.plan.machines import measured, this_host
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.checkpoints import CHECKPOINTS
@@ -93,7 +93,8 @@ def run(
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = _with_ranks_of_this_host(resolve_for(loaded, settings, folder, job_id))
     base = describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note)
-    admitted = admit(base, resolved, lengths=SampleLengths.of_size(loaded.training_file.bytes))
+    machine = measured(this_host(), base.products)
+    admitted = admit(base, resolved, machine, SampleLengths.of_size(loaded.training_file.bytes))
     if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
     with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
@@ -106,7 +107,7 @@ def run(
         spec_of_job = admitted.spec
         lengths = data.lengths(admitted.spec)
         if lengths is not None:
-            counted = settle_counted(base, admitted.spec, this_host(), lengths)
+            counted = settle_counted(base, admitted.spec, machine, lengths)
             spec_of_job = counted.spec
             display.message(*counted.events[0], time.time())  # the rest was told before
         with _time_limit(loaded.request.max_seconds) as stop:

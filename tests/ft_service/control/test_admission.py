@@ -164,7 +164,7 @@ def test_what_matches_nothing_in_the_base_is_refused_at_the_door(
 
 def test_a_job_that_cannot_fit_is_refused_with_what_would(store: Store, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_base(models / "large", LLAMA_8B)
-    monkeypatch.setattr("ft_service.control.admission.this_host", lambda: Machine("small GPU", 12 * GIB))
+    monkeypatch.setattr("ft_service.control.capacity.this_host", lambda: Machine("small GPU", 12 * GIB))
 
     with pytest.raises(SpecError, match=r"does not fit small GPU.* 11\.28 GiB are usable") as caught:
         admit(store, models, model="large")
@@ -182,7 +182,7 @@ def test_a_format_is_not_chosen_for_a_machine_that_is_not_known(
     store: Store, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What results do not depend on is left to the ranks, who see the machine."""
-    monkeypatch.setattr("ft_service.control.admission.this_host", lambda: Machine("some GPU", None))
+    monkeypatch.setattr("ft_service.control.capacity.this_host", lambda: Machine("some GPU", None))
     with pytest.raises(SpecError, match="the memory of some GPU is not known") as caught:
         admit(store, models, precision={"default": "auto"})
     assert caught.value.param == "precision.default"

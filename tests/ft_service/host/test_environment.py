@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 USEFUL = {
     **{"PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "LD_LIBRARY_PATH": "/l", "FT_CACHE": "/c", "FT_TOKENS": ""},
     **{"CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "7", "PYTORCH_ALLOC_CONF": "a"},
+    **{"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     **{"TOKENIZERS_PARALLELISM": "false", "POD_IP": "10.0.0.1"},
 }
 WITHOUT = {

@@ -10,7 +10,6 @@ from ft_service.host.hardware import (
     available_memory,
     build_of,
     counted_gpus,
-    lacks_bf16,
     memory_bytes,
     torch_build,
     visible_gpus,
@@ -166,20 +165,3 @@ def test_available_memory_within_a_limit_of_the_older_control_groups(tmp_path: P
     for limit, available in {50_000: 20_000, 2**63 - 4096: 65_536}.items():
         (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
         assert available_memory(meminfo, tmp_path) == available
-
-
-@pytest.mark.parametrize(
-    ("line", "lacks"),
-    [
-        ("flags\t\t: fpu sse4_2 avx2 fma avx512f", True),
-        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl", False),
-        ("flags\t\t: fpu avx2 avx_vnni avx_ne_convert", False),
-        ("Features\t: fp asimd asimdhp sve", True),
-        ("Features\t: fp asimd sve bf16 i8mm", False),
-        ("isa\t: rv64imafdc", False),
-    ],
-)
-def test_instructions_for_bf16_are_those_that_the_kernel_lists(line: str, lacks: bool, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: One\n{line}\nbugs\t\t: bf16\n\nprocessor\t: 1\n{line}\n")
-    assert lacks_bf16(tmp_path / "cpuinfo") is lacks
-    assert lacks_bf16(tmp_path / "absent") is False

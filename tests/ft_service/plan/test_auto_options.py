@@ -7,8 +7,9 @@ import pytest
 
 from ft_service.data.statistics import Measure
 from ft_service.errors import SpecError
+from ft_service.host.processor import Products, processor_kind
 from ft_service.plan.auto_options import Ranks, keep_choices
-from ft_service.plan.machines import GIB, MACHINES, SLOW_BF16, Machine, machine_of_gpu
+from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu, measured, slow_bf16_advice
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import DataFileRef
 from tests.support.bases import LLAMA_8B, plan_of, save_base, settle_for, spec_on
@@ -91,12 +92,13 @@ def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> Non
     assert settle_for(keep_choices(unsaid, begun), HOST).spec.training.max_length == 2048, "its samples are those it began with"
 
 
-def test_a_processor_without_bf16_computes_in_fp32_unless_told_otherwise(tmp_path: Path) -> None:
-    slow = replace(HOST, slow_bf16=True)
+def test_a_processor_that_is_slow_in_bf16_computes_in_fp32_unless_told_otherwise(tmp_path: Path) -> None:
+    products = Products(processor_kind(), fp32_flops=9.4e10, bf16_flops=2e10, by_onednn=True)
+    slow = measured(HOST, products)
     unsaid = open_spec(tmp_path, "tiny")
     settled = settle_for(unsaid, slow)
     assert settled.spec.precision.compute == "fp32"
-    why = "this processor has no instructions for bf16, and is several times slower in it"
+    why = "a product in bf16 takes this processor 4.7 times as long as one in fp32"
     assert f"precision.compute: fp32 ({why})." in settled.news
     nothing_open = spec_on(Path(unsaid.model.path), training={"max_length": 64})
     assert settle_for(nothing_open, slow).spec.precision.compute == "fp32"
@@ -110,6 +112,22 @@ def test_a_processor_without_bf16_computes_in_fp32_unless_told_otherwise(tmp_pat
     assert kept.precision.compute == "bf16", "a job that began in bf16 continues in it"
     said = spec_on(Path(unsaid.model.path), precision={"compute": "bf16"})
     assert settle_for(said, slow).spec.precision.compute == "bf16"
-    assert SLOW_BF16 in plan_of(said, slow).hints
-    assert plan_of(said, slow).speed is None, "no rate was measured"
-    assert SLOW_BF16 not in plan_of(unsaid, slow).hints
+    assert slow_bf16_advice(products) in plan_of(said, slow).hints
+    assert slow_bf16_advice(products) not in plan_of(unsaid, slow).hints
+    fast = measured(HOST, replace(products, bf16_flops=8e10))
+    assert settle_for(nothing_open, fast).spec.precision.compute == "bf16", "fp32 takes more memory"
+    assert slow_bf16_advice(products) not in plan_of(said, fast).hints
+
+
+def test_the_speed_of_a_processor_is_that_of_its_products_if_they_were_measured(tmp_path: Path) -> None:
+    products = Products(processor_kind(), fp32_flops=9e10, bf16_flops=3e10, by_onednn=True)
+    seconds = {}
+    for compute in ("fp32", "bf16"):
+        spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), precision={"compute": compute})
+        speed = plan_of(spec, measured(HOST, products)).speed
+        assert speed is not None
+        seconds[compute] = speed.compute_seconds
+    assert seconds["bf16"] == pytest.approx(3 * seconds["fp32"])
+    elsewhere = replace(products, kind="another")
+    assert measured(HOST, elsewhere) == HOST, "measured on another host, which shares the cache"
+    assert measured(MACHINES["H100"], products) == MACHINES["H100"]

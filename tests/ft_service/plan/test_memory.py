@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from ft_service.host.processor import Products
 from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine
 from ft_service.plan.memory import GROUPED_BYTES, RankBytes, planned_micro_batches
 from ft_service.plan.weight_storage import ShardLayout
 from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
-from tests.support.plans import plan_8b
+from tests.support.plans import HOST, plan_8b
 
 A100 = MACHINES["A100"]
 """One whose attention PyTorch's kernel computes."""
@@ -190,6 +191,23 @@ def test_a_gpu_dequantises_many_experts_at_a_time(tmp_path: Path, experts: int, 
     )
     copied = 16 * 8 * 2 * (2048 + 2048) if at_a_time < experts else 0
     assert on_gpu - in_turn == at_a_time * matrix - 2 * 2048 * 2048 + copied, "in turn the queries' matrix is the largest"
+
+
+def test_a_processor_that_computes_bf16_by_fp32_has_a_products_result_in_it(tmp_path: Path) -> None:
+    """4 bytes for each number of the gradient of the feed-forward's inner width, instead of a second gate's gradient in
+    bf16. `tests/workers/test_live_bytes.py` counts it in a step."""
+    by_fp32, by_loop, fast = (Products("", 1e11, flops, by) for flops, by in ((2e10, True), (3e9, False), (4e11, True)))
+    options: dict[str, Any] = {"distributed": {"activation_checkpointing": "full"}, "training": {"max_length": 512}}
+
+    def workspace(products: Products | None, compute: str) -> int:
+        machine = replace(HOST, products=products)
+        return plan_8b(tmp_path, machine=machine, precision={"compute": compute}, **options).rank.workspace
+
+    own = workspace(None, "bf16")
+    tokens = plan_8b(tmp_path, machine=HOST, **options).batches.tokens
+    assert workspace(by_fp32, "bf16") - own == tokens * (4 * 14_336 + 2 * 14_336 - 2 * 2 * 14_336)
+    assert workspace(by_loop, "bf16") == workspace(fast, "bf16") == own
+    assert workspace(by_fp32, "fp32") == workspace(None, "fp32")
 
 
 def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) -> None:

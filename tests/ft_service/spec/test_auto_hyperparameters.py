@@ -15,7 +15,7 @@ from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for,
 from tests.support.bases import settle_for
 from tests.support.training.models import save_tiny_llama, spec_for
 
-HOST = replace(host_cpu(), slow_bf16=False)
+HOST = host_cpu()
 UNKNOWN = Machine(name="elsewhere", memory=None, shared_memory=False)
 
 

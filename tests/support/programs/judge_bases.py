@@ -54,7 +54,7 @@ def main(models: Path) -> None:
     for folder in sorted(path for path in models.iterdir() if path.is_dir()):
         spec = spec_on(folder)
         found["created"][folder.name] = refusal(
-            lambda name=folder.name, spec=spec: (catalogue.find(name), admit(described(spec), spec))
+            lambda name=folder.name, spec=spec: (catalogue.find(name), admit(described(spec), spec, MACHINES["H100"]))
         )
         found["planned"][folder.name] = refusal(lambda spec=spec: plan_job(described(spec), spec, MACHINES["H100"]))
         refusal(lambda folder=folder: (tokenizer_files(folder), tokenizer_state(str(folder)), stops_of(folder)))

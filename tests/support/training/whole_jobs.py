@@ -18,6 +18,7 @@ from ft_service.data.formats.reading import estimate_samples
 from ft_service.data.statistics import DataStatistics
 from ft_service.data.token_folder import FOLDER
 from ft_service.plan.admit import admit
+from ft_service.plan.machines import host_cpu
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind, Start
@@ -81,7 +82,8 @@ class Workshop:
                 samples=estimate_samples(Path(training.path), most=100) if request.counts_samples else None,
             ),
         )
-        spec = admit(describe(spec.model.path), spec, lengths=SampleLengths.of_size(Path(training.path).stat().st_size)).spec
+        lengths = SampleLengths.of_size(Path(training.path).stat().st_size)
+        spec = admit(describe(spec.model.path), spec, host_cpu(), lengths).spec
         for param, file in data_files(spec):
             report = self.examiner.examine_file(param, file, Path(file.path), spec, print)
             assert isinstance(report, DataReport), report

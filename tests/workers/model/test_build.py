@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from ft_service.errors import SpecError
-from ft_service.host.hardware import lacks_bf16
+from ft_service.host.processor import Products
 from tests.support.training.models import COMMON, FAMILIES, save_tiny, spec_for
 from workers.base.load import load
 from workers.model.build import base_on_meta, build, decoder_layers
@@ -27,19 +27,14 @@ def refusal(model: Path, **options: Any) -> SpecError:
     return caught.value
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch is without oneDNN")
-def test_onednn_has_products_in_bf16_unless_the_processor_lacks_them() -> None:
-    assert torch.ops.mkldnn._is_mkldnn_bf16_supported() is not lacks_bf16()
-
-
-@pytest.mark.parametrize(("compute", "lacks", "told"), [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)])
-def test_a_processor_without_bf16_is_told_with_what_is_faster(
-    compute: str, lacks: bool, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("compute", "times", "told"), [("bf16", 4.7, True), ("bf16", 0.5, False), ("fp32", 4.7, False)])
+def test_a_processor_that_is_slow_in_bf16_is_told_with_what_is_faster(
+    compute: str, times: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.model.build.lacks_bf16", lambda: lacks)
+    monkeypatch.setattr("workers.model.build.products", lambda: Products("", 1e11, 1e11 / times, by_onednn=True))
     spec = spec_for(save_tiny("llama", tmp_path), precision={"compute": compute})
     notes = build(spec, CPU).arithmetic.notes
-    assert any("precision.compute: fp32 is faster here" in note for note in notes) is told
+    assert any("4.7 times as long" in note and "precision.compute: fp32 is faster here" in note for note in notes) is told
 
 
 def config_only(folder: Path, model_type: str, **values: Any) -> Path:

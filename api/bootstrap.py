@@ -73,7 +73,7 @@ def _given_key(settings: Settings) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"FT_BOOTSTRAP_KEY_FILE = {path}: {error}", param="FT_BOOTSTRAP_KEY_FILE") from None
 
@@ -81,7 +81,7 @@ def _given_key(settings: Settings) -> str | None:
 def _known_key(path: Path, store: Store) -> str | None:
     """Return the key in the credentials file if it is valid here; the file may be missing, or belong to another service."""
     try:
-        key = json.loads(path.read_text())["api_key"]
+        key = json.loads(path.read_text(encoding="utf-8"))["api_key"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return key if isinstance(key, str) and store.keys.authenticate(key) else None

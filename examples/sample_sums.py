@@ -44,4 +44,4 @@ def _answer(number: int) -> dict[str, str]:
 
 
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

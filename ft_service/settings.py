@@ -317,7 +317,7 @@ class Settings(BaseSettings):
         """Return the URL to connect to. Raises SpecError if FT_DATABASE_URL_FILE cannot be read, or is empty."""
         if path := self.database_url_file:
             try:
-                url = path.read_text().strip()
+                url = path.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise SpecError(f"FT_DATABASE_URL_FILE = {path}: {error}", param="FT_DATABASE_URL_FILE") from None
             if not url:

@@ -70,3 +70,23 @@ def test_no_job_id_is_taken_from_a_folders_name() -> None:
             if isinstance(node, ast.Attribute) and node.attr == "name" and isinstance(node.value, ast.Attribute):
                 found += [f"{path}:{node.lineno}"] if node.value.attr == "root" else []
     assert found == []
+
+
+def without_encoding(tree: ast.Module) -> Iterator[int]:
+    """Lines that read or write a text as the locale says, which under German's ISO-8859-1 is another text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and not any(keyword.arg == "encoding" for keyword in node.keywords):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            modes = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            if name in ("read_text", "write_text") or (name == "open" and any(mode in ("r", "w", "x", "a") for mode in modes)):
+                yield node.lineno
+
+
+def test_texts_are_utf_8_whatever_the_locale() -> None:
+    spelled_out = 'a.read_text(encoding="utf-8"); a.open("rb"); open("r", encoding="utf-8")'
+    assert list(without_encoding(ast.parse(f'a.read_text(); a.write_text(b)\n{spelled_out}\na.open("w")'))) == [1, 1, 3]
+    assert [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sources()
+        for line in without_encoding(ast.parse(path.read_text(encoding="utf-8")))
+    ] == []

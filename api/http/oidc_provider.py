@@ -314,7 +314,7 @@ def _client_secret(settings: Settings) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"FT_OIDC_CLIENT_SECRET_FILE = {path}: {error}", param="FT_OIDC_CLIENT_SECRET_FILE") from None
 

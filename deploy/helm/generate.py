@@ -221,7 +221,7 @@ TEMPLATES: dict[str, Template] = {
 def template(name: str) -> str:
     """Return the text of a template."""
     made = TEMPLATES[name]
-    text = (KUBERNETES / made.manifest).read_text().replace("{{", '{{ "{{" }}')
+    text = (KUBERNETES / made.manifest).read_text(encoding="utf-8").replace("{{", '{{ "{{" }}')
     for old, new in made.edits:
         assert old in text, f"{made.manifest} has no {old!r} any more"
         text = text.replace(old, new)
@@ -308,7 +308,7 @@ postgres: true
 def overlay_values(name: str) -> str:
     """Return the values with which the chart is the overlay."""
     title, more = OVERLAYS[name]
-    profile = (KUBERNETES / "overlays" / name / "pod-profile.yaml").read_text()
+    profile = (KUBERNETES / "overlays" / name / "pod-profile.yaml").read_text(encoding="utf-8")
     lines = [line for line in profile.splitlines() if not line.startswith("image:")]
     indented = "\n".join(f"  {line}" if line else "" for line in lines)
     return f"# {title}: what deploy/kubernetes/overlays/{name} is. Made by `make docs`.\n{more}podProfile:\n{indented}\n"

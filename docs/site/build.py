@@ -46,7 +46,7 @@ def build(out: Path) -> None:
 
 def _linked_files(page: str) -> list[str]:
     """Files of the repository that a page links to or shows; paths from the project's folder."""
-    targets = [target for target in _LINK.findall((ROOT / page).read_text()) if "://" not in target]
+    targets = [target for target in _LINK.findall((ROOT / page).read_text(encoding="utf-8")) if "://" not in target]
     found = [((ROOT / page).parent / target).resolve() for target in targets]
     return [str(path.relative_to(ROOT)) for path in found if path.is_file()]
 

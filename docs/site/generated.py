@@ -28,7 +28,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 def write() -> None:
     """Write every page."""
     for path, made in PAGES.items():
-        (ROOT / path).write_text(made())
+        (ROOT / path).write_text(made(), encoding="utf-8")
 
 
 if __name__ == "__main__":

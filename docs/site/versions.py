@@ -42,9 +42,9 @@ def assemble(version: str, out: Path, archives: Sequence[Path]) -> None:
             versions.add(match[1])
     newest_first = sorted(versions, key=lambda one: [int(part) for part in one.split(".")], reverse=True)
     shutil.copytree(out / newest_first[0], out / LATEST)
-    (out / "index.html").write_text(_START)
+    (out / "index.html").write_text(_START, encoding="utf-8")
     listed = [{"version": one, "title": one, "aliases": [LATEST] if one == newest_first[0] else []} for one in newest_first]
-    (out / "versions.json").write_text(json.dumps(listed))
+    (out / "versions.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
 if __name__ == "__main__":

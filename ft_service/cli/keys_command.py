@@ -135,7 +135,7 @@ def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -
 def _own_key(settings: Settings, store: Store) -> str | None:
     """Return the id of the key that `ft` uses on this host; None: it has no key of this service."""
     try:
-        secret = str(json.loads((settings.home / "credentials").read_text())["api_key"])
+        secret = str(json.loads((settings.home / "credentials").read_text(encoding="utf-8"))["api_key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     holder = store.keys.authenticate(secret)

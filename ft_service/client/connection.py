@@ -74,7 +74,7 @@ def _no_server(home: Path, key: str | None) -> str:
 def _local_key(path: Path) -> str | None:
     """Return the key of a credentials file; None: there is no such file."""
     try:
-        key = json.loads(path.read_text())["api_key"]
+        key = json.loads(path.read_text(encoding="utf-8"))["api_key"]
         if not isinstance(key, str):
             raise TypeError
         return key

@@ -80,7 +80,7 @@ def _with_key(model: GraderModel, folder: Path) -> GraderModel:
     if model.key_file is None:
         return model
     path = folder / Path(model.key_file).expanduser()
-    key = path.read_text().strip()
+    key = path.read_text(encoding="utf-8").strip()
     if not is_header_text(key):
         raise ValueError(f"{path} {NO_HEADER_TEXT}.")
     return model.model_copy(update={"key": key})

@@ -23,6 +23,8 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Files with the limit of memory, by version 2 of control groups and by version 1, which has a huge number for none."""
 _TAKEN = ("memory.current", "memory/memory.usage_in_bytes")
+_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+"""Files with the microseconds of cores that are allowed in so many microseconds: by version 2 one file, by version 1 two."""
 _COUNTS = ("memory.stat", "memory/memory.stat")
 _FILES = (("active_file", "inactive_file"), ("total_active_file", "total_inactive_file"))
 """Counts of files' bytes, which the kernel gives back."""
@@ -72,7 +74,7 @@ def torch_build() -> str | None:
     with contextlib.suppress(OSError, ValueError):
         found = importlib.util.find_spec("torch")
         if found is not None and found.origin is not None:
-            return build_of(Path(found.origin).with_name("version.py").read_text())
+            return build_of(Path(found.origin).with_name("version.py").read_text(encoding="utf-8"))
     return None
 
 
@@ -89,8 +91,10 @@ def amd_gpus(nodes: Path) -> list[str]:
     found = []
     for node in nodes.glob("*"):
         with contextlib.suppress(OSError, ValueError):
-            properties = dict(line.split(maxsplit=1) for line in (node / "properties").read_text().splitlines() if " " in line)
-            if int((node / "gpu_id").read_text()) and int(properties.get("simd_count", 0)):
+            properties = dict(
+                line.split(maxsplit=1) for line in (node / "properties").read_text(encoding="utf-8").splitlines() if " " in line
+            )
+            if int((node / "gpu_id").read_text(encoding="utf-8")) and int(properties.get("simd_count", 0)):
                 found.append(node.name)
     return sorted(found, key=lambda name: (len(name), name))
 
@@ -111,24 +115,35 @@ def gpu_count(devices: Path = Path("/dev")) -> int:
 
 
 def default_slots() -> int:
-    """Return the number of ranks that this host runs at once: one per GPU, else one per processor, and at least 2, so that
+    """Return the number of ranks that this host runs at once: one per GPU, else one per core, and at least 2, so that
     sharding can be tried."""
-    return gpu_count() or max(2, os.cpu_count() or 1)
+    return gpu_count() or max(2, core_count())
+
+
+def core_count(groups: Path = CONTROL_GROUPS) -> int:
+    """Return the number of cores that this process may use: of this host, by its affinity, within its container's limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for names in _QUOTAS:
+        with contextlib.suppress(OSError, ValueError):
+            texts = " ".join((groups / name).read_text(encoding="utf-8") for name in names)
+            quota, period = map(int, texts.split())  # not a number where there is no limit, or -1
+            cores = min(cores, quota // period) if quota > 0 else cores
+    return max(1, cores)
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = CONTROL_GROUPS) -> int:
     """Return the bytes of memory that are available now, on this host and within the limit of this container."""
     available = memory_bytes(groups)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 available = min(available, int(line.split()[1]) * 1024)
     for limits, taken, counts, names in zip(_LIMITS, _TAKEN, _COUNTS, _FILES, strict=True):
         with contextlib.suppress(OSError, ValueError):
-            limit = int((groups / limits).read_text())  # not a number where there is no limit
-            counted = dict(line.split() for line in (groups / counts).read_text().splitlines())
+            limit = int((groups / limits).read_text(encoding="utf-8"))  # not a number where there is no limit
+            counted = dict(line.split() for line in (groups / counts).read_text(encoding="utf-8").splitlines())
             files = sum(int(counted.get(name, 0)) for name in names)
-            available = min(available, max(0, limit - int((groups / taken).read_text()) + files))
+            available = min(available, max(0, limit - int((groups / taken).read_text(encoding="utf-8")) + files))
     return available
 
 
@@ -137,5 +152,5 @@ def memory_bytes(groups: Path = CONTROL_GROUPS) -> int:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in _LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            whole = min(whole, int((groups / name).read_text()))
+            whole = min(whole, int((groups / name).read_text(encoding="utf-8")))
     return whole

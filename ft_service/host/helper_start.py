@@ -39,7 +39,7 @@ def main(parent: int, memory_bytes: int, niceness: int, expendable: bool, comman
     os.nice(niceness)
     if expendable:
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     os.execvp(command[0], command)
 
 

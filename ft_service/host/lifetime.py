@@ -120,7 +120,7 @@ def _orphaned() -> bool:
 
 def _parent_of(pid: int) -> int | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[1])

@@ -24,7 +24,7 @@ def _sockets(port: int) -> Iterator[str]:
     """Yield the names in `/proc/PID/fd` of sockets that listen on a port."""
     for table in ("tcp", "tcp6"):
         try:
-            lines = Path("/proc/net", table).read_text().splitlines()[1:]
+            lines = Path("/proc/net", table).read_text(encoding="utf-8").splitlines()[1:]
         except OSError:
             continue
         for fields in map(str.split, lines):
@@ -53,6 +53,10 @@ def _described(process: Path) -> str:
 
 def _home(process: Path) -> Path:
     """Return FT_HOME of a server of this service, from its environment."""
-    given = dict(pair.split("=", 1) for pair in (process / "environ").read_text(errors="replace").split("\0") if "=" in pair)
+    given = dict(
+        pair.split("=", 1)
+        for pair in (process / "environ").read_text(errors="replace", encoding="utf-8").split("\0")
+        if "=" in pair
+    )
     home = Path(given.get("FT_HOME") or Path(given.get("HOME", "/"), ".ft"))
     return home if home.is_absolute() else (process / "cwd").readlink() / home

@@ -78,7 +78,7 @@ def has_ended(handle: int, seconds: float = 0) -> bool:
 
 def _start_ticks(pid: int) -> int | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command name stands in parentheses and may itself hold any character: the fields begin after the last one.
@@ -87,7 +87,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def _pid_namespace() -> int:

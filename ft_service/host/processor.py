@@ -56,6 +56,6 @@ def processor_kind(cpuinfo: Path = Path("/proc/cpuinfo"), environment: Mapping[s
     limit them. 16 hexadecimal digits."""
     named = [platform.machine()]
     with contextlib.suppress(OSError):
-        named += _OF_KIND.findall(cpuinfo.read_text().partition("\n\n")[0])
+        named += _OF_KIND.findall(cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0])
     named += sorted(f"{name}={value}" for name, value in environment.items() if name.startswith(_VARIABLES))
     return hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]

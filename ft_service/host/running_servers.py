@@ -75,7 +75,7 @@ def write_private(path: Path, body: str) -> None:
 
 def _written(path: Path) -> list[Server]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return [Server.model_validate(entry) for entry in (document, *document.get("others", ()))]
     except (OSError, ValueError, ValidationError, AttributeError, TypeError):
         return []

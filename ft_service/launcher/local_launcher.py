@@ -42,7 +42,7 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 def host_id() -> str:
     """Stable name of this host: its machine id, or its host name where it has none."""
-    machine = _MACHINE_ID.read_text().strip() if _MACHINE_ID.is_file() else ""
+    machine = _MACHINE_ID.read_text(encoding="utf-8").strip() if _MACHINE_ID.is_file() else ""
     return machine or platform.node()
 
 

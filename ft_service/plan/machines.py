@@ -185,9 +185,9 @@ def this_host(
     """
     if not gpu_count():
         return host_cpu()
-    lines = (line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines())
+    lines = (line for path in sorted(driver.glob("*/information")) for line in path.read_text(encoding="utf-8").splitlines())
     nvidia = (line.partition(":")[2].strip() for line in lines if "Model:" in line)
-    amd = (path.read_text().strip() for path in sorted(products.glob("card*/device/product_name")))
+    amd = (path.read_text(encoding="utf-8").strip() for path in sorted(products.glob("card*/device/product_name")))
     models = amd if torch_build() == "hip" else chain(nvidia, wsl())
     return machine_of_model(next(filter(None, models), ""))
 

@@ -220,7 +220,7 @@ def put_adapter(source: Path, target: Path, base: str = "", *, ends: Sequence[in
     try:
         _fill(source, temporary, base)
         if ends:
-            (temporary / _GENERATION).write_text(json.dumps({"eos_token_id": list(ends)}) + "\n")
+            (temporary / _GENERATION).write_text(json.dumps({"eos_token_id": list(ends)}) + "\n", encoding="utf-8")
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -228,7 +228,7 @@ def put_adapter(source: Path, target: Path, base: str = "", *, ends: Sequence[in
 
 def _fill(source: Path, target: Path, base: str) -> None:
     """Copy an adapter in a form that every vLLM reads: none knows PEFT's names of experts, and older ones no patterns."""
-    config = json.loads((source / "adapter_config.json").read_text())
+    config = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
     if any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "target_parameters")):
         run_worker("workers.tasks.pad_ranks", [str(source), str(target), *([base] if base else [])])
         return

@@ -31,7 +31,7 @@ from typing import Any
 from ft_service.bases.cache_folder import FOLDER, folder_of
 from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.errors import FtError, UnavailableError
-from ft_service.host.hardware import available_memory, default_slots, gpu_count, visibility_variable, visible_gpus
+from ft_service.host.hardware import available_memory, core_count, default_slots, gpu_count, visibility_variable, visible_gpus
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import host_id
 from ft_service.plan.quantities import bytes_text
@@ -290,7 +290,7 @@ class Preview:
     def _threads(self, process: PreviewProcess, free: int) -> int:
         """CPU threads of the process: on a host without a GPU, as many of the CPUs as slots are free; next to training one, or
         a quarter of the CPUs if training is on GPUs."""
-        processors = os.cpu_count() or 1
+        processors = core_count()
         if process.slot is None:
             return max(1, processors // 4) if self._gpu else 1
         return max(1, processors * max(1, free) // self._slots)

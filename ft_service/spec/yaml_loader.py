@@ -34,6 +34,6 @@ class StrictLoader(yaml.SafeLoader):
 def read_yaml_setting(setting: str, path: Path) -> Any:
     """Read the YAML file that a setting such as FT_POD_PROFILE names. Raises SpecError that names both if it cannot."""
     try:
-        return yaml.load(path.read_text(), Loader=StrictLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(f"{setting} = {path}: {error}", param=setting) from None

@@ -18,7 +18,7 @@ from ft_service import installation
 from ft_service.bases import cache_folder
 from ft_service.data import token_folder
 from ft_service.host.environment import child_environment
-from ft_service.host.hardware import visibility_variable, visible_gpus
+from ft_service.host.hardware import core_count, visibility_variable, visible_gpus
 from ft_service.host.lifetime import RANKS_LOCK, RANKS_LOCK_PATH, SUPERVISOR_PID
 from ft_service.rundir.attempt import Attempt, AttemptNode
 from ft_service.rundir.directory import RunDir
@@ -107,7 +107,7 @@ def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
 def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: Node) -> dict[str, str]:
     """Return the environment of torchrun and its ranks. Variables of the caller that `child_environment` lists (threads,
     interfaces, GPU memory, the cache) keep their values."""
-    threads = max(1, len(os.sched_getaffinity(0)) * start.nodes // start.world_size)
+    threads = max(1, core_count() * start.nodes // start.world_size)
     fixed = {
         installation.PYTHONPATH: installation.python_path(inherited),
         "PYTHONSAFEPATH": "1",

@@ -69,12 +69,14 @@ OF_WEIGHTS = ("changed", "requantized", "converted", "kept")
 
 def write_entry_index(folder: Path, index: QuantizedIndex) -> None:
     files = [file.model_dump() for file in index.files]
-    (folder / INDEX).write_text(json.dumps({"files": files, **{name: getattr(index, name) for name in OF_WEIGHTS}}))
+    (folder / INDEX).write_text(
+        json.dumps({"files": files, **{name: getattr(index, name) for name in OF_WEIGHTS}}), encoding="utf-8"
+    )
 
 
 def read_entry_index(folder: Path) -> QuantizedIndex:
     """An entry's index. Raises OSError, ValueError, KeyError or TypeError if it is absent or malformed."""
-    body = json.loads((folder / INDEX).read_text())
+    body = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     try:
         files = [CacheFile.model_validate(file) for file in body["files"]]
     except ValidationError as error:

@@ -47,12 +47,12 @@ def pad_ranks(source: Path, out: Path, base: Path | None = None) -> int:
     for own in experts:
         in_file |= own.tensors(rank)
     save_file(in_file, out / "adapter_model.safetensors", metadata={"format": "pt", **adapter.names.metadata})
-    config = json.loads((source / CONFIG).read_text())
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     config |= {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
     if experts and not experts[0].stacked:  # the base's class has no such modules in PEFT; vLLM has
         names = {name.removesuffix(".lora_A.weight") for name in in_file if name.endswith(".lora_A.weight")}
         config |= {"target_modules": sorted({name.rpartition(".")[2] for name in names}), "target_parameters": None}
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _compare(plain, adapter, PeftAdapter(out))
     return rank
 

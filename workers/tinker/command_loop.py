@@ -454,7 +454,7 @@ class CommandLoop:
             with export_adapter(target, self.job, config, context.runtime) as folder:
                 if folder is not None:
                     begin_options(context.runtime.run, key, command.options)
-                    (folder / PROBES).write_text(stored.model_dump_json())
+                    (folder / PROBES).write_text(stored.model_dump_json(), encoding="utf-8")
         except ExportError as error:
             return CommandResult.failed(str(error), by_user=False)
         own = command.options.get("sampling_session_id")

@@ -60,7 +60,7 @@ def quickstart(
 
 def copy_sample(folder: Path) -> Path:
     """Write the quickstart's SPEC, and the data that it names, into a folder; return the SPEC. Raises SpecError, OSError."""
-    spec, text = folder / SAMPLE_SPEC.name, SAMPLE_SPEC.read_text()
+    spec, text = folder / SAMPLE_SPEC.name, SAMPLE_SPEC.read_text(encoding="utf-8")
     beside = f"{os.path.relpath(SAMPLE_DATA, SAMPLE_SPEC.parent)}/"
     names = re.findall(rf"{re.escape(beside)}(\S+)", text)
     if taken := [name for name in (spec.name, *names) if (folder / name).exists()]:
@@ -68,5 +68,5 @@ def copy_sample(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copyfile(SAMPLE_DATA / name, folder / name)
-    spec.write_text(text.replace(beside, ""))
+    spec.write_text(text.replace(beside, ""), encoding="utf-8")
     return spec

@@ -181,7 +181,7 @@ def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
         _line("upload", f"{', '.join(path.name for path in files)} ({_chats(files)} chats)")
         with _uninterrupted():  # a job whose id is not stored could not be paused
             job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
-            memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n")
+            memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n", encoding="utf-8")
     _line("job", f"{job.id} ({choice.text})")
     ranks, weights = spec.request.distributed.nproc_per_node, spec.request.precision.default.upper()
     _line("", f"LoRA of rank {spec.request.lora.r} on a base in {weights}, sharded over {ranks} ranks\n")
@@ -283,7 +283,7 @@ def _find_job(client: OpenAI, job_id: str) -> FineTuningJob | None:
 
 def _recall(memory: Path) -> Remembered | None:
     try:
-        return Remembered(**json.loads(memory.read_text()))
+        return Remembered(**json.loads(memory.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

@@ -66,7 +66,7 @@ class QuickstartServer:
             if self._process.poll() is not None:
                 raise ProcessError(f"The server did not start: {_last_line(self.log)} Its log: {self.log}")
             with contextlib.suppress(OSError, ValueError, KeyError, httpx2.TransportError):
-                started = json.loads((self.home / "server.json").read_text())
+                started = json.loads((self.home / "server.json").read_text(encoding="utf-8"))
                 if started["pid"] == self._process.pid and _is_ready(started["url"]):
                     return find_connection({}, self.home, base_url=started["url"])
             time.sleep(POLL_SECONDS)
@@ -135,5 +135,5 @@ def _is_ready(url: str) -> bool:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing."

@@ -79,7 +79,7 @@ def _do(run: Run, request: dict[str, Any]) -> None:
 def _end_children() -> None:
     """Kill child processes: W&B's own would otherwise end as an orphan, which a container may not reap."""
     for path in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, path.read_text().split()):
+        for pid in map(int, path.read_text(encoding="utf-8").split()):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

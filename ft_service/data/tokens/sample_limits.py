@@ -100,7 +100,7 @@ def mebibytes(count: int) -> str:
 
 def held_memory() -> int:
     """The private memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
 
 
 def limit_memory(count: int) -> None:

@@ -303,4 +303,4 @@ def _validated(given: object, where: str) -> PodProfile:
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:
     """Return the namespace that this process runs in; None: it is outside a cluster."""
     path = folder / "namespace"
-    return path.read_text().strip() if path.is_file() else None
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None

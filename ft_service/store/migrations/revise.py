@@ -53,7 +53,7 @@ def main() -> None:
     newest = ScriptDirectory.from_config(alembic_config()).get_current_head()
     revision = f"{int(newest or 0) + 1:04}"
     path = VERSIONS / f"{revision}_{options.name}.py"
-    path.write_text(_FILE.format(what=options.what, revision=revision, before=newest, code=_code(newest)))
+    path.write_text(_FILE.format(what=options.what, revision=revision, before=newest, code=_code(newest)), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(path)], check=True, env=dict(os.environ))
     print(path)
 

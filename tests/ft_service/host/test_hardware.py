@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from ft_service.host.hardware import (
     amd_gpus,
     available_memory,
     build_of,
+    core_count,
     counted_gpus,
     memory_bytes,
     torch_build,
@@ -137,6 +139,29 @@ def test_memory_is_the_containers_where_it_has_a_limit(tmp_path: Path) -> None:
     for limit, found in {2**63 - 4096: whole, 2**21: 2**21}.items():
         (older / "memory" / "memory.limit_in_bytes").write_text(f"{limit}\n")
         assert memory_bytes(older) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+    ],
+)
+def test_cores_are_those_that_this_process_may_use(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a large host's containers had as many slots as the host has cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert core_count(tmp_path) == cores
 
 
 def test_available_memory_is_read_from_the_kernel_or_is_all_of_it(tmp_path: Path) -> None:

@@ -37,14 +37,16 @@ def start_of(**changes: object) -> Start:
     return Start.model_validate({**values, **changes})
 
 
-def test_the_environment_keeps_what_the_caller_set_and_fixes_what_safety_needs(tmp_path: Path) -> None:
+def test_the_environment_keeps_what_the_caller_set_and_fixes_what_safety_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "eth1", "PYTHONSAFEPATH": "", "HOME": "/home/me"}
     found = torchrun.environment(given, start_of(), RunDir(tmp_path), Node())
     assert (found["OMP_NUM_THREADS"], found["NCCL_SOCKET_IFNAME"], found["HOME"]) == ("7", "eth1", "/home/me")
     assert found["PYTHONSAFEPATH"] == "1"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
-    cores = len(os.sched_getaffinity(0))
-    assert torchrun.environment({}, start_of(), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    monkeypatch.setattr("ft_service.supervisor.torchrun.core_count", lambda: 6)
+    assert torchrun.environment({}, start_of(), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == "3"
     assert torchrun.environment({"FT_HOME": "/state"}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == "/state/cache"
     assert torchrun.environment({"FT_HOME": "/state", "FT_CACHE": ""}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == ""
     assert torchrun.environment({}, start_of(world_size=1000), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == "1"

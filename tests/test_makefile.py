@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 SET_BY_MAKE = ("FT_HOME", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
@@ -74,6 +76,15 @@ def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:
     own = project["name"]  # an extra made of other extras
     for requirement in (one for one in map(Requirement, wanted) if one.name != own):
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
+
+
+def test_every_pinned_version_can_be_had_by_the_oldest_python() -> None:
+    """Debian 12 has 3.11.2, where a release that wants 3.11.5 cannot be installed, and pip says that versions conflict."""
+    pins = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    installed = {canonical(found.name): found.metadata["Requires-Python"] for found in distributions()}
+    wanted = {name: installed[canonical(name)] for name in pins if installed.get(canonical(name))}
+    assert len(wanted) > 60
+    assert {name: asked for name, asked in wanted.items() if "3.11.0" not in SpecifierSet(asked)} == {}
 
 
 def canonical(name: str) -> str:

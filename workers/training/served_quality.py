@@ -71,7 +71,7 @@ class Comparison:
         """Measure and report the losses, with a warning if one is beyond the bound. Called by all ranks together. Returns None
         if there is nothing to compare, or not enough memory, which is reported.
 
-        A job's model with a base in bf16 is merged in place, and so changed.
+        A job's base in bf16 is merged in place, and so changed; what the job has trained is not.
         """
         items = list(range(min(len(self.valid), MOST_SAMPLES)))
         loaded = self.built.loaded
@@ -101,9 +101,11 @@ class Comparison:
         limits = self.context.limits
         if budget.left < once:
             self._tell_of_time(budget, (MERGED,))
-        elif merge_in_place(model):
-            losses[MERGED] = self._loss(model, items, limits)
-            self._ask(model, MERGED, answers, step, budget)
+        else:
+            with merged_in_place(model) as merged:
+                if merged:
+                    losses[MERGED] = self._loss(model, items, limits)
+                    self._ask(model, MERGED, answers, step, budget)
         quality = ServedQuality(
             step=step,
             samples=len(items),
@@ -247,20 +249,32 @@ def _free_bytes(device: torch.device) -> int:
     return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-@torch.no_grad()
-def merge_in_place(model: PeftModel) -> bool:
-    """Put the adapter into the base's plain weights, rounded to bf16 as merged models are stored, and take it off. False, with
-    nothing done: it changes more than linear layers (stacks of experts). Called by all ranks together.
+@contextmanager
+def merged_in_place(model: PeftModel) -> Iterator[bool]:
+    """A model whose adapter is in the base's plain weights, rounded to bf16 as merged models are stored. Yields False, with
+    nothing done, if it changes more than linear layers (stacks of experts). Called by all ranks together.
+
+    The base stays merged. What is trained whole is put back at the end, as it is the job's own, in fp32.
     """
+    whole = [_local(parameter) for name, parameter in adapters(model) if not is_lora(name)]
+    masters = [own.to("cpu", copy=True) for own in whole]
+    try:
+        yield _merge(model, whole)
+    finally:
+        for own, master in zip(whole, masters, strict=True):
+            own.copy_(master)
+
+
+@torch.no_grad()
+def _merge(model: PeftModel, whole: Sequence[Tensor]) -> bool:
+    """Merge and round in place; False, with nothing done: it cannot be. `whole`: rows of parameters in place of the base's."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     held = sum(parameter.requires_grad for layer in layers for parameter in layer.parameters())
     plain = all(type(layer.base_layer) is nn.Linear for layer in layers)
     if not plain or held != sum(is_lora(name) for name, _ in adapters(model)):
         return False
-    for name, parameter in adapters(model):
-        if not is_lora(name):  # in place of the base's
-            whole = _local(parameter)
-            whole.copy_(whole.bfloat16())
+    for own in whole:
+        own.copy_(own.bfloat16())
     for layer in layers:
         (name,) = layer.active_adapters
         a, b = (_whole(getattr(layer, part)[name].weight).float() for part in ("lora_A", "lora_B"))
@@ -280,7 +294,8 @@ def merge_in_place(model: PeftModel) -> bool:
 
 def _local(parameter: Tensor) -> Tensor:
     """This rank's rows."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    own = parameter.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +49,8 @@ def loss_by_peft(folder: Path, *, merged: bool) -> float:
     model = PeftModel.from_pretrained(model, folder / "run/adapter")
     if merged:
         model = model.merge_and_unload()
-        model = model.bfloat16().float()
+        for parameter in model.parameters():  # and not the buffers of rotary positions, which no file holds
+            parameter.data = parameter.data.bfloat16().float()
     total, targets = 0.0, 0
     for line in (folder / "valid.jsonl").read_text().splitlines():
         prompt, answer = (message["content"] for message in json.loads(line)["messages"])
@@ -87,10 +90,13 @@ def test_what_is_trained_beside_a_and_b_is_that_of_plain_peft_and_merges_as_ther
     run = served_job(tmp_path, 2, precision={"compute": "fp32"}, lora={"r": 4, **lora})
     found = run.read(SERVED, ServedQuality)
     assert found is not None
-    assert found.loss[AS_TRAINED] == pytest.approx(loss_by_peft(tmp_path, merged=False), rel=1e-5)
-    assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), rel=1e-5)
-    names = load_file(run.path("adapter/adapter_model.safetensors")).keys()
-    assert sum(not name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names) == pytest.approx(len(names) * share)
+    assert found.loss[AS_TRAINED] == pytest.approx(loss_by_peft(tmp_path, merged=False), rel=1e-6)
+    assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), rel=2e-6)
+    adapter = load_file(run.path("adapter/adapter_model.safetensors"))
+    beside = {name: tensor for name, tensor in adapter.items() if not name.endswith((".lora_A.weight", ".lora_B.weight"))}
+    assert len(beside) == pytest.approx(len(adapter) * share)
+    rounded = sum(float((tensor == tensor.bfloat16()).float().mean()) for tensor in beside.values()) / len(beside)
+    assert rounded < 0.05, "masters in fp32 are published, and not what was merged to compare"
 
 
 @pytest.mark.slow
@@ -136,7 +142,13 @@ def test_a_comparison_that_would_take_more_than_its_time_is_left_out(monkeypatch
             return 1.0
 
     merged: list[Any] = []
-    monkeypatch.setattr(served_quality, "merge_in_place", lambda model: merged.append(model) or True)
+
+    @contextmanager
+    def merge(model: Any) -> Iterator[bool]:
+        merged.append(model)
+        yield True
+
+    monkeypatch.setattr(served_quality, "merged_in_place", merge)
     parts: Any = {"job": nothing, "valid": [None], "evaluator": None, "construct": nothing}
     assert Measured(context, built, job_seconds=600, **parts).measured(3) is None
     assert merged == [], "the model is as it was trained"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from openai import NotFoundError, OpenAI, OpenAIError
+from openai import DefaultHttpxClient, NotFoundError, OpenAI, OpenAIError
 from openai.types.fine_tuning import FineTuningJob
 from rich.console import Console
 
@@ -121,7 +121,7 @@ def _run(home: Path, spec_path: Path, called: str) -> Results | None:
         _line("server", f"{server.connection.base_url}, for this run only")
         with Client(server.connection) as ours:
             _line("page", ours.sign_in_link("/jobs"))
-        client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
+        client = openai_client(server.connection)
         results: Results | None = None
         try:
             job = _follow(client, _begin(client, spec, memory))
@@ -163,6 +163,12 @@ def create_arguments(body: dict[str, Any], training_file: str, validation_file: 
     files = {"training_file": training_file, "validation_file": validation_file}
     known = {name: value for name, value in body.items() if name in OPENAI_FIELDS}
     return {**known, **files, "extra_body": {name: value for name, value in body.items() if name not in OPENAI_FIELDS}}
+
+
+def openai_client(connection: Connection) -> OpenAI:
+    """OpenAI's client of a server on this host, which no proxy of the environment reaches."""
+    http = DefaultHttpxClient(trust_env=False)
+    return OpenAI(base_url=connection.base_url, api_key=connection.api_key, http_client=http)
 
 
 def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from openai.resources.fine_tuning.jobs import Jobs
 
-from ft_service.cli.quickstart.quickstart_flow import OPENAI_FIELDS, Remembered, choose, create_arguments
+from ft_service.cli.quickstart.quickstart_flow import OPENAI_FIELDS, Remembered, choose, create_arguments, openai_client
 from ft_service.cli.quickstart.quickstart_report import change, curve, decode_metrics, draw_losses, percent, side_by_side
+from ft_service.client.connection import Connection
 from ft_service.installation import SAMPLE_SPEC
 from ft_service.local.spec_file import load_spec_file
 
@@ -62,6 +65,30 @@ def test_the_loss_curve_is_drawn_from_the_result_file(tmp_path: Path) -> None:
 def test_without_a_validation_there_is_still_a_curve(tmp_path: Path) -> None:
     assert change([]) == "not measured"
     assert draw_losses([{"step": "1", "train_loss": "2.0"}], tmp_path / "loss.png").is_file()
+
+
+class _NoModels(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"object": "list", "data": []}')
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_its_own_server_is_reached_past_a_proxy_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _NoModels) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with openai_client(Connection(f"http://127.0.0.1:{server.server_port}/v1", "ft-key")) as client:
+                assert client.models.list().data == []
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_percent() -> None:

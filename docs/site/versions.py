@@ -38,7 +38,8 @@ def assemble(version: str, out: Path, archives: Sequence[Path]) -> None:
             raise ValueError(f"{archive.name} is not named site-VERSION.tar.gz")
         if match[1] != version:
             with tarfile.open(archive) as earlier:
-                earlier.extractall(out / match[1], filter="data")
+                earlier.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
+                earlier.extractall(out / match[1])
             versions.add(match[1])
     newest_first = sorted(versions, key=lambda one: [int(part) for part in one.split(".")], reverse=True)
     shutil.copytree(out / newest_first[0], out / LATEST)

@@ -22,20 +22,8 @@ COMPUTE = (
     *("CUDA_*", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE", "CUBLAS_*", "CUDNN_*"),
     *("HIP_*", "HSA_*", "ROCR_*", "ROCM_*", "MIOPEN_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OFI_*", "MLX5_*"),
     *("TORCH_*", "TORCHINDUCTOR_*", "TORCHELASTIC_*", "PYTORCH_*", "TRITON_*", "BNB_*", "BITSANDBYTES_*"),
-    *(
-        "ATEN_CPU_CAPABILITY",
-        "ONEDNN_*",
-        "DNNL_*",
-        "OMP_*",
-        "GOMP_*",
-        "KMP_*",
-        "MKL_*",
-        "OPENBLAS_*",
-        "BLIS_*",
-        "NUMEXPR_*",
-        "RAYON_NUM_THREADS",
-        "TOKENIZERS_PARALLELISM",
-    ),
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_*", "DNNL_*", "MKL_*", "OPENBLAS_*", "BLIS_*", "NUMEXPR_*"),
+    *("OMP_*", "GOMP_*", "KMP_*", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_*", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_VERBOSITY"),
 )
 """Names that configure PyTorch, its libraries and the network between ranks."""

@@ -30,15 +30,16 @@ def require_writable(home: Path) -> None:
     is_writable = os.access(home, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
     if not is_writable and not os.statvfs(home).f_flag & os.ST_RDONLY:
         found = home.stat()
-        owner, mode = _name_of(found.st_uid), stat.S_IMODE(found.st_mode)
+        owner, mode = name_of(found.st_uid), stat.S_IMODE(found.st_mode)
         raise SpecError(
-            f"FT_HOME = {home} is not for {_name_of(os.geteuid())}: it belongs to {owner} and has mode {mode:04o}. Run this as "
+            f"FT_HOME = {home} is not for {name_of(os.geteuid())}: it belongs to {owner} and has mode {mode:04o}. Run this as "
             f"{owner}, or name another folder.",
             param="FT_HOME",
         )
 
 
-def _name_of(user: int) -> str:
+def name_of(user: int) -> str:
+    """Return the name of a user for a message: a container's may have none."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

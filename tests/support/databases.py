@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, event, make_url, text
 
 from ft_service.store.sql import Store, migrate, open_store
 from ft_service.store.tables import metadata
+from tests.support.environment import has_name
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,8 @@ def postgres_url() -> Iterator[str]:
     Not below pytest's own temporary folder: run by root the server has a user of its own, and every pytest that starts on the
     machine shuts that folder to other users.
     """
+    if not has_name():
+        pytest.skip("PostgreSQL cannot be made by a user without a name")
     with TemporaryDirectory(prefix="ft-postgres-") as folder, pytest.MonkeyPatch.context() as patch:
         if "XDG_RUNTIME_DIR" not in os.environ:  # the package warns on import without one
             patch.setenv("XDG_RUNTIME_DIR", folder)

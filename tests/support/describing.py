@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -62,12 +63,13 @@ _ONE = threading.Lock()
 def described_here(folder: Path, stop: Callable[[], bool] = lambda: False) -> Described:
     """Describe a base in this process, as `python -m workers.describe` does in one of its own."""
     from workers.describe import describe  # torch, for tests that need it
+    from workers.model.products import products
 
     versions = Versions.installed()
     key = description_key(folder, versions)
     try:
         with _ONE:
-            return Described(key, versions, base=describe(str(folder)))
+            return Described(key, versions, base=replace(describe(str(folder)), products=products()))
     except SpecError as error:
         return Described(key, versions, refused=Refusal(error.message, error.param, error.code))
 

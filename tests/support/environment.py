@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 
 SETTINGS = (
     *("FT_", "OPENAI_", "HF_", "HUGGING", "TRANSFORMERS_", "WANDB_", "MLFLOW_", "TRACKIO_"),
@@ -11,6 +12,14 @@ SETTINGS = (
 """Beginnings of variables that change what programs do, and that no test has set."""
 OF_TESTS = ("FT_TEST_", "FT_GOLDEN", "FT_HOME")
 """Those that are for the tests themselves, or for `make`."""
+
+
+def has_name() -> bool:
+    """Whether this user has one: in a container it may be a number alone, which PostgreSQL and Slurm's services refuse."""
+    try:
+        return bool(pwd.getpwuid(os.geteuid()))
+    except KeyError:
+        return False
 
 
 def forget_settings() -> None:

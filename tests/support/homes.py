@@ -60,7 +60,8 @@ def releases() -> list[str]:
 def unpack(version: str, folder: Path) -> OldHome:
     """The home that `version` left, with the paths and the host of here."""
     with tarfile.open(HOMES / f"{version}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
+        archive.extractall(folder)
     _check_bases(folder)
     here = {PLACE_OF_MODELS: str(MODELS), PLACE: str(folder), HOST: host_id()}
     for path in documents(folder):

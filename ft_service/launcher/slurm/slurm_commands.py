@@ -7,7 +7,6 @@ its state field has changed between versions (a word, a list of words). The colu
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import shutil
 import subprocess
@@ -72,7 +71,7 @@ class SlurmCommands:
     """Slurm's programs, run as this process's user. Every call raises SlurmAwayError."""
 
     def __init__(self) -> None:
-        self._user = pwd.getpwuid(os.geteuid()).pw_name
+        self._user = str(os.geteuid())  # which Slurm takes too: a container's user may have no name
 
     def jobs(self) -> list[SlurmJob]:
         """Return all batch jobs of the user that Slurm knows, including those that ended within its MinJobAge."""

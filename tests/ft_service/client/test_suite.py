@@ -23,7 +23,8 @@ from ft_service.client.suite import (
 )
 from ft_service.errors import FtError, SpecError
 
-PROGRAM = """#!{python}
+PROGRAM = """#!/bin/sh
+"exec" "{python}" "$0" "$@"
 import json, os, pathlib, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
 folder = pathlib.Path(given["--output_path"]) / "model"

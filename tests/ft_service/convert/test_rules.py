@@ -198,5 +198,6 @@ def deepspeed_package(folder: Path) -> Path:
     if not archives:
         pytest.skip(f"{wanted} is neither installed nor can its source be had: {ended.stderr.strip()[-200:]}")
     with tarfile.open(archives[0]) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
+        archive.extractall(folder)
     return next(folder.glob("deepspeed-*/deepspeed"))

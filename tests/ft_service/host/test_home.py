@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import stat
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ft_service.cli.root_command import run
-from ft_service.host.home import create_home, openness
+from ft_service.host.home import create_home, name_of, openness
 from ft_service.store.sql import migrate, open_store
 
 
@@ -62,7 +61,7 @@ def test_a_home_of_somebody_else_is_refused_with_its_owner(command: list[str], t
         text=True,
         timeout=60,
     )
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user = name_of(os.geteuid())
     assert (done.returncode, f"{home} is not for {user}: it belongs to {user} and has mode 0500." in done.stderr) == (64, True)
 
 

@@ -11,6 +11,16 @@ import pytest
 
 from ft_service.host import port_owner
 
+
+def loopback() -> tuple[str, socket.AddressFamily]:
+    """An address of this machine, of IPv6 if it has that."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return "127.0.0.1", socket.AF_INET
+    return "::1", socket.AF_INET6
+
+
 LISTEN = """
 import socket, sys
 with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -41,7 +51,8 @@ def test_a_server_is_named_by_its_home(port_of_a_server: tuple[int, int], tmp_pa
 
 
 def test_any_other_process_is_named_by_its_command() -> None:
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+    address, family = loopback()
+    with socket.create_server((address, 0), family=family) as listener:
         said = port_owner.holder(listener.getsockname()[1])
     assert said.startswith(f"process {os.getpid()}: ")
     assert len(said) < 100

@@ -30,6 +30,7 @@ from ft_service.spec import DistributedOptions
 from tests.cluster.slurm import SlurmCluster, missing_parts
 from tests.support.attempts import wait_for
 from tests.support.engines import ENGINE_PROGRAM, add_sharing_job
+from tests.support.environment import has_name
 from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
 from tests.support.service import Server, submit, upload, wait_until, wait_until_step
 
@@ -41,6 +42,8 @@ POD_WORKER = ROOT / "tests/support/programs/pod_worker.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
+    if not has_name():
+        pytest.skip("Slurm cannot be run by a user without a name")
     with tempfile.TemporaryDirectory(prefix="ft-slurm-") as folder:  # a socket's path is short
         cluster = SlurmCluster(Path(folder))
         try:

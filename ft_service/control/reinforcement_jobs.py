@@ -90,9 +90,10 @@ class ReinforcementJobs:
         """Look after jobs until `stop` is set."""
 
         def look() -> None:
+            # Before the jobs are read: a thread that pauses its job and ends in between would be started again.
+            self.threads = {job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()}
             jobs = {job.id: job for job in self.store.jobs.running_with_method("reinforcement")}
             self.running = frozenset(jobs)
-            self.threads = {job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()}
             self.failures = {job_id: failed for job_id, failed in self.failures.items() if job_id in jobs}
             for job in jobs.values():
                 if job.id not in self.threads and len(self.threads) < AT_ONCE:

@@ -56,6 +56,8 @@ class Program:
     command: Sequence[str]
     memory_bytes: int | None = None
     """Limit on its private memory; None: the host's."""
+    cpu_seconds: int | None = None
+    """Limit on its processor time; None: there is none, as for one that answers many requests."""
     niceness: int = 0
     """Added to this process's niceness; 19 is the lowest priority."""
     expendable: bool = False
@@ -82,11 +84,16 @@ class Program:
         return Path(next((word for word in words if word.endswith(".py")), words[0])).name
 
 
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
+"""Signals of a program's own fault: its input would crash it again."""
+
+
 class Failure(Enum):
     """Reasons why a helper gave no reply."""
 
     TIME = "time"
     MEMORY = "memory"
+    CPU = "cpu"
     KILLED = "killed"
     EXITED = "exited"
     GARBAGE = "garbage"
@@ -104,6 +111,22 @@ class HelperFailed(UnavailableError):
         detail = f": {last_words[-1][:500]}" if last_words and failure is not Failure.TIME else ""
         super().__init__(f"{program.name} {why}{detail}", retry_after=None)
         self.failure, self.exit_code, self.last_words = failure, exit_code, tuple(last_words)
+        self.is_lost = _is_lost(program, failure, exit_code)
+        """Whether the host is at fault, and not the helper's input: the same request may be answered later."""
+
+
+def _is_lost(program: Program, failure: Failure, exit_code: int | None) -> bool:
+    """Whether a failure is the host's: no processor for long, no memory although the program has no limit, or a signal that
+    is no crash."""
+    match failure:
+        case Failure.TIME:
+            return True
+        case Failure.MEMORY:
+            return program.memory_bytes is None
+        case Failure.KILLED:
+            return exit_code is None or -exit_code not in CRASHES
+        case Failure.CPU | Failure.EXITED | Failure.GARBAGE:
+            return False
 
 
 class HelperProcess:
@@ -276,8 +299,13 @@ class HelperProcess:
         """Return the error for a missing reply: `failure`, or else what its exit code and stderr say."""
         code, last_words = self.exit_code, self.last_words
         limit = self.program.memory_bytes
-        if failure is None and limit is not None and ran_out_of_memory(last_words):
-            failure, why = Failure.MEMORY, f"needed more than {limit // 2**20:,} MiB of memory"
+        if failure is None and ran_out_of_memory(last_words):
+            failure = Failure.MEMORY
+            why = "got no more memory from the host" if limit is None else f"needed more than {limit // 2**20:,} MiB of memory"
+        elif failure is None and code == -signal.SIGXCPU:
+            spent = self.program.cpu_seconds
+            failure = Failure.CPU
+            why = f"needed more than {spent:,} seconds of a processor" if spent else "used its processor time up"
         elif failure is None and code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
             often = "; often the host ran out of memory" if -code == signal.SIGKILL else ""
@@ -339,7 +367,7 @@ def _starter(_pid: int) -> ThreadPoolExecutor:
 
 
 def _popen(program: Program) -> subprocess.Popen[bytes]:
-    limits = (os.getpid(), program.memory_bytes or 0, program.niceness, int(program.expendable))
+    limits = (os.getpid(), program.memory_bytes or 0, program.cpu_seconds or 0, program.niceness, int(program.expendable))
     variables = {installation.PYTHONPATH: installation.python_path(os.environ), **program.variables}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", helper_start.__file__, *map(str, limits), *program.command],

@@ -75,6 +75,29 @@ def test_a_helper_that_takes_too_much_memory_is_refused_it_and_says_so() -> None
     assert "needed more than 256 MiB of memory: MemoryError" in error.message
 
 
+@pytest.mark.parametrize(
+    ("code", "options", "is_lost"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", {}, True),
+        ("import os; os.kill(os.getpid(), 15)", {}, True),
+        ("import os; os.kill(os.getpid(), 11)", {}, False),
+        ("while True: pass", {"cpu_seconds": 1}, False),
+        ("held = bytearray(2**30)", {"memory_bytes": 256 * 2**20}, False),
+        ("raise MemoryError", {}, True),
+        ("raise ValueError", {}, False),
+        ("print('no JSON')", {}, False),
+    ],
+)
+def test_only_the_host_loses_a_helper(code: str, options: dict[str, object], is_lost: bool) -> None:
+    assert failure_of(code, **options).is_lost is is_lost
+
+
+def test_a_helper_that_takes_too_much_processor_time_is_ended_and_says_so() -> None:
+    error = failure_of("while True: pass", cpu_seconds=1)
+    assert error.failure is Failure.CPU
+    assert "needed more than 1 seconds of a processor" in error.message
+
+
 def test_what_is_below_the_limit_on_memory_is_not_refused() -> None:
     assert run_once(program("held = bytearray(2**27); print('{}')", memory_bytes=256 * 2**20), seconds=30) == {}
 

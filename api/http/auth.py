@@ -6,11 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.concurrency import run_in_threadpool
 
 from api.http import sessions
 from api.http.dependencies import Services, Svc
-from api.http.threads import work_for
+from api.http.threads import with_key, work_for
 from ft_service.errors import AuthError, ForbiddenError, LimitError, NotFoundError
 from ft_service.store.records import Principal, Project
 from ft_service.store.tenants.audit import Actor, act_as
@@ -61,7 +60,7 @@ async def may_scrape(credentials: _Credentials, services: Svc) -> None:
 async def _holder(credentials: HTTPAuthorizationCredentials | None, services: Services) -> Principal:
     if credentials is None or not credentials.credentials:
         raise AuthError("No API key was sent. Send it as `Authorization: Bearer <key>`; `ft keys create` makes one.")
-    principal = await run_in_threadpool(services.store.keys.authenticate, credentials.credentials)
+    principal = await with_key(credentials.credentials, services.store.keys.authenticate)
     if principal is None:
         raise AuthError("This API key is not known here, has expired or was revoked.")
     return principal

@@ -17,6 +17,7 @@ from api.http.oidc_provider import OidcProvider
 from api.http.request_limits import Rates
 from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
+from api.http.threads import parsed_in_turn
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
@@ -41,6 +42,12 @@ _EXACT = 2**53
 """Whole numbers below this are exact as floats."""
 MAX_DEPTH = 100
 """Limit on nesting in a JSON body: deeper values could be parsed but not serialised."""
+MOST_CONTAINERS = 20_000
+"""Limit on objects and lists in a JSON body: the interpreter does nothing else while it makes those of a list."""
+MOST_TEXTS = 100_000
+"""Limit on names and texts in a JSON body."""
+_SHORT_BYTES = 4096
+"""Bodies up to this size are parsed at once, in less than 5 ms of a slow processor; larger ones in a thread."""
 TESTS = 32
 """Tests of webhook endpoints that run at once."""
 TESTS_OF_PROJECT = 4
@@ -134,29 +141,38 @@ async def services(request: Request) -> Services:  # async, since it needs no th
 
 async def json_body(request: Request) -> Any:
     """Return the body as JSON. Raises SpecError if it is too large or not JSON; ft_service checks its contents."""
-    return parse_json(await _read(request))
+    return await _parsed(request)
 
 
 async def exact_json_body(request: Request) -> Any:
     """Return the body as `json_body`, with 3.0 as it is in a data file."""
-    return parse_json(await _read(request), exact=True)
+    return await _parsed(request, exact=True)
 
 
 async def optional_json_body(request: Request) -> Any:
     """Return the body as JSON; None without a body."""
+    return await _parsed(request, optional=True)
+
+
+async def _parsed(request: Request, *, exact: bool = False, optional: bool = False) -> Any:
+    """Parse a body: a large one in a thread, in its project's turn."""
     body = await _read(request)
-    return parse_json(body) if body else None
+    if optional and not body:
+        return None
+    if len(body) <= _SHORT_BYTES:
+        return parse_json(body, exact=exact)
+    return await parsed_in_turn(parse_json, body, exact=exact)
 
 
 async def _read(request: Request) -> bytes:
-    body = b""
+    body = bytearray()
     stream = request.stream()
     async for chunk in stream:
         body += chunk
         if len(body) > MAX_JSON_BYTES:
             await drain(stream, _DRAINED_BYTES)
             raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
-    return body
+    return bytes(body)
 
 
 async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
@@ -169,20 +185,40 @@ async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
 
 def parse_json(body: bytes, *, exact: bool = False) -> Any:
     """Parse strict JSON: without NaN, numbers beyond a float's range, or duplicate keys. 3.0 is a whole number, unless `exact`.
-    Raises SpecError."""
+    Raises SpecError.
+
+    The parser is in C, and keeps the interpreter from everything else until it calls Python: it does so for each number and
+    object, and what it makes without a call is limited in number."""
     if not body:
         raise SpecError("The body is empty: send a JSON object.", code="invalid_json")
+    containers = _require_few(body)
     try:
         value = json.loads(
-            body, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite if exact else _number
+            body,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_whole,
+            parse_float=_finite if exact else _number,
         )
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors too
         raise SpecError(f"The body is not JSON: {error}.", code="invalid_json") from None
-    if _is_deeper(value, MAX_DEPTH):
+    if containers > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise _too_deep()
     return value
+
+
+def _require_few(body: bytes) -> int:
+    """Return the number of objects and lists in JSON. Raises SpecError if they, or its texts, are too many."""
+    parts = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+    bare = b"".join(parts[::2])  # what is outside of texts
+    containers, texts = bare.count(b"{") + bare.count(b"["), len(parts) // 2
+    for count, most, what in ((containers, MOST_CONTAINERS, "objects and lists"), (texts, MOST_TEXTS, "names and texts")):
+        if count > most:
+            message = f"The body has {count:,} {what}; at most {most:,} are possible. Send less at once."
+            raise SpecError(message, code="request_too_large")
+    return containers
 
 
 def parse_body(body: Any, model: type[Body]) -> Body:
@@ -231,6 +267,10 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text[:80]} is a number larger than any that can be kept")
     return value
+
+
+def _whole(text: str) -> int:
+    return int(text)
 
 
 def _number(text: str) -> float | int:

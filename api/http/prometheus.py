@@ -17,6 +17,7 @@ from ft_service.jobs.reasons import Reason, Retry
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.meters import Meters
 from ft_service.settings import Settings
+from ft_service.shared_work.places import Outcome, every_kind
 from ft_service.store.sql import Store
 
 _TERMINAL = {state.value for state in TERMINAL}
@@ -39,6 +40,7 @@ def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
     """Return the text of one scrape; without a database's answer, of this process and the disk alone."""
     current = CollectorRegistry()
     current.register(_Now(settings, store))
+    current.register(_Work())
     return generate_latest(meters.registry) + generate_latest(current)
 
 
@@ -82,6 +84,34 @@ class _Now(Collector):
             ("ft_webhooks_waiting", "Webhook deliveries that still wait.", statistics.webhooks_waiting),
             ("ft_statistics_seconds", "Time that the database took for this scrape.", seconds),
         )
+
+
+class _Work(Collector):
+    """Work for callers in this process, by kind, and by project where that is known."""
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["kind", "project"]
+        waiting = GaugeMetricFamily("ft_work_waiting", "Work that waits for its project's turn.", labels=labels)
+        running = GaugeMetricFamily("ft_work_running", "Work that has a place.", labels=labels)
+        cpu = CounterMetricFamily("ft_work_cpu_seconds", "Processor time of work, as far as it is measured.", labels=labels)
+        ended = CounterMetricFamily(
+            "ft_work_ended",
+            "Work by its end: done; refused, by the doing of its input; lost, by the host's, which is tried again.",
+            labels=["kind", "outcome"],
+        )
+        for places in every_kind():
+            name, spent = places.kind.name, dict(places.cpu_seconds)
+            for project, (waits, runs) in ({"": (0, 0)} | places.projects()).items():
+                waiting.add_metric([name, project], waits)
+                running.add_metric([name, project], runs)
+            for project, seconds in spent.items():
+                cpu.add_metric([name, project], seconds)
+            for outcome in Outcome:
+                ended.add_metric([name, outcome], places.ended[outcome])
+        yield from (waiting, running, cpu, ended)
 
 
 def _gauges(*given: tuple[str, str, float]) -> Iterable[Metric]:

@@ -12,8 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from starlette.concurrency import run_in_threadpool
-
+from api.http.threads import in_thread_of
 from ft_service.errors import UnavailableError
 from ft_service.store.sql import Store
 from ft_service.store.tenants.request_buckets import MINUTE, Drawn
@@ -78,7 +77,8 @@ class Rates:
         """Return limits that use the store's buckets, if servers may share the store."""
 
         async def draw(project_id: str, per_minute: int, wanted: int, returned: int) -> Drawn:
-            return await run_in_threadpool(store.request_buckets.draw_requests, project_id, per_minute, wanted, returned)
+            given = (project_id, per_minute, wanted, returned)
+            return await in_thread_of(project_id, lambda: store.request_buckets.draw_requests(*given))
 
         return cls(draw if store.is_shared else None)
 

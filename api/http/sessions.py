@@ -12,9 +12,9 @@ import hashlib
 import hmac
 
 from fastapi import Request
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from api.http.threads import with_key
 from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store
@@ -39,7 +39,7 @@ def token_of(secret: str) -> str:
 
 async def holder(request: Request, secret: str, store: Store) -> Principal:
     """Return the holder of a session. Raises AuthError if it is over, and ForbiddenError for a change without its token."""
-    principal = await run_in_threadpool(store.sessions.session_holder, secret)
+    principal = await with_key(secret, store.sessions.session_holder)
     if principal is None:
         raise AuthError("This session is over. Sign in again.", code="session_over")
     if request.method not in _SAFE and not _has_token(request, secret):

@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from api.http.closing_response import NOT_BUFFERED
+from api.http.threads import in_thread, in_thread_of
 from ft_service.errors import FtError, LimitError
 
 log = logging.getLogger("ft_service.api")
@@ -57,7 +57,7 @@ class Watch(Generic[State]):
         try:
             while True:
                 await asyncio.sleep(POLL_SECONDS)
-                state = await run_in_threadpool(self._source.poll)
+                state = await in_thread_of("", self._source.poll)
                 if state != self.state:
                     self.state = state
                     self._notify()
@@ -86,7 +86,7 @@ class Watch(Generic[State]):
     async def read(self, key: Hashable, work: Callable[[], Value]) -> Value:
         """Return the result of `work`, called in a thread, once for all callers with the same key until the state changes."""
         if (future := self._read.get(key)) is None:
-            future = asyncio.ensure_future(run_in_threadpool(work))
+            future = asyncio.ensure_future(in_thread(work))
             if len(self._read) < _MOST_READ:
                 self._read[key] = future
         return await asyncio.shield(future)
@@ -124,7 +124,7 @@ class Watches:
         raises.
         """
         if self._find(source) is None:
-            state = await run_in_threadpool(source.poll)
+            state = await in_thread(source.poll)
             if self._find(source) is None:  # another stream may have been faster
                 self._watches[source.key] = Watch(source, state)
         watch: Watch[State] = self._watches[source.key]

@@ -1,14 +1,15 @@
-"""Threads for blocking work of requests, shared fairly between projects. Routes use threads only by way of this module.
+"""Threads for blocking work of requests, given to projects in turn. Routes use threads only by way of this module.
 
 A project has a limited number of threads at once, so that the others always have the rest. Work that waits for a process on a
-tenant's input (reading files, making an adapter) first waits for its turn, without a thread. There are few turns; a project has
-one at a time, and projects alternate. So no route can block another project's requests.
+tenant's input (reading files, making an adapter), or keeps the interpreter busy (parsing a large body), first waits for its
+turn, without a thread. There are few places of each kind; a project has one at a time. So no route can block another project's
+requests.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
+import hashlib
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -18,83 +19,43 @@ from typing import Literal, ParamSpec, TypeVar
 from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 
-from ft_service.errors import LimitError, UnavailableError
+from ft_service.shared_work.places import Kind, Places
 
 AT_ONCE = 40
 """Threads of all projects together."""
 AT_ONCE_OF_PROJECT = 8
-TURNS_WAITING = 16
-"""Requests of a project that may wait for a turn of each kind."""
+KEYS_AT_ONCE = 8
+"""Threads that look keys up, so that requests of a project that fills its threads are refused or accepted all the same."""
+WAITING = 16
+"""Requests of a project that may wait for a place of each kind."""
 TURN_SECONDS = 60.0
-"""Limit on the wait for a turn."""
+"""Limit on the wait for a place."""
 
-Kind = Literal["reading", "making", "grading"]
-"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint, trying a grader."""
-TURNS: dict[Kind, int] = {"reading": 2, "making": 2, "grading": 12}
-"""Turns of each kind at once. Reading and making have a process of about 200 MB each; grading mostly waits for a server, and
-its processes are small and die first when memory runs out."""
-_BUSY: dict[Kind, str] = {
-    "reading": "Files are being read",
-    "making": "Adapters of checkpoints are being made",
-    "grading": "Graders are being tried",
-}
+KindName = Literal["reading", "making", "grading", "parsing"]
+"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint, trying a grader, parsing a
+large body. Reading and making have a process of about 200 MB each; grading mostly waits for a server, and its processes are
+small and die first when memory runs out; parsing keeps the interpreter busy."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_project: ContextVar[str] = ContextVar("project", default="")
+_project: ContextVar[str] = ContextVar("project", default="nobody")
 _TURN = "__ft_turn__"
 
 
-class FairTurns:
-    """The turns of one kind in one event loop."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind: Kind = kind
-        self._all = asyncio.Semaphore(TURNS[kind])
-        self._own: dict[str, asyncio.Semaphore] = {}
-        self._requests: Counter[str] = Counter()
-
-    @asynccontextmanager
-    async def of(self, project_id: str) -> AsyncIterator[None]:
-        """Hold a turn of a project while the block runs. Raises LimitError if too many of its requests wait, UnavailableError
-        if its turn does not come in time.
-
-        Only one request of a project waits for the common turns, so that its others do not take another project's place.
-        """
-        if self._requests[project_id] > TURNS_WAITING:
-            message = f"{_BUSY[self._kind]} for {TURNS_WAITING} requests of this project. Wait until some have their answers."
-            raise LimitError(message, code="too_many_at_once", retry_after=1.0)
-        self._requests[project_id] += 1
-        own = self._own.setdefault(project_id, asyncio.Semaphore(1))
-        held: list[asyncio.Semaphore] = []
-        try:
-            try:
-                async with asyncio.timeout(TURN_SECONDS):
-                    for semaphore in (own, self._all):
-                        await semaphore.acquire()
-                        held.append(semaphore)
-            except TimeoutError:
-                raise UnavailableError(f"{_BUSY[self._kind]} for others. Try again in a moment.", retry_after=10) from None
-            yield
-        finally:
-            for semaphore in held:
-                semaphore.release()
-            self._requests[project_id] -= 1
-            if not self._requests[project_id]:
-                del self._requests[project_id], self._own[project_id]
+def _kind(name: KindName, places: int, busy: str, waiting: int | None = WAITING) -> Kind:
+    return Kind(name=name, places=places, of_project=1, waiting=waiting, seconds=TURN_SECONDS, busy=busy)
 
 
-class _Threads:
-    """The threads of one event loop."""
-
-    def __init__(self) -> None:
-        self.all = CapacityLimiter(AT_ONCE)
-        self.turns: dict[Kind, FairTurns] = {kind: FairTurns(kind) for kind in TURNS}
-        self.own: dict[str, asyncio.Semaphore] = {}
-        self.requests: Counter[str] = Counter()
-
-
-_threads: RunVar[_Threads] = RunVar("threads")
+THREADS = Places(Kind(name="threads", places=AT_ONCE, of_project=AT_ONCE_OF_PROJECT))
+KEYS = Places(Kind(name="keys", places=KEYS_AT_ONCE, of_project=2, by_project=False))
+TURNS: dict[KindName, Places] = {
+    "reading": Places(_kind("reading", 2, "Files are being read")),
+    "making": Places(_kind("making", 2, "Adapters of checkpoints are being made")),
+    "grading": Places(_kind("grading", 12, "Graders are being tried")),
+    "parsing": Places(_kind("parsing", 2, "Large bodies are being parsed", waiting=None)),  # FT_MAX_CONNECTIONS limits it
+}
+_limiter: RunVar[CapacityLimiter] = RunVar("limiter")
+"""The threads of an event loop, as many as there are places: what has one finds its thread."""
 
 
 def work_for(project_id: str) -> None:
@@ -104,27 +65,37 @@ def work_for(project_id: str) -> None:
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `work` in a thread of the caller's project, and return its result."""
-    threads, project_id = _here(), _project.get()
-    threads.requests[project_id] += 1
-    own = threads.own.setdefault(project_id, asyncio.Semaphore(AT_ONCE_OF_PROJECT))
-    try:
-        async with own:
-            return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=threads.all)
-    finally:
-        threads.requests[project_id] -= 1
-        if not threads.requests[project_id]:
-            del threads.requests[project_id], threads.own[project_id]
+    return await in_thread_of(_project.get(), partial(work, *args, **kwargs))
+
+
+async def in_thread_of(payer: str, work: Callable[[], T], places: Places = THREADS) -> T:
+    """Call `work` in a thread, in the turn of `payer`: a project, or "" for what the service does for many."""
+    async with places.held(payer):
+        return await to_thread.run_sync(partial(_charged, payer, work, places), limiter=_threads_here())
+
+
+async def with_key(secret: str, look: Callable[[str], T]) -> T:
+    """Call `look` with a secret in a thread. Whose request it is is not known yet: the requests of a secret take their turns,
+    and secrets alternate."""
+    payer = hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
+    return await in_thread_of(payer, partial(look, secret), KEYS)
 
 
 @asynccontextmanager
-async def turn(kind: Kind) -> AsyncIterator[None]:
-    """Hold a turn of the caller's project. Raises as `FairTurns.of`."""
-    async with _here().turns[kind].of(_project.get()):
+async def turn(kind: KindName) -> AsyncIterator[None]:
+    """Hold a place of the caller's project. Raises as `Places.held`."""
+    async with TURNS[kind].held(_project.get()):
         yield
 
 
-def takes_turns(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Mark a route's function as one that is called only with a turn (api/http/routing.py)."""
+async def parsed_in_turn(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`in_thread`, for work that keeps the interpreter busy, such as parsing a large body."""
+    async with turn("parsing"):
+        return await in_thread(work, *args, **kwargs)
+
+
+def takes_turns(kind: KindName) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Mark a route's function as one that is called only with a place (api/http/routing.py)."""
 
     def mark(endpoint: Callable[P, T]) -> Callable[P, T]:
         setattr(endpoint, _TURN, kind)
@@ -133,14 +104,22 @@ def takes_turns(kind: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return mark
 
 
-def kind_of(endpoint: Callable[..., object]) -> Kind | None:
+def kind_of(endpoint: Callable[..., object]) -> KindName | None:
     """Return the kind of turns that a route's function takes; None: it takes none."""
     return getattr(endpoint, _TURN, None)
 
 
-def _here() -> _Threads:
-    threads = _threads.get(None)
-    if threads is None:
-        threads = _Threads()
-        _threads.set(threads)
-    return threads
+def _charged(payer: str, work: Callable[[], T], places: Places) -> T:
+    began = time.thread_time()
+    try:
+        return work()
+    finally:
+        places.charge(payer, time.thread_time() - began)
+
+
+def _threads_here() -> CapacityLimiter:
+    limiter = _limiter.get(None)
+    if limiter is None:
+        limiter = CapacityLimiter(AT_ONCE + KEYS_AT_ONCE)
+        _limiter.set(limiter)
+    return limiter

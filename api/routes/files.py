@@ -12,14 +12,13 @@ from urllib.parse import quote
 from fastapi import Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
-from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import Cursor, Services, Svc, binary, parse_json
 from api.http.gone_clients import refuse_without_client
 from api.http.routing import keyed_router
-from api.http.threads import takes_turns
+from api.http.threads import in_thread, takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire.data_views import FileCheckView, SamplesView, StatisticsView, file_check_view, samples_view, statistics_view
 from api.wire.views import DeletedView, FileView, ListView, list_view
@@ -186,11 +185,11 @@ async def check(
     """Not in OpenAI's API. Check a file before any job and without a base: its format, and the lines that cannot be trained on.
     `method`: the job's; `data`: the file's names of the format's columns, as JSON, such as `{"prompt": "question"}`. If a check
     takes more than ten seconds, only the beginning of the file is read."""
-    file = await run_in_threadpool(_data_file, file_id, "file_id", caller, services)
+    file = await in_thread(_data_file, file_id, "file_id", caller, services)
     request = FileCheck(
         file.sha256, _columns(data).pairs, None if method is None else method == "dpo", method == "reinforcement"
     )
-    path = await run_in_threadpool(fetched, file, services.places)
+    path = await in_thread(fetched, file, services.places)
     return file_check_view(file_id, file.name, await services.file_checks.report(caller.project_id, request, path))
 
 

@@ -46,6 +46,8 @@ class Kind:
     """Work of a project that may wait; None: its limit is elsewhere."""
     seconds: float | None = None
     """Limit on the wait for a place; None: there is none."""
+    by_project: bool = True
+    """False: other names take turns in place of projects, such as keys that are not looked up yet."""
     busy: str = "The service is busy"
     """A clause for those that cannot wait any longer."""
 
@@ -101,13 +103,17 @@ class Places:
 
     def charge(self, project: str, cpu_seconds: float) -> None:
         """Add to the CPU seconds of a project's work."""
+        project = project if self.kind.by_project else ""
         with self._guard:
             self.cpu_seconds[project] = self.cpu_seconds.get(project, 0.0) + cpu_seconds
 
     def projects(self) -> dict[str, tuple[int, int]]:
-        """Return each project's waiting and running work."""
+        """Return each project's waiting and running work; that of all as "" where other names take turns."""
         with self._guard:
-            return self._turns.projects()
+            found = self._turns.projects()
+        if self.kind.by_project:
+            return found
+        return {"": (sum(waits for waits, _ in found.values()), sum(runs for _, runs in found.values()))}
 
     def _ask(self, project: str, cost: float) -> Future[None]:
         most = self.kind.waiting

@@ -11,10 +11,10 @@ from urllib.parse import urlencode
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator
-from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import manages
 from api.http.dependencies import Services, Svc
+from api.http.threads import parsed_in_turn
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, page, rendered, sent
@@ -118,7 +118,7 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
         plan = await api.get(f"{JOBS}/{job_id}/plan")
     except ApiError as error:  # such as a base that is gone
         plan = {"fault": error.message}
-    text, given = await run_in_threadpool(lambda: (yaml_text(body), given_options(body)))  # a megabyte takes many seconds
+    text, given = await parsed_in_turn(lambda: (yaml_text(body), given_options(body)))  # a megabyte takes many seconds
     values = {"request_text": text, "given": given, "plan": plan}
     return await job_page(request, api, job_id, "job_settings.html", "settings", **values)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 
+from api.http.threads import parsed_in_turn
 from api.page import job_form
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
@@ -33,7 +33,7 @@ async def form(
     answer before and after training.
     """
     body = await api.get(f"{JOBS}/{again}/request") if again else {}
-    fields = await run_in_threadpool(job_form.fields_of, body) | ({"model": model} if model else {})
+    fields = await parsed_in_turn(job_form.fields_of, body) | ({"model": model} if model else {})
     fields |= {"evaluation.prompts": str(ask)} if ask else {}
     files, missing = await _data_files(api), []
     for label, name in (("training", "training_file"), ("validation", "validation_file")):
@@ -71,7 +71,7 @@ async def plan(request: Request, api: Api) -> Response:
         return page(request, "new_plan.html", plan=fault, words={}, checks={})
     checks = await _checks(api, body)
     names = {file["id"]: file["filename"] for file in await _data_files(api)}
-    words = await run_in_threadpool(_words, body, names, str(request.base_url).rstrip("/"))
+    words = await parsed_in_turn(_words, body, names, str(request.base_url).rstrip("/"))
     return page(request, "new_plan.html", plan=await _plan(api, body, checks), words=words, checks=checks)
 
 
@@ -89,7 +89,7 @@ async def _body_of(request: Request) -> dict[str, Any]:
     """Return the create body of the form, read beside the event loop: a megabyte of YAML takes many seconds. Raises
     ValueError.
     """
-    return await run_in_threadpool(job_form.body_of, await form_of(request))
+    return await parsed_in_turn(job_form.body_of, await form_of(request))
 
 
 def _words(body: Mapping[str, Any], names: Mapping[str, str], base_url: str) -> dict[str, str]:

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
 from fastapi.routing import APIRoute
-from starlette.concurrency import run_in_threadpool
 
 from api.http import sessions, sign_on
 from api.http.auth import authenticated
 from api.http.dependencies import MAX_JSON_BYTES, Services, Svc
+from api.http.threads import in_thread, with_key
 from api.page.inner_api import ApiError
 from api.page.rendering import HEADERS, SignInNeeded, address_parts, leave_for, page, static_answer, static_files
 from api.wire.error_views import invalid_parameter
@@ -84,10 +84,10 @@ async def sign_in(request: Request, services: Svc) -> Response:
     form = await form_of(request, _MOST_BYTES)
     to = local_path(form.get("to", "/jobs"))
     if link := form.get("link"):
-        principal = await run_in_threadpool(services.store.sessions.follow_link, link)
+        principal = await in_thread(services.store.sessions.follow_link, link)
         fault = "This link was used before, or is too old. `ft open` makes a new one."
     else:
-        principal = await run_in_threadpool(services.store.keys.authenticate, form.get("key", "").strip())
+        principal = await with_key(form.get("key", "").strip(), services.store.keys.authenticate)
         fault = "This key is not known here, has expired or was revoked."
     if principal is not None and principal.scope != "metrics":
         return await _signed_in(request, services, principal, to)
@@ -107,7 +107,7 @@ async def sign_out(request: Request, services: Svc, principal: Visitor) -> Respo
     """End the session: its cookie and every copy of it are invalid from now on."""
     secret = sessions.secret_of(request)
     if secret:
-        await run_in_threadpool(services.store.sessions.end_session, secret)
+        await in_thread(services.store.sessions.end_session, secret)
     door = None
     if services.provider and sessions.is_of_sign_on(request):
         door = await services.provider.logout_url(sign_on.id_token_of(request), sign_on.address(request, "/sign-in"))
@@ -118,7 +118,7 @@ async def sign_out(request: Request, services: Svc, principal: Visitor) -> Respo
 
 
 async def _signed_in(request: Request, services: Svc, principal: Principal, to: str) -> Response:
-    secret = await run_in_threadpool(services.store.sessions.open_session, principal)
+    secret = await in_thread(services.store.sessions.open_session, principal)
     answer = RedirectResponse(local_path(to), 303, headers=HEADERS)
     sessions.set_cookie(request, answer, secret)
     return answer

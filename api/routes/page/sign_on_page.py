@@ -6,11 +6,11 @@ import logging
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from api.http import sessions, sign_on
 from api.http.dependencies import Svc
 from api.http.oidc_provider import BrowserSignIn
+from api.http.threads import in_thread
 from api.page.rendering import HEADERS, leave_for, page
 from api.routes.page.sign_in_page import Visitor, form_of, local_path, page_router, sign_in_answer
 from ft_service.errors import AuthError, ForbiddenError, UnavailableError
@@ -61,12 +61,12 @@ async def _signed_in(request: Request, services: Svc, sign_in: BrowserSignIn | N
     provider = services.provider
     if provider is None or sign_in is None:
         raise AuthError("This sign-in was not begun in this browser, or was carried out before.", code="sign_in_unknown")
-    if await run_in_threadpool(services.store.people.is_done, sign_in.state):
+    if await in_thread(services.store.people.is_done, sign_in.state):
         raise AuthError("This sign-in was carried out before.", code="sign_in_repeated")
     found = await provider.signed_in(sign_in, request.query_params, sign_on.address(request, sign_on.CALLBACK))
     seconds = services.settings.oidc_session_minutes * 60.0
     with acting(Actor(None, request.client.host if request.client else None)):
-        secret = await run_in_threadpool(services.store.people.sign_in, found.person, seconds)
+        secret = await in_thread(services.store.people.sign_in, found.person, seconds)
     if secret is None:
         log.warning("%s may not sign in: no group opens a project", found.person.name)
         raise ForbiddenError(
@@ -83,7 +83,7 @@ async def projects(request: Request, services: Svc, visitor: Visitor) -> Respons
     """The projects of a person; with a key there is one."""
     mine = {visitor.project_id: visitor.project_id}
     if visitor.identity is not None:
-        mine = await run_in_threadpool(services.store.people.projects_of, visitor.identity)
+        mine = await in_thread(services.store.people.projects_of, visitor.identity)
     return page(request, "change_project.html", projects=mine)
 
 
@@ -95,7 +95,7 @@ async def change_project(request: Request, services: Svc, visitor: Visitor) -> R
     changed = False
     if secret is not None and visitor.identity is not None:
         change = services.store.people.change_project
-        changed = await run_in_threadpool(change, secret, visitor.identity, project_id)
+        changed = await in_thread(change, secret, visitor.identity, project_id)
     if not changed:
         raise ForbiddenError(f"project: your groups do not open {project_id[:80]!r}.")
     return leave_for(request, "/jobs")

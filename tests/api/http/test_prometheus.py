@@ -54,6 +54,22 @@ def test_jobs_slots_and_requests_are_counted(service: Service, client: openai.Op
     assert "tiny" not in text
 
 
+def test_work_is_counted_by_kind_by_project_and_by_its_end(service: Service) -> None:
+    before = samples(service)
+    service.http("POST", "/v1/fine_tuning/jobs", json={"model": "x" * 10_000})
+    found = samples(service)
+
+    def grown(name: str, *labels: str) -> float:
+        return found[name, labels] - before.get((name, labels), 0.0)
+
+    assert grown("ft_work_ended_total", "threads", "done") >= 1
+    assert grown("ft_work_ended_total", "keys", "done") >= 1
+    assert grown("ft_work_ended_total", "parsing", "done") == 1
+    assert grown("ft_work_cpu_seconds_total", "threads", "default") > 0
+    assert found["ft_work_waiting", ("parsing", "")] == 0
+    assert ("ft_work_running", ("keys", "")) in found
+
+
 def add_job(service: Service, job_id: str, state: State = State.VALIDATING, phase: Phase | None = None) -> Job:
     job = Job(
         id=job_id,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
-from api.http import threads
-from api.http.threads import AT_ONCE, AT_ONCE_OF_PROJECT, TURNS, TURNS_WAITING, in_thread, turn, work_for
+from api.http.threads import AT_ONCE, AT_ONCE_OF_PROJECT, THREADS, TURNS, WAITING, in_thread, turn, with_key, work_for
 from ft_service.errors import LimitError, UnavailableError
 
 
@@ -33,7 +33,7 @@ def test_a_project_has_its_share_of_the_threads() -> None:
         assert not any(task.done() for task in hanging)
         released.set()
         await asyncio.gather(*hanging)
-        assert threads._here().own == {}
+        assert THREADS.projects() == {}
 
     try:
         asyncio.run(asyncio.wait_for(both(), 60))
@@ -74,13 +74,13 @@ def test_only_so_many_wait_for_a_turn_and_only_so_long(monkeypatch: pytest.Monke
             await asyncio.Event().wait()
 
     async def run() -> None:
-        asking = [asyncio.create_task(take("rival")) for _ in range(1 + TURNS_WAITING)]
+        asking = [asyncio.create_task(take("rival")) for _ in range(1 + WAITING)]
         await asyncio.sleep(0)
-        with pytest.raises(LimitError, match=f"{TURNS_WAITING} requests of this project"):
+        with pytest.raises(LimitError, match=f"{WAITING} requests of this project"):
             await take("rival")
         asking.append(asyncio.create_task(take("second")))
         await asyncio.sleep(0)
-        monkeypatch.setattr(threads, "TURN_SECONDS", 0.0)
+        monkeypatch.setattr(TURNS["making"], "kind", replace(TURNS["making"].kind, seconds=0.0))
         with pytest.raises(UnavailableError, match="for others"):
             await take("default")
         for task in asking:
@@ -91,3 +91,29 @@ def test_only_so_many_wait_for_a_turn_and_only_so_long(monkeypatch: pytest.Monke
             pass
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_keys_alternate_before_it_is_known_whose_they_are() -> None:
+    """A burst of requests with one key does not put off the look for another one."""
+    order: list[str] = []
+    released, begun = threading.Event(), threading.Semaphore(0)
+
+    def look(secret: str) -> None:
+        begun.release()
+        released.wait()
+        order.append(secret)
+
+    async def run() -> None:
+        burst = [asyncio.create_task(with_key("rival", look)) for _ in range(50)]
+        mine = asyncio.create_task(with_key("mine", look))
+        for _ in range(3):
+            await asyncio.to_thread(begun.acquire)
+        assert not begun.acquire(blocking=False), "two of the burst, and mine"
+        released.set()
+        await asyncio.gather(mine, *burst)
+        assert sorted(order) == ["mine"] + ["rival"] * 50
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        released.set()

@@ -97,7 +97,7 @@ def server(new_database: Path) -> Iterator[tuple[str, FastAPI]]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(16)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-        thread = threading.Thread(target=server.run, args=([listener],))
+        thread = threading.Thread(target=server.run, args=([listener],), name="web")
         thread.start()
         try:
             wait_until(lambda: server.started)

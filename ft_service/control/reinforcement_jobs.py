@@ -121,7 +121,7 @@ class ReinforcementJobs:
             job,
             self.places.run(job.id),
             self.sampler,
-            GraderContext(limits=self.limits, secrets=secrets),
+            GraderContext(project=job.project_id, limits=self.limits, secrets=secrets),
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.graders import fenced_program, system_calls
-from ft_service.graders.grades import Case, GradingError, Score, as_reward
+from ft_service.graders.grades import GradingError, Score, as_reward
 from ft_service.host.helper_process import Failure, HelperFailed, HelperProcess, Program
 
 SECONDS = 120.0
@@ -91,10 +91,9 @@ class FencedGrader:
         begin = {"source": self._source, "packages": _packages(), "memory_bytes": MEMORY_BYTES}
         self._ask(process, begin)
 
-    def score(self, case: Case) -> Score:
-        """Grade a case."""
+    def score(self, message: bytes) -> Score:
+        """Grade a case, which is JSON."""
         try:
-            message = case.as_json()
             if self._process is None:
                 self.start()
             assert self._process is not None

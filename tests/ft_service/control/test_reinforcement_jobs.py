@@ -95,7 +95,7 @@ class Place:
         return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
 
     def loop(self) -> RolloutLoop:
-        return RolloutLoop(self.job, self.run, self.sampler, GraderContext(), self.told.append, self.stopped.is_set)
+        return RolloutLoop(self.job, self.run, self.sampler, GraderContext(project="p"), self.told.append, self.stopped.is_set)
 
     def records(self) -> list[StepRecord]:
         found = [read_record(self.run, step) for step in recorded_steps(self.run)]

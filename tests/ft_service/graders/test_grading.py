@@ -40,7 +40,10 @@ def server() -> Iterator[Receiver]:
 def context(url: str, seconds: float | None = None, *, allow_private: bool = True) -> GraderContext:
     models = {"judge": GraderModel(base_url=f"{url}/v1/")}
     return GraderContext(
-        limits=GraderLimits(models=models, allow_private=allow_private), secrets=lambda _: [SECRET], seconds=seconds
+        project="p",
+        limits=GraderLimits(models=models, allow_private=allow_private),
+        secrets=lambda _: [SECRET],
+        seconds=seconds,
     )
 
 
@@ -203,7 +206,7 @@ def test_what_a_model_answers_is_checked(server: Receiver, grader: Any, answer: 
 def test_a_model_that_the_operator_has_removed_since_gives_no_grade(grader: Any) -> None:
     alone = {"type": "multi", "name": "m", "graders": {"g": grader, "c": CHECK}, "calculate_output": "g + c"}
     parsed = parse_grader(alone, context("http://127.0.0.1:9").limits)
-    for found in grade_all(parsed, [case("4")] * 2, GraderContext()):
+    for found in grade_all(parsed, [case("4")] * 2, GraderContext(project="p")):
         assert found.reward == 0
         assert found.errors == {"model_grader_server_error": "'judge' is no longer one of FT_GRADER_MODELS"}
 
@@ -226,7 +229,7 @@ def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() 
         "import os\ndef grade(sample, item):\n return item['n'] / int(sample['output_text']) if item['n'] != 5 else os._exit(1)"
     )
     grader = parse_grader({"type": "python", "name": "p", "source": source}, GraderLimits())
-    found = grade_all(grader, [Case(Sample("2"), {"n": number}) for number in range(12)], GraderContext())
+    found = grade_all(grader, [Case(Sample("2"), {"n": number}) for number in range(12)], GraderContext(project="p"))
     assert [one.reward for one in found] == [0 if number == 5 else number / 2 for number in range(12)]
     assert [list(one.errors) for one in found if one.errors] == [["python_grader_server_error"]]
     assert all(one.seconds > 0 for one in found)
@@ -235,5 +238,5 @@ def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() 
 @pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
 def test_the_time_of_a_call_ends_what_runs_in_a_fence() -> None:
     grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i):\n while True: pass"}, GraderLimits())
-    found = grade_all(grader, [case("4")] * 3, GraderContext(seconds=0.5))
+    found = grade_all(grader, [case("4")] * 3, GraderContext(project="p", seconds=0.5))
     assert [list(one.errors) for one in found] == [["unresponsive_reward_error"]] * 3

@@ -24,7 +24,7 @@ def graded(source: str, *, seconds: float = 60.0) -> Score:
     """The score of a grader whose body is `source`."""
     body = f"def grade(sample, item):\n{textwrap.indent(textwrap.dedent(source), '    ')}"
     with FencedGrader(body, seconds=seconds) as grader:
-        return grader.score(case("4", {"n": 4}))
+        return grader.score(case("4", {"n": 4}).as_json())
 
 
 @fenced_here
@@ -128,10 +128,10 @@ def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, s
     with FencedGrader(body) as grader:
         grader.start()  # which takes its own time
         grader._seconds = 1.0
-        failed = grader.score(case("4"))
+        failed = grader.score(case("4").as_json())
         assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), failed
         grader._seconds = HANG_SECONDS
-        assert grader.score(case("4", {"n": 1})) == Score(1.0)
+        assert grader.score(case("4", {"n": 1}).as_json()) == Score(1.0)
 
 
 @fenced_here
@@ -143,7 +143,7 @@ def test_nothing_of_it_outlives_its_grader() -> None:
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert below
         scores: list[Score] = []
-        thread = threading.Thread(target=lambda: scores.append(grader.score(case("4"))))
+        thread = threading.Thread(target=lambda: scores.append(grader.score(case("4").as_json())))
         thread.start()
         grader.kill()
         thread.join()
@@ -162,7 +162,7 @@ def test_a_source_that_does_not_load_says_why() -> None:
             grader.start()
         assert said in error.value.detail
         with FencedGrader(source) as grader:
-            assert grader.score(case("4")).error == "python_grader_runtime_error"
+            assert grader.score(case("4").as_json()).error == "python_grader_runtime_error"
 
 
 @pytest.mark.parametrize(

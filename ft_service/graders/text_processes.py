@@ -140,9 +140,9 @@ class TextProcesses:
                 return process
             process.close()
 
-    def _end_idle(self, seconds: float = IDLE_SECONDS) -> None:
-        """End the processes that had no work for so long."""
-        before = time.monotonic() - seconds
+    def _end_idle(self, seconds: float | None = None) -> None:
+        """End the processes that had no work for so long; None: IDLE_SECONDS."""
+        before = time.monotonic() - (IDLE_SECONDS if seconds is None else seconds)
         with self._guard:
             ended = [process for since, process in self._idle if since <= before]
             self._idle = [(since, process) for since, process in self._idle if since > before]

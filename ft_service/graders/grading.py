@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ft_service.errors import FtError, SpecError
+from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.graders import python_fence
 from ft_service.graders.asking import ask_endpoint, ask_model, signed_posts
 from ft_service.graders.grades import Case, Grade, GradingError, Sample, Score
@@ -225,6 +225,8 @@ class _Run:
         try:
             secrets = await asyncio.to_thread(self._context.secrets, grader.webhook_endpoint_id)
             receiver = parse_receiver(grader.url, allow_private=allow_private)
+        except UnavailableError:  # the database, and not the endpoint
+            raise
         except FtError as error:
             raise GradingError("endpoint_grader_server_error", error.message) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from ft_service.errors import SpecError
-from ft_service.graders import asking, python_fence
-from ft_service.graders.grades import Case, Grade, Sample
+from ft_service.errors import SpecError, UnavailableError
+from ft_service.graders import asking, grading, python_fence
+from ft_service.graders.grades import Case, Grade, Sample, Score
 from ft_service.graders.grading import GraderContext, grade, grade_all, parse_grader
 from ft_service.graders.limits import GraderLimits, GraderModel
+from ft_service.shared_work.places import Kind, Places
+from tests.support.attempts import wait_for
 from tests.support.graders import case
 from tests.support.rest.receiver import Answer, Received, Receiver, hanging, receiving
 
@@ -73,6 +76,7 @@ def says_text(content: Any, **choice: Any) -> Any:
         (says({"reward": None}), "parse"),
         (says([1.0]), "parse"),
         (says(b"[" * 100_000), "parse"),
+        (says({"reward": 1, "x": [[]] * (asking.MOST_VALUES // 2)}), "parse"),
         (says(b"\xff\xfe"), "parse"),
         (says(b""), "parse"),
         (says(b'{"reward": 1}' + b" " * 10 * 2**20), "parse"),
@@ -240,3 +244,41 @@ def test_the_time_of_a_call_ends_what_runs_in_a_fence() -> None:
     grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i):\n while True: pass"}, GraderLimits())
     found = grade_all(grader, [case("4")] * 3, GraderContext(project="p", seconds=0.5))
     assert [list(one.errors) for one in found] == [["unresponsive_reward_error"]] * 3
+
+
+@pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
+def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "FENCES", Places(Kind(name="python graders of a test", places=1, of_project=1)))
+    monkeypatch.setattr(grading, "FENCE_TURN_SECONDS", 0.0)
+    score, order = python_fence.FencedGrader.score, []
+
+    def noted(self: python_fence.FencedGrader, message: bytes) -> Score:
+        project = json.loads(message)["item"]["project"]
+        order.append(project)
+        if len(order) == 1:
+            others.start()
+            wait_for(grading.FENCES.is_wanted)
+        return score(self, message)
+
+    monkeypatch.setattr(python_fence.FencedGrader, "score", noted)
+    grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i): return 0.5"}, GraderLimits())
+
+    def grade_for(project: str) -> None:
+        cases = [case("4", {"project": project})] * 3
+        found = grade_all(grader, cases, GraderContext(project=project))
+        assert [one.reward for one in found] == [0.5] * 3
+
+    others = threading.Thread(target=grade_for, args=("b",))
+    grade_for("a")
+    others.join()
+    assert order[:4] == ["a", "b", "a", "b"]
+
+
+def test_a_database_that_does_not_answer_is_no_error_of_the_answers(server: Receiver) -> None:
+    def secrets(_: str) -> list[str]:
+        raise UnavailableError("The database does not answer.")
+
+    limits = GraderLimits(allow_private=True)
+    grader = parse_grader({**ENDPOINT, "url": server.url}, limits)
+    with pytest.raises(UnavailableError):
+        grade_all(grader, [case("1")], GraderContext(project="p", limits=limits, secrets=secrets))

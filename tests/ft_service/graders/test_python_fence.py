@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import textwrap
 import threading
 from pathlib import Path
@@ -191,3 +192,16 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
     assert "Use string_check, text_similarity, or an endpoint grader" in refusal
     if broken == "no namespaces":
         assert "No permissions to create new namespace" in refusal
+
+
+@fenced_here
+def test_one_that_is_killed_from_outside_is_tried_again() -> None:
+    """As a host does that has no more memory."""
+    with FencedGrader("def grade(sample, item): return 0.5") as grader:
+        grader.start()
+        assert grader._process is not None
+        first = grader._process.pid
+        within = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        os.kill(int(within[0]), signal.SIGKILL)
+        assert grader.score(case("4").as_json()) == Score(0.5)
+        assert grader._process.pid != first

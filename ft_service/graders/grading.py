@@ -230,21 +230,19 @@ class _Run:
         except FtError as error:
             raise GradingError("endpoint_grader_server_error", error.message) from None
 
-        bodies: dict[int, bytes] = {}
-        for number, written in enumerate(await self._texts(WRITE, range(len(self._cases)))):
-            if written.error is not None:
-                scores[number] = Score.failed(written.error)
-            else:
-                bodies[number] = written.value.encode()
-
         async def ask(batch: Sequence[int]) -> None:
             async with self._asked, ENDPOINTS.held(self._context.project):
                 began = time.perf_counter()
-                found = await ask_endpoint(grader, receiver, post, [bodies[number] for number in batch])
-                for number, score in zip(batch, _timed(began, found), strict=True):
+                written = dict(zip(batch, await self._texts(WRITE, batch), strict=True))
+                scores_of = {number: Score.failed(own.error) for number, own in written.items() if own.error is not None}
+                bodies = {number: own.value.encode() for number, own in written.items() if number not in scores_of}
+                if bodies:
+                    found = await ask_endpoint(grader, receiver, post, list(bodies.values()))
+                    scores_of |= dict(zip(bodies, _timed(began, found), strict=True))
+                for number, score in scores_of.items():
                     scores[number] = score
 
-        numbers, size = list(bodies), grader.batch_size
+        numbers, size = range(len(self._cases)), grader.batch_size
         async with signed_posts(receiver, secrets, allow_private=allow_private) as post:
             await asyncio.gather(*(ask(numbers[at : at + size]) for at in range(0, len(numbers), size)))
 

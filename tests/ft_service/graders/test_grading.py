@@ -150,7 +150,7 @@ def test_a_batch_is_few_requests_and_each_answer_has_its_own_reward(server: Rece
 
     server.answer = rewards
     own = context(server.url)
-    grader = parse_grader({**ENDPOINT, "url": server.url, "batch_size": 4}, own.limits)
+    grader = parse_grader({**ENDPOINT, "url": server.url, "batch_size": 4, "timeout_seconds": 60}, own.limits)
     found = grade_all(grader, [case(str(number)) for number in range(10)], own)
     assert [one.reward for one in found] == [0, 1, 2, 0, *range(4, 10)]
     assert [bool(one.errors) for one in found] == [number == 3 for number in range(10)]
@@ -257,7 +257,7 @@ def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatc
         order.append(project)
         if len(order) == 1:
             others.start()
-            wait_for(grading.FENCES.is_wanted)
+            wait_for(lambda: "b" in grading.FENCES.projects())
         return score(self, message)
 
     monkeypatch.setattr(python_fence.FencedGrader, "score", noted)

@@ -37,6 +37,7 @@ QUICK: Work = (compare(ANSWER, ITEM, "eq"), case("4", {"a": "4"}))
 
 @pytest.fixture
 def processes() -> Iterator[TextProcesses]:
+    text_processes.TEXT_PROCESSES.close()  # those of other tests
     own = TextProcesses(Kind(name="grading texts of a test", places=1, of_project=1))
     yield own
     own.close()

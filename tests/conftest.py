@@ -48,11 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_examiner_is_left() -> Iterator[None]:
-    """End the process that has made tokens for attempts of this session, if there was one."""
+def no_helper_is_left() -> Iterator[None]:
+    """End the processes that this session has kept for its next attempts and grades, if there were any."""
     yield
     if (kept_tokens := sys.modules.get("tests.support.training.kept_tokens")) is not None:
         kept_tokens.end_examiner()
+    if (text_processes := sys.modules.get("ft_service.graders.text_processes")) is not None:
+        text_processes.TEXT_PROCESSES.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,8 +70,17 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 async def in_thread_of(payer: str, work: Callable[[], T], places: Places = THREADS) -> T:
     """Call `work` in a thread, in the turn of `payer`: a project, or "" for what the service does for many."""
-    async with places.held(payer):
-        return await to_thread.run_sync(partial(_charged, payer, work, places), limiter=_threads_here())
+    async with places.held(payer) as place:
+
+        def charged() -> T:
+            began = time.thread_time()
+            try:
+                return work()
+            finally:
+                place.cost = time.thread_time() - began
+                places.charge(payer, place.cost)
+
+        return await to_thread.run_sync(charged, limiter=_threads_here())
 
 
 async def with_key(secret: str, look: Callable[[str], T]) -> T:
@@ -107,14 +116,6 @@ def takes_turns(kind: KindName) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def kind_of(endpoint: Callable[..., object]) -> KindName | None:
     """Return the kind of turns that a route's function takes; None: it takes none."""
     return getattr(endpoint, _TURN, None)
-
-
-def _charged(payer: str, work: Callable[[], T], places: Places) -> T:
-    began = time.thread_time()
-    try:
-        return work()
-    finally:
-        places.charge(payer, time.thread_time() - began)
 
 
 def _threads_here() -> CapacityLimiter:

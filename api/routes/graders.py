@@ -48,9 +48,9 @@ class ErrorsView(BaseModel):
     truncated_observation_error: bool = False
     """Does not occur here: an answer is given whole."""
     unresponsive_reward_error: bool = False
-    """There was no reward within two minutes."""
+    """There was no reward within two minutes, or texts need more than 20 seconds of a processor."""
     other_error: bool = False
-    """Texts are too long, or the reward is beyond 10^12."""
+    """Texts are too long, need too much memory, or the reward is beyond 10^12."""
     python_grader_server_error: bool = False
     """The process in which the grader ran has ended, or took too long."""
     python_grader_server_error_type: str | None = None
@@ -119,7 +119,7 @@ def _context(services: Services, project_id: str) -> GraderContext:
     def secrets(endpoint_id: str) -> list[str]:
         return secrets_of(services.store.webhooks.get_webhook(project_id, endpoint_id))
 
-    return GraderContext(limits=services.grader_limits, secrets=secrets, seconds=SECONDS)
+    return GraderContext(project=project_id, limits=services.grader_limits, secrets=secrets, seconds=SECONDS)
 
 
 def _view(grader: Grader, graded: Grade) -> GraderRunView:

@@ -32,7 +32,7 @@ def refuse_unless_graded(request: JobRequest, project_id: str, settings: Setting
     limits = GraderLimits.from_settings(settings)
     try:
         require_usable(method.grader, limits)
-        check_outside(method.grader, GraderContext(limits=limits, secrets=secrets))
+        check_outside(method.grader, GraderContext(project=project_id, limits=limits, secrets=secrets))
     except FtError as error:
         raise SpecError(_PLACE + error.message, param=_PLACE + (error.param or "grader"), code=error.code) from None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ft_service.control.webhook_delivery import secrets_of
 from ft_service.errors import FtError, UnavailableError
-from ft_service.graders.grades import Case, Sample
+from ft_service.graders.grades import Case, Grade, Sample
 from ft_service.graders.grading import GraderContext, grade_all
 from ft_service.graders.limits import GraderLimits
 from ft_service.host.loops import every
@@ -41,6 +41,7 @@ from ft_service.serving.preview import PreviewModel
 from ft_service.serving.served_verdict import is_of_base, judge
 from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
+from ft_service.shared_work.losses import TOLD_AFTER, pause_seconds
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
@@ -121,7 +122,7 @@ class ReinforcementJobs:
             job,
             self.places.run(job.id),
             self.sampler,
-            GraderContext(limits=self.limits, secrets=secrets),
+            GraderContext(project=job.project_id, limits=self.limits, secrets=secrets),
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
         )
@@ -387,9 +388,7 @@ class RolloutLoop:
 
     def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:
         cases = [Case(_sample(answer), item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]
-        if self.stopped():
-            raise SamplingStopped
-        grades = grade_all(self.options.grader, cases, self.graders)
+        grades = self._grades(cases)
         return [
             answer.model_copy(
                 update={
@@ -401,6 +400,21 @@ class RolloutLoop:
             )
             for answer, grade in zip(answers, grades, strict=True)
         ]
+
+    def _grades(self, cases: Sequence[Case]) -> list[Grade]:
+        """The grades of answers; while the host cannot grade, the job waits. Raises SamplingStopped."""
+        losses = 0
+        while not self.stopped():
+            try:
+                return grade_all(self.options.grader, cases, self.graders)
+            except UnavailableError as error:
+                losses += 1
+                if losses == TOLD_AFTER:
+                    message = f"Nothing is graded, and the job waits: {error.message}"
+                    self.tell(NewEvent(level="warn", message=message))
+                again_at = time.monotonic() + pause_seconds(losses)
+                self._wait_for(lambda again_at=again_at: time.monotonic() >= again_at)
+        raise SamplingStopped
 
     def _require_graded(self, step: int, groups: Sequence[AnsweredPrompt]) -> None:
         """Raise JobPaused if too many answers have no grade."""

@@ -5,6 +5,9 @@ grades             an answer with its item, its score, its grade, and kinds of e
 templates          `{{ item.key }}` and `{{ sample.output_text }}` in texts
 formula            the formula of a multi grader
 texts              graders that compare texts; what a grader gives as a whole
+text_tasks         what is computed on texts of tenants
+text_processes     the processes in which that is done for the service
+text_program       the program in those processes
 similarities       metrics that compare two texts
 limits             what the operator allows: models that grade, addresses, python
 asking             graders that ask a server: score_model, label_model, endpoint

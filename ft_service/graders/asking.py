@@ -14,10 +14,8 @@ from typing import Any
 import httpx2
 
 from ft_service.errors import FtError
-from ft_service.graders.grades import NO_JSON, Case, ErrorKind, GradingError, Score, as_reward, parsed
+from ft_service.graders.grades import NO_JSON, ErrorKind, GradingError, Score, as_reward, parsed
 from ft_service.graders.limits import GraderModel
-from ft_service.graders.templates import MOST_FILLED, filled
-from ft_service.graders.texts import texts_of
 from ft_service.host.signed_post import SignedMessage, signed_post
 from ft_service.host.webhook_receiver import Receiver, address_of, look_up
 from ft_service.ids import new_id
@@ -31,6 +29,8 @@ MODEL_SECONDS = 60.0
 LOOKUP_SECONDS = 10.0
 MOST_ANSWERED = 2**20
 """Bytes of an answer, at most."""
+MOST_VALUES = 65_536
+"""Brackets and commas of an answer, at most: the interpreter is busy for as long as it takes to parse them."""
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _ROLES = {"developer": "system"}
 """Role → the name that all servers know."""
@@ -43,10 +43,10 @@ _STEP = {
 }
 
 
-async def ask_model(grader: ScoreModel | LabelModel, model: GraderModel, case: Case) -> Score:
-    """Have a model of the operator's list grade a case."""
+async def ask_model(grader: ScoreModel | LabelModel, model: GraderModel, texts: Sequence[Sequence[str]]) -> Score:
+    """Have a model of the operator's list grade a case. `texts`: those of each message, filled in."""
     try:
-        body = json.dumps(_chat_request(grader, model, case)).encode()
+        body = json.dumps(_chat_request(grader, model, texts)).encode()
         status, answer = await _tried("model_grader_server_error", MODEL_SECONDS, lambda: _post_chat(model, body))
         if status != 200:
             raise GradingError("model_grader_server_error", f"the model's server answered {status}{_reason(answer)}")
@@ -55,14 +55,11 @@ async def ask_model(grader: ScoreModel | LabelModel, model: GraderModel, case: C
         return Score.failed(error)
 
 
-def _chat_request(grader: ScoreModel | LabelModel, model: GraderModel, case: Case) -> dict[str, Any]:
-    messages, left = [], MOST_FILLED
-    for message in grader.input:
-        texts: list[str] = []
-        for template in texts_of(message):
-            texts.append(filled(template, case, left))
-            left -= len(texts[-1])
-        messages.append({"role": _ROLES.get(message.role, message.role), "content": "\n".join(texts)})
+def _chat_request(grader: ScoreModel | LabelModel, model: GraderModel, texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+    messages = [
+        {"role": _ROLES.get(message.role, message.role), "content": "\n".join(own)}
+        for message, own in zip(grader.input, texts, strict=True)
+    ]
     result = {"type": "number"} if isinstance(grader, ScoreModel) else {"type": "string", "enum": grader.labels}
     schema = {
         "type": "object",
@@ -217,6 +214,8 @@ async def _read(answer: httpx2.Response, kind: ErrorKind) -> tuple[int, bytes]:
         body += part
         if len(body) > MOST_ANSWERED:
             raise GradingError(kind, f"the answer has more than {MOST_ANSWERED:,} bytes")
+    if sum(map(body.count, (b"[", b"{", b","))) > MOST_VALUES:
+        raise GradingError(kind, f"the answer has more than {MOST_VALUES:,} values")
     return answer.status_code, bytes(body)
 
 

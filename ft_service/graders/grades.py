@@ -24,8 +24,8 @@ ErrorKind = Literal[
     "endpoint_grader_parse_error",
 ]
 """OpenAI's names, and two for endpoints. sample_parse_error: the answer lacks what a template names; invalid_variable_error:
-the item does; unresponsive_reward_error: no time was left; other_error: texts are too long, or the reward is beyond
-MOST_REWARD. server_error: the process or server that grades failed; parse_error: its answer is no reward."""
+the item does; unresponsive_reward_error: no time was left; other_error: texts are too long or need too much memory, or the
+reward is beyond MOST_REWARD. server_error: the process or server that grades failed; parse_error: its answer is no reward."""
 MOST_REWARD = 1e12
 """Largest reward, and the largest below 0: sums and squares of larger ones would exceed numbers of 32 bits, in which ranks
 train."""

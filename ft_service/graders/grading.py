@@ -17,13 +17,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ft_service.errors import FtError, SpecError
+from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.graders import python_fence
 from ft_service.graders.asking import ask_endpoint, ask_model, signed_posts
 from ft_service.graders.grades import Case, Grade, GradingError, Sample, Score
 from ft_service.graders.limits import GraderLimits
-from ft_service.graders.texts import check_grader, combined, text_score
+from ft_service.graders.text_processes import TEXT_PROCESSES, TaskResult, TextProcesses, Work
+from ft_service.graders.text_tasks import NO_CASE, WRITE, Task, fill
+from ft_service.graders.texts import check_grader, combined, compare_task, formula_task, texts_of
+from ft_service.host.hardware import core_count
 from ft_service.host.webhook_receiver import parse_receiver
+from ft_service.shared_work.places import Kind, Places
 from ft_service.spec.graders import (
     EndpointGrader,
     Grader,
@@ -42,6 +46,16 @@ ASKED_AT_ONCE = 16
 """Requests of one call to servers that grade, at once."""
 FENCES_AT_ONCE = 2
 """Processes of one call for python graders, at once."""
+FENCE_TURN_SECONDS = 5.0
+"""Time for which a python grader keeps its place while others wait for one."""
+
+_fences = max(4, core_count())
+FENCES = Places(Kind(name="python graders", places=_fences, of_project=_fences // 2))
+"""Processes of python graders: each has one processor, and at most 2 GB of memory."""
+MODELS = Places(Kind(name="models that grade", places=64, of_project=32))
+"""Requests to models of the operator's list."""
+ENDPOINTS = Places(Kind(name="endpoints that grade", places=256, of_project=64))
+"""Requests to users' servers, which may take minutes."""
 
 
 class GraderBody(Strict):
@@ -58,12 +72,16 @@ def _no_secrets(endpoint_id: str) -> Sequence[str]:
 class GraderContext:
     """What graders of a project work with."""
 
+    project: str
+    """Whose turn it is in what all projects share."""
     limits: GraderLimits = field(default_factory=GraderLimits)
     secrets: Callable[[str], Sequence[str]] = _no_secrets
     """Valid secrets of one of the project's webhook endpoints by its id. Raises FtError if there is none."""
     seconds: float | None = None
-    """Time for all cases of a call together; answers without a grade by then have an unresponsive_reward_error. None: each try
-    of a grader has its own limit, and there is no other."""
+    """Time for servers and python with all cases of a call together; answers without a grade by then have an
+    unresponsive_reward_error. None: each try of a grader has its own limit, and there is no other."""
+    texts: TextProcesses = TEXT_PROCESSES
+    """Where texts are compared and filled in."""
 
 
 def parse_grader(body: Any, limits: GraderLimits) -> Grader:
@@ -99,7 +117,10 @@ def check_outside(grader: Grader, context: GraderContext) -> None:
                 raise type(error)(f"{place}.{error.message}", param=f"{place}.webhook_endpoint_id") from None
         if isinstance(own, PythonGrader):
             try:
-                with python_fence.FencedGrader(own.source, seconds=context.seconds or python_fence.SECONDS) as fenced:
+                with (
+                    FENCES.hold(context.project),
+                    python_fence.FencedGrader(own.source, seconds=context.seconds or python_fence.SECONDS) as fenced,
+                ):
                     fenced.start()
             except GradingError as error:
                 message = f"{place}.source: cannot be loaded: {error.detail.strip()}"
@@ -112,15 +133,31 @@ def grade(grader: Grader, sample: Sample, item: Mapping[str, Any], context: Grad
 
 
 def grade_all(grader: Grader, cases: Sequence[Case], context: GraderContext) -> list[Grade]:
-    """Grade answers, several at once where a server or a process grades: one Grade for each case, in their order."""
-    return asyncio.run(_grade_all(grader, cases, context))
-
-
-async def _grade_all(grader: Grader, cases: Sequence[Case], context: GraderContext) -> list[Grade]:
-    run = _Run(context, cases)
+    """Grade answers, several at once where a server or a process grades: one Grade for each case, in their order. Raises
+    UnavailableError if the host cannot grade now: nothing is wrong with the answers then."""
     names = singles_of(grader)
-    columns = await asyncio.gather(*(run.scores(own) for own in names.values()))
-    return [combined(grader, dict(zip(names, scores, strict=True))) for scores in zip(*columns, strict=True)]
+    outside = {name: own for name, own in names.items() if not isinstance(own, (StringCheck, TextSimilarity))}
+    found = asyncio.run(_outside(outside, cases, context)) if outside else [{} for _ in cases]
+    tasks = {name: compare_task(own) for name, own in names.items() if isinstance(own, (StringCheck, TextSimilarity))}
+    wanted = [(number, name) for number in range(len(cases)) for name in tasks]
+    compared = _carried_out([(tasks[name], cases[number]) for number, name in wanted], context)
+    for (number, name), score in zip(wanted, compared, strict=True):
+        found[number][name] = score
+    formulas = {number: task for number, own in enumerate(found) if (task := formula_task(grader, own)) is not None}
+    values = dict(zip(formulas, _carried_out([(task, NO_CASE) for task in formulas.values()], context), strict=True))
+    return [combined(grader, {name: own[name] for name in names}, values.get(number)) for number, own in enumerate(found)]
+
+
+def _carried_out(work: Sequence[Work], context: GraderContext) -> list[Score]:
+    results = context.texts.carry_out(context.project, work)
+    return [replace(Score.failed(own.error) if own.error else Score(own.value), seconds=own.seconds) for own in results]
+
+
+async def _outside(graders: Mapping[str, Single], cases: Sequence[Case], context: GraderContext) -> list[dict[str, Score]]:
+    """The scores of each case by graders that servers, or processes of their own, carry out."""
+    run = _Run(context, cases)
+    columns = await asyncio.gather(*(run.scores(own) for own in graders.values()))
+    return [dict(zip(graders, scores, strict=True)) for scores in zip(*columns, strict=True)]
 
 
 class _Run:
@@ -147,9 +184,6 @@ class _Run:
     async def _fill(self, grader: Single, scores: list[Score]) -> None:
         numbers = range(len(self._cases))
         match grader:
-            case StringCheck() | TextSimilarity():
-                for number, case in enumerate(self._cases):
-                    scores[number] = _timed(time.perf_counter(), [text_score(grader, case)])[0]
             case ScoreModel() | LabelModel():
                 model = self._context.limits.models.get(grader.model)
                 if model is None:  # a job that was accepted outlives what the operator allows
@@ -159,54 +193,87 @@ class _Run:
             case EndpointGrader():
                 await self._ask_endpoint(grader, scores)
             case PythonGrader():
-                left = iter(numbers)
+                left = list(numbers)[::-1]
                 await asyncio.gather(*(self._run_python(grader, left, scores) for _ in numbers[:FENCES_AT_ONCE]))
+            case StringCheck() | TextSimilarity():
+                raise AssertionError("nothing outside compares texts")
+
+    async def _text(self, task: Task, number: int) -> Any:
+        """The result of a task on a case. Raises GradingError, UnavailableError."""
+        [result] = await self._texts(task, [number])
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    async def _texts(self, task: Task, numbers: Sequence[int]) -> list[TaskResult]:
+        """Raises UnavailableError."""
+        work = [(task, self._cases[number]) for number in numbers]
+        return await asyncio.to_thread(self._context.texts.carry_out, self._context.project, work)
 
     async def _ask_model(self, grader: ScoreModel | LabelModel, model: Any, number: int, scores: list[Score]) -> None:
-        async with self._asked:
+        async with self._asked, MODELS.held(self._context.project):
             began = time.perf_counter()
-            [scores[number]] = _timed(began, [await ask_model(grader, model, self._cases[number])])
+            try:
+                texts = await self._text(fill([texts_of(message) for message in grader.input]), number)
+                score = await ask_model(grader, model, texts)
+            except GradingError as error:
+                score = Score.failed(error)
+            [scores[number]] = _timed(began, [score])
 
     async def _ask_endpoint(self, grader: EndpointGrader, scores: list[Score]) -> None:
         allow_private = self._context.limits.allow_private
         try:
             secrets = await asyncio.to_thread(self._context.secrets, grader.webhook_endpoint_id)
             receiver = parse_receiver(grader.url, allow_private=allow_private)
+        except UnavailableError:  # the database, and not the endpoint
+            raise
         except FtError as error:
             raise GradingError("endpoint_grader_server_error", error.message) from None
 
-        bodies: dict[int, bytes] = {}
-        for number, case in enumerate(self._cases):
-            try:
-                bodies[number] = case.as_json()
-            except GradingError as error:
-                scores[number] = Score.failed(error)
-
         async def ask(batch: Sequence[int]) -> None:
-            async with self._asked:
+            async with self._asked, ENDPOINTS.held(self._context.project):
                 began = time.perf_counter()
-                found = await ask_endpoint(grader, receiver, post, [bodies[number] for number in batch])
-                for number, score in zip(batch, _timed(began, found), strict=True):
+                written = dict(zip(batch, await self._texts(WRITE, batch), strict=True))
+                scores_of = {number: Score.failed(own.error) for number, own in written.items() if own.error is not None}
+                bodies = {number: own.value.encode() for number, own in written.items() if number not in scores_of}
+                if bodies:
+                    found = await ask_endpoint(grader, receiver, post, list(bodies.values()))
+                    scores_of |= dict(zip(bodies, _timed(began, found), strict=True))
+                for number, score in scores_of.items():
                     scores[number] = score
 
-        numbers, size = list(bodies), grader.batch_size
+        numbers, size = range(len(self._cases)), grader.batch_size
         async with signed_posts(receiver, secrets, allow_private=allow_private) as post:
             await asyncio.gather(*(ask(numbers[at : at + size]) for at in range(0, len(numbers), size)))
 
-    async def _run_python(self, grader: PythonGrader, left: Iterator[int], scores: list[Score]) -> None:
-        """Grade cases in one process until none is left."""
+    async def _run_python(self, grader: PythonGrader, left: list[int], scores: list[Score]) -> None:
+        """Grade cases until none is left, in one process as long as nobody waits for its place."""
         async with self._fences:
-            with python_fence.FencedGrader(grader.source) as fenced:
-                for number in left:
-                    began = time.perf_counter()
-                    scored = asyncio.create_task(asyncio.to_thread(fenced.score, self._cases[number]))
-                    try:
-                        await asyncio.shield(scored)
-                    except asyncio.CancelledError:
-                        fenced.kill()
-                        await asyncio.wait([scored])  # the thread still uses what is closed next
-                        raise
-                    [scores[number]] = _timed(began, [scored.result()])
+            while left:
+                async with FENCES.held(self._context.project) as place:
+                    began = time.monotonic()
+                    with python_fence.FencedGrader(grader.source) as fenced:
+                        while left:
+                            number = left.pop()
+                            scores[number] = await self._fenced_score(fenced, number)
+                            place.cost = time.monotonic() - began
+                            if place.cost > FENCE_TURN_SECONDS and FENCES.is_wanted():
+                                break
+
+    async def _fenced_score(self, fenced: python_fence.FencedGrader, number: int) -> Score:
+        began = time.perf_counter()
+        try:
+            message = (await self._text(WRITE, number)).encode()
+        except GradingError as error:
+            return Score.failed(error)
+        scored = asyncio.create_task(asyncio.to_thread(fenced.score, message))
+        try:
+            await asyncio.shield(scored)
+        except asyncio.CancelledError:
+            fenced.kill()
+            await asyncio.wait([scored])  # the thread still uses what is closed next
+            raise
+        return _timed(began, [scored.result()])[0]
 
 
 def _timed(began: float, scores: list[Score]) -> list[Score]:

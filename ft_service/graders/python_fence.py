@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ft_service.errors import UnavailableError
 from ft_service.graders import fenced_program, system_calls
-from ft_service.graders.grades import Case, GradingError, Score, as_reward
+from ft_service.graders.grades import GradingError, Score, as_reward
 from ft_service.host.helper_process import Failure, HelperFailed, HelperProcess, Program
+
+Value = TypeVar("Value")
 
 SECONDS = 120.0
 """Time for a case, and for loading the source."""
@@ -27,6 +31,10 @@ MEMORY_BYTES = 2 * 1024**3
 MOST_ANSWERED = 64 * 1024
 """Bytes of an answer, at most: a number, or the end of a traceback."""
 _PROGRAM = "/grader/python_grader.py"
+TRIES = 3
+"""Tries of a case whose process is killed."""
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of bubblewrap when it was killed, and when the process within was."""
 _PROBE_SECONDS = 20.0
 _INSTEAD = "Use string_check, text_similarity, or an endpoint grader, which runs your code on your own server"
 
@@ -66,6 +74,10 @@ def _missing() -> str | None:
     return None
 
 
+class _Killed(GradingError):
+    """The process was killed: by the host, or by the grader itself, which looks the same."""
+
+
 class FencedGrader:
     """A python grader's process, which is started by `start` or the first case, and again after it died. For one thread;
     another one may `kill` it."""
@@ -83,28 +95,41 @@ class FencedGrader:
         self._end()
 
     def start(self) -> None:
-        """Load the source. Raises GradingError if it cannot be loaded."""
-        self._end()
-        self._process = process = _started()
-        if self._killed:
-            process.kill()
-        begin = {"source": self._source, "packages": _packages(), "memory_bytes": MEMORY_BYTES}
-        self._ask(process, begin)
-
-    def score(self, case: Case) -> Score:
-        """Grade a case."""
+        """Load the source. Raises GradingError if that is at fault, UnavailableError if the process is killed each time."""
         try:
-            message = case.as_json()
-            if self._process is None:
-                self.start()
-            assert self._process is not None
-            reply = self._ask(self._process, message)
+            self._tried(self._load)
+        except _Killed as killed:
+            raise UnavailableError(f"A python grader cannot be loaded now: {killed.detail}.", retry_after=10) from None
+
+    def score(self, message: bytes) -> Score:
+        """Grade a case, which is JSON."""
+        try:
+            reply = self._tried(lambda: self._ask(self._process or self._load(), message))
             reward = as_reward(reply.get("reward"))
             if reward is None:
                 raise GradingError("python_grader_runtime_error", f"grade returned {reply.get('reward')}: no finite number")
             return Score(reward)
         except GradingError as error:
             return Score.failed(error)
+
+    def _load(self) -> HelperProcess:
+        self._end()
+        self._process = process = _started()
+        if self._killed:
+            process.kill()
+        begin = {"source": self._source, "packages": _packages(), "memory_bytes": MEMORY_BYTES}
+        self._ask(process, begin)
+        return process
+
+    def _tried(self, work: Callable[[], Value]) -> Value:
+        """Repeat what ends because the process is killed, as by a host without memory. Raises _Killed after the last try."""
+        for _ in range(TRIES - 1):
+            try:
+                return work()
+            except _Killed:
+                if self._killed:
+                    break
+        return work()
 
     def kill(self) -> None:
         """End the process, and start none again."""
@@ -121,7 +146,8 @@ class FencedGrader:
             reply = json.loads(line) if len(line) <= MOST_ANSWERED else None
         except HelperFailed as error:
             self._end()
-            raise GradingError("python_grader_server_error", f"{error.failure.value}: {error.message}") from None
+            kind = _Killed if error.exit_code in _KILLED else GradingError
+            raise kind("python_grader_server_error", f"{error.failure.value}: {error.message}") from None
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):

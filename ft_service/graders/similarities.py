@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 MOST_COMPARED = 65_536
-"""Characters of a text to compare, at most: the time is quadratic, and the server is blocked meanwhile."""
+"""Characters of a text to compare, at most: the time is quadratic."""
 
 
 _WORD = re.compile(r"[^\s\x00-/:-@\[-`{-\x7f\xa1-\xbf\u2010-\u205e\u3000-\u303f\uff01-\uff0f\uff1a-\uff20]+")
@@ -21,7 +21,7 @@ letters; here they count, so that texts in other scripts can be compared."""
 
 def rouge_l(answer: str, expected: str) -> float:
     """ROUGE-L's F1: the longest common subsequence of words, in lower case, without punctuation."""
-    from rapidfuzz.distance import LCSseq  # in C++: in Python it may take minutes and block a server
+    from rapidfuzz.distance import LCSseq  # in C++: in Python it may take minutes
 
     ours, theirs = _words(answer), _words(expected)
     common = LCSseq.similarity(ours, theirs)

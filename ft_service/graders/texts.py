@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from ft_service.graders.formula import FormulaError, calculated
 from ft_service.graders.grades import MOST_REWARD, Case, ErrorKind, Grade, GradingError, Score
-from ft_service.graders.similarities import MOST_COMPARED, SIMILARITIES
-from ft_service.graders.templates import TemplateError, check_template, filled
+from ft_service.graders.templates import TemplateError, check_template
+from ft_service.graders.text_tasks import Task, calculate, carried_out, compare
 from ft_service.spec.graders import (
     Grader,
     GraderMessage,
@@ -38,37 +38,48 @@ def check_grader(grader: Grader) -> None:
             pass  # with these numbers; others may be valid
 
 
-def text_score(grader: StringCheck | TextSimilarity, case: Case) -> Score:
-    """The score of a grader that compares texts."""
+def compare_task(grader: StringCheck | TextSimilarity) -> Task:
+    """The task of a grader that compares texts."""
+    by = grader.evaluation_metric if isinstance(grader, TextSimilarity) else grader.operation
+    return compare(grader.input, grader.reference, by)
+
+
+def grade_text(grader: StringCheck | TextSimilarity | Multi, case: Case) -> Grade:
+    """Grade with a grader that consists of comparisons of texts, in this process: for ranks."""
+    scores: dict[str, Score] = {}
+    for name, own in singles_of(grader).items():
+        assert isinstance(own, (StringCheck, TextSimilarity)), "others are refused in evaluations"
+        scores[name] = _score(compare_task(own), case)
+    task = formula_task(grader, scores)
+    return combined(grader, scores, _score(task, case) if task else None)
+
+
+def _score(task: Task, case: Case) -> Score:
     try:
-        return Score(_compared(grader, case))
+        return Score(carried_out(task, case))
     except GradingError as error:
         return Score.failed(error)
 
 
-def grade_text(grader: StringCheck | TextSimilarity | Multi, case: Case) -> Grade:
-    """Grade with a grader that consists of comparisons of texts."""
-    scores: dict[str, Score] = {}
-    for name, own in singles_of(grader).items():
-        assert isinstance(own, (StringCheck, TextSimilarity)), "others are refused in evaluations"
-        scores[name] = text_score(own, case)
-    return combined(grader, scores)
+def formula_task(grader: Grader, scores: Mapping[str, Score]) -> Task | None:
+    """The task of a multi grader's formula; None: there is none, or a score has an error."""
+    if not isinstance(grader, Multi) or any(score.error for score in scores.values()):
+        return None
+    return calculate(grader.calculate_output, {name: score.value for name, score in scores.items()})
 
 
-def combined(grader: Grader, scores: Mapping[str, Score]) -> Grade:
-    """The grade of a case by the scores of all single graders. With an error of one of them the reward is 0."""
+def combined(grader: Grader, scores: Mapping[str, Score], formula: Score | None) -> Grade:
+    """The grade of a case by the scores of all single graders, and by its formula's. With an error of one of them the reward is
+    0."""
     errors: dict[ErrorKind, str] = {
         score.error: score.detail for score in reversed(list(scores.values())) if score.error is not None
     }
     values = {name: score.value for name, score in scores.items() if score.error is None}
     reward = 0.0
-    if not errors and isinstance(grader, Multi):
-        try:
-            reward = calculated(grader.calculate_output, values)
-        except (ArithmeticError, ValueError) as error:
-            errors["formula_parse_error"] = f"calculate_output has no value for these scores: {error}"
+    if formula is not None and formula.error:
+        errors[formula.error] = formula.detail
     elif not errors:
-        [reward] = values.values()
+        reward = formula.value if formula is not None else next(iter(values.values()))
     if abs(reward) > MOST_REWARD:
         errors["other_error"] = f"the reward {reward:g} is not in the range from {-MOST_REWARD:g} to {MOST_REWARD:g}"
         reward = 0.0
@@ -102,15 +113,3 @@ def _templates(grader: Single) -> Iterator[tuple[str, str]]:
     elif isinstance(grader, (ScoreModel, LabelModel)):
         for number, message in enumerate(grader.input):
             yield from ((f"input.{number}.content", text) for text in texts_of(message))
-
-
-def _compared(grader: StringCheck | TextSimilarity, case: Case) -> float:
-    given, reference = filled(grader.input, case), filled(grader.reference, case)
-    if isinstance(grader, TextSimilarity):
-        if max(len(given), len(reference)) > MOST_COMPARED:
-            raise GradingError("other_error", f"a text to compare has more than {MOST_COMPARED:,} characters")
-        return SIMILARITIES[grader.evaluation_metric](given, reference)
-    if grader.operation in ("like", "ilike"):
-        low = grader.operation == "ilike"
-        return float((reference.casefold() in given.casefold()) if low else reference in given)
-    return float((given == reference) == (grader.operation == "eq"))

@@ -52,6 +52,14 @@ class Kind:
     """A clause for those that cannot wait any longer."""
 
 
+@dataclass
+class HeldPlace:
+    """A place, for the work that holds it."""
+
+    cost: float | None = None
+    """What the work has cost in the end; None: as was expected."""
+
+
 _all: weakref.WeakSet[Places] = weakref.WeakSet()
 
 
@@ -69,26 +77,26 @@ class Places:
         _all.add(self)
 
     @contextmanager
-    def hold(self, project: str, cost: float = 1.0) -> Iterator[None]:
+    def hold(self, project: str, cost: float = 1.0) -> Iterator[HeldPlace]:
         """Hold a place while the block runs; wait for it in this thread. Raises LimitError if too much work of the project
         waits, UnavailableError if its turn does not come in time."""
-        place = self._ask(project, cost)
+        place, held = self._ask(project, cost), HeldPlace()
         try:
             try:
                 place.result(self.kind.seconds)
             except TimeoutError:
                 raise self._too_late() from None
             with self._counted():
-                yield
+                yield held
         finally:
-            self._leave(place)
+            self._leave(place, held.cost)
 
     @asynccontextmanager
-    async def held(self, project: str, cost: float = 1.0) -> AsyncIterator[None]:
+    async def held(self, project: str, cost: float = 1.0) -> AsyncIterator[HeldPlace]:
         """`hold`, for a task of an event loop."""
         import asyncio  # helpers and ranks need none
 
-        place = self._ask(project, cost)
+        place, held = self._ask(project, cost), HeldPlace()
         try:
             if not place.done():
                 try:
@@ -97,9 +105,9 @@ class Places:
                 except TimeoutError:
                     raise self._too_late() from None
             with self._counted():
-                yield
+                yield held
         finally:
-            self._leave(place)
+            self._leave(place, held.cost)
 
     def charge(self, project: str, cpu_seconds: float) -> None:
         """Add to the CPU seconds of a project's work."""
@@ -114,6 +122,11 @@ class Places:
         if self.kind.by_project:
             return found
         return {"": (sum(waits for waits, _ in found.values()), sum(runs for _, runs in found.values()))}
+
+    def is_wanted(self) -> bool:
+        """Return whether work waits for a place."""
+        with self._guard:
+            return len(self._turns) > 0
 
     def _ask(self, project: str, cost: float) -> Future[None]:
         most = self.kind.waiting
@@ -135,10 +148,10 @@ class Places:
             else:  # its caller went away a moment ago
                 self._turns.end(turn, cost=0.0)
 
-    def _leave(self, place: Future[None]) -> None:
+    def _leave(self, place: Future[None], cost: float | None) -> None:
         with self._guard:
             if (turn := self._held.pop(place, None)) is not None:
-                self._turns.end(turn)
+                self._turns.end(turn, cost)
                 self._begin()
             else:
                 self._turns.drop(place)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -10,7 +12,8 @@ from typing import Any, cast
 import openai
 import pytest
 
-from ft_service.graders import asking, python_fence
+from ft_service.graders import asking, python_fence, text_processes
+from ft_service.host.helper_process import HelperProcess
 from tests.support.rest.receiver import Answer, Received, hanging, receiving
 from tests.support.rest.service import TRAINING, Service
 
@@ -200,6 +203,25 @@ def test_a_projects_slow_grader_costs_no_other_project_a_turn(service: Service, 
         finally:
             hang_up()
         assert all(one.result().metadata.errors.to_dict()["endpoint_grader_server_error"] for one in waiting)
+
+
+def test_a_host_that_kills_what_grades_is_a_503_with_a_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = text_processes._started
+
+    def killed() -> HelperProcess:
+        process = started()
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    text_processes.TEXT_PROCESSES.close()
+    monkeypatch.setattr(text_processes, "_started", killed)
+    run = partial(service.client().with_options(max_retries=0).fine_tuning.alpha.graders.run, grader=BOTH, model_sample="abcd")
+    with pytest.raises(openai.InternalServerError) as later:
+        run(item={"reference_answer": "abxd"})
+    assert (later.value.status_code, later.value.code) == (503, "unavailable")
+    assert int(later.value.response.headers["retry-after"]) > 0
+    monkeypatch.undo()
+    assert run(item={"reference_answer": "abxd"}).reward == 0.375
 
 
 def test_a_jobs_evaluation_takes_graders_and_a_file_of_prompts(service: Service) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +19,10 @@ from ft_service.control import reinforcement_jobs
 from ft_service.control.reinforcement_jobs import JobPaused, ReinforcementJobs, RolloutLoop
 from ft_service.data.tool_call_parser import CallFormat
 from ft_service.errors import SpecError
+from ft_service.graders import text_processes
 from ft_service.graders.grading import GraderContext
 from ft_service.graders.limits import GraderLimits
+from ft_service.host.helper_process import HelperProcess
 from ft_service.jobs.states import Desired, Job, Phase, State
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
 from ft_service.reinforcement.schedule import RolloutSchedule
@@ -95,7 +99,7 @@ class Place:
         return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
 
     def loop(self) -> RolloutLoop:
-        return RolloutLoop(self.job, self.run, self.sampler, GraderContext(), self.told.append, self.stopped.is_set)
+        return RolloutLoop(self.job, self.run, self.sampler, GraderContext(project="p"), self.told.append, self.stopped.is_set)
 
     def records(self) -> list[StepRecord]:
         found = [read_record(self.run, step) for step in recorded_steps(self.run)]
@@ -259,6 +263,29 @@ def test_answers_without_a_grade(tmp_path: Path, most: float, is_paused: bool) -
             place.loop().run()
             rewards = [answer.reward for answer in place.records()[0].answers]
             assert sorted(map(str, rewards)) == ["0.0"] * 2 + ["1.0"] * 2 + ["None"] * 4
+
+
+def test_a_host_that_kills_what_grades_is_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, kills = text_processes._started, 2 * text_processes.TRIES
+    killed: list[int] = []
+
+    def killed_at_first() -> HelperProcess:
+        process = started()
+        if len(killed) < kills:
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    text_processes.TEXT_PROCESSES.close()
+    monkeypatch.setattr(text_processes, "_started", killed_at_first)
+    monkeypatch.setattr(reinforcement_jobs, "pause_seconds", lambda _: 0.01)
+    monkeypatch.setattr(reinforcement_jobs, "TOLD_AFTER", 2)
+    with place.ranks():
+        place.loop().run()
+    assert len(killed) == kills
+    place.require_commands_of_records()
+    assert [group.rewards for record in place.records()[:-1] for group in record.groups] == [[1.0, 0.0]] * 2 * STEPS
+    assert [event.level for event in place.told] == ["warn"]
 
 
 def test_a_user_who_stops_a_job_ends_its_loop(place: Place) -> None:

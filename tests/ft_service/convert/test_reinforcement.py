@@ -172,7 +172,7 @@ def test_a_line_of_verls_data_is_read_and_graded_as_the_spec_says(tmp_path: Path
     request = parse_request(yaml.safe_load(converted(tmp_path, VERL).spec_yaml()))
     prompt = parse_prompt(Columns(request.data.pairs, of_prompts=True).record(line))
     assert request.method.reinforcement is not None
-    assert grade(request.method.reinforcement.grader, Sample(answer), prompt.item, GraderContext()).reward == reward
+    assert grade(request.method.reinforcement.grader, Sample(answer), prompt.item, GraderContext(project="p")).reward == reward
 
 
 def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from ft_service.errors import SpecError
-from ft_service.graders import asking, python_fence
-from ft_service.graders.grades import Case, Grade, Sample
+from ft_service.errors import SpecError, UnavailableError
+from ft_service.graders import asking, grading, python_fence
+from ft_service.graders.grades import Case, Grade, Sample, Score
 from ft_service.graders.grading import GraderContext, grade, grade_all, parse_grader
 from ft_service.graders.limits import GraderLimits, GraderModel
+from ft_service.shared_work.places import Kind, Places
+from tests.support.attempts import wait_for
 from tests.support.graders import case
 from tests.support.rest.receiver import Answer, Received, Receiver, hanging, receiving
 
@@ -40,7 +43,10 @@ def server() -> Iterator[Receiver]:
 def context(url: str, seconds: float | None = None, *, allow_private: bool = True) -> GraderContext:
     models = {"judge": GraderModel(base_url=f"{url}/v1/")}
     return GraderContext(
-        limits=GraderLimits(models=models, allow_private=allow_private), secrets=lambda _: [SECRET], seconds=seconds
+        project="p",
+        limits=GraderLimits(models=models, allow_private=allow_private),
+        secrets=lambda _: [SECRET],
+        seconds=seconds,
     )
 
 
@@ -70,6 +76,7 @@ def says_text(content: Any, **choice: Any) -> Any:
         (says({"reward": None}), "parse"),
         (says([1.0]), "parse"),
         (says(b"[" * 100_000), "parse"),
+        (says({"reward": 1, "x": [[]] * (asking.MOST_VALUES // 2)}), "parse"),
         (says(b"\xff\xfe"), "parse"),
         (says(b""), "parse"),
         (says(b'{"reward": 1}' + b" " * 10 * 2**20), "parse"),
@@ -143,7 +150,7 @@ def test_a_batch_is_few_requests_and_each_answer_has_its_own_reward(server: Rece
 
     server.answer = rewards
     own = context(server.url)
-    grader = parse_grader({**ENDPOINT, "url": server.url, "batch_size": 4}, own.limits)
+    grader = parse_grader({**ENDPOINT, "url": server.url, "batch_size": 4, "timeout_seconds": 60}, own.limits)
     found = grade_all(grader, [case(str(number)) for number in range(10)], own)
     assert [one.reward for one in found] == [0, 1, 2, 0, *range(4, 10)]
     assert [bool(one.errors) for one in found] == [number == 3 for number in range(10)]
@@ -203,7 +210,7 @@ def test_what_a_model_answers_is_checked(server: Receiver, grader: Any, answer: 
 def test_a_model_that_the_operator_has_removed_since_gives_no_grade(grader: Any) -> None:
     alone = {"type": "multi", "name": "m", "graders": {"g": grader, "c": CHECK}, "calculate_output": "g + c"}
     parsed = parse_grader(alone, context("http://127.0.0.1:9").limits)
-    for found in grade_all(parsed, [case("4")] * 2, GraderContext()):
+    for found in grade_all(parsed, [case("4")] * 2, GraderContext(project="p")):
         assert found.reward == 0
         assert found.errors == {"model_grader_server_error": "'judge' is no longer one of FT_GRADER_MODELS"}
 
@@ -226,7 +233,7 @@ def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() 
         "import os\ndef grade(sample, item):\n return item['n'] / int(sample['output_text']) if item['n'] != 5 else os._exit(1)"
     )
     grader = parse_grader({"type": "python", "name": "p", "source": source}, GraderLimits())
-    found = grade_all(grader, [Case(Sample("2"), {"n": number}) for number in range(12)], GraderContext())
+    found = grade_all(grader, [Case(Sample("2"), {"n": number}) for number in range(12)], GraderContext(project="p"))
     assert [one.reward for one in found] == [0 if number == 5 else number / 2 for number in range(12)]
     assert [list(one.errors) for one in found if one.errors] == [["python_grader_server_error"]]
     assert all(one.seconds > 0 for one in found)
@@ -235,5 +242,43 @@ def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() 
 @pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
 def test_the_time_of_a_call_ends_what_runs_in_a_fence() -> None:
     grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i):\n while True: pass"}, GraderLimits())
-    found = grade_all(grader, [case("4")] * 3, GraderContext(seconds=0.5))
+    found = grade_all(grader, [case("4")] * 3, GraderContext(project="p", seconds=0.5))
     assert [list(one.errors) for one in found] == [["unresponsive_reward_error"]] * 3
+
+
+@pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
+def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "FENCES", Places(Kind(name="python graders of a test", places=1, of_project=1)))
+    monkeypatch.setattr(grading, "FENCE_TURN_SECONDS", 0.0)
+    score, order = python_fence.FencedGrader.score, []
+
+    def noted(self: python_fence.FencedGrader, message: bytes) -> Score:
+        project = json.loads(message)["item"]["project"]
+        order.append(project)
+        if len(order) == 1:
+            others.start()
+            wait_for(lambda: "b" in grading.FENCES.projects())
+        return score(self, message)
+
+    monkeypatch.setattr(python_fence.FencedGrader, "score", noted)
+    grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i): return 0.5"}, GraderLimits())
+
+    def grade_for(project: str) -> None:
+        cases = [case("4", {"project": project})] * 3
+        found = grade_all(grader, cases, GraderContext(project=project))
+        assert [one.reward for one in found] == [0.5] * 3
+
+    others = threading.Thread(target=grade_for, args=("b",))
+    grade_for("a")
+    others.join()
+    assert order[:4] == ["a", "b", "a", "b"]
+
+
+def test_a_database_that_does_not_answer_is_no_error_of_the_answers(server: Receiver) -> None:
+    def secrets(_: str) -> list[str]:
+        raise UnavailableError("The database does not answer.")
+
+    limits = GraderLimits(allow_private=True)
+    grader = parse_grader({**ENDPOINT, "url": server.url}, limits)
+    with pytest.raises(UnavailableError):
+        grade_all(grader, [case("1")], GraderContext(project="p", limits=limits, secrets=secrets))

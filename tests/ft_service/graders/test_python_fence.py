@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import textwrap
 import threading
 from pathlib import Path
@@ -24,7 +25,7 @@ def graded(source: str, *, seconds: float = 60.0) -> Score:
     """The score of a grader whose body is `source`."""
     body = f"def grade(sample, item):\n{textwrap.indent(textwrap.dedent(source), '    ')}"
     with FencedGrader(body, seconds=seconds) as grader:
-        return grader.score(case("4", {"n": 4}))
+        return grader.score(case("4", {"n": 4}).as_json())
 
 
 @fenced_here
@@ -128,10 +129,10 @@ def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, s
     with FencedGrader(body) as grader:
         grader.start()  # which takes its own time
         grader._seconds = 1.0
-        failed = grader.score(case("4"))
+        failed = grader.score(case("4").as_json())
         assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), failed
         grader._seconds = HANG_SECONDS
-        assert grader.score(case("4", {"n": 1})) == Score(1.0)
+        assert grader.score(case("4", {"n": 1}).as_json()) == Score(1.0)
 
 
 @fenced_here
@@ -143,7 +144,7 @@ def test_nothing_of_it_outlives_its_grader() -> None:
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert below
         scores: list[Score] = []
-        thread = threading.Thread(target=lambda: scores.append(grader.score(case("4"))))
+        thread = threading.Thread(target=lambda: scores.append(grader.score(case("4").as_json())))
         thread.start()
         grader.kill()
         thread.join()
@@ -162,7 +163,7 @@ def test_a_source_that_does_not_load_says_why() -> None:
             grader.start()
         assert said in error.value.detail
         with FencedGrader(source) as grader:
-            assert grader.score(case("4")).error == "python_grader_runtime_error"
+            assert grader.score(case("4").as_json()).error == "python_grader_runtime_error"
 
 
 @pytest.mark.parametrize(
@@ -191,3 +192,16 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
     assert "Use string_check, text_similarity, or an endpoint grader" in refusal
     if broken == "no namespaces":
         assert "No permissions to create new namespace" in refusal
+
+
+@fenced_here
+def test_one_that_is_killed_from_outside_is_tried_again() -> None:
+    """As a host does that has no more memory."""
+    with FencedGrader("def grade(sample, item): return 0.5") as grader:
+        grader.start()
+        assert grader._process is not None
+        first = grader._process.pid
+        within = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        os.kill(int(within[0]), signal.SIGKILL)
+        assert grader.score(case("4").as_json()) == Score(0.5)
+        assert grader._process.pid != first

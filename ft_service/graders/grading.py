@@ -99,7 +99,8 @@ def check_outside(grader: Grader, context: GraderContext) -> None:
                 raise type(error)(f"{place}.{error.message}", param=f"{place}.webhook_endpoint_id") from None
         if isinstance(own, PythonGrader):
             try:
-                with python_fence.FencedGrader(own.source, seconds=context.seconds or python_fence.SECONDS) as fenced:
+                seconds, private = context.seconds or python_fence.SECONDS, context.limits.private
+                with python_fence.FencedGrader(own.source, private=private, seconds=seconds) as fenced:
                     fenced.start()
             except GradingError as error:
                 message = f"{place}.source: cannot be loaded: {error.detail.strip()}"
@@ -196,7 +197,7 @@ class _Run:
     async def _run_python(self, grader: PythonGrader, left: Iterator[int], scores: list[Score]) -> None:
         """Grade cases in one process until none is left."""
         async with self._fences:
-            with python_fence.FencedGrader(grader.source) as fenced:
+            with python_fence.FencedGrader(grader.source, private=self._context.limits.private) as fenced:
                 for number in left:
                     began = time.perf_counter()
                     scored = asyncio.create_task(asyncio.to_thread(fenced.score, self._cases[number]))

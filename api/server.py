@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,6 +39,7 @@ from ft_service.control.reconcilers import run_all
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
+from ft_service.graders import python_fence
 from ft_service.host.home import create_home, openness, require_writable
 from ft_service.host.port_owner import holder
 from ft_service.host.running_servers import Server, announced, living_servers
@@ -105,6 +106,7 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         descriptions = service_descriptions(settings, makes=not api_only)
         traces = stack.enter_context(_traced())
         app = create_app(settings, store, meters, preview, descriptions, traces)
+        _warn_of_shown(app.state.services.grader_limits.private)
         key = prepare(settings, store)
         store.keep_reserve()
         _remove_stale_uploads(settings.files_dir)
@@ -328,6 +330,15 @@ def _warn_of(others: Sequence[Server], settings: Settings, store: Store, as_json
         )
     known = [{"url": server.url, "pid": server.pid} for server in others]
     _print("another_server", text, as_json, message=text, servers=known)
+
+
+def _warn_of_shown(private: Mapping[str, Path]) -> None:
+    """Log what python graders would see of the service's own, for which they are refused."""
+    for name, folder in python_fence.shown(private).items():
+        logging.getLogger(__name__).warning(
+            "Graders of type python are refused: they see the libraries in %s, and %s = %s lies there. Move it elsewhere.",
+            *(folder, name, private[name]),
+        )
 
 
 def _link(settings: Settings, store: Store) -> str | None:

@@ -328,6 +328,16 @@ class Settings(BaseSettings):
     def model_folders(self) -> list[Path]:
         return self.models or [self.home / "models"]
 
+    def without_paths(self, text: str) -> str:
+        """Return a text for a user without the paths of this host's folders: of a base its name is left, of a file in FT_HOME
+        its path there."""
+        names = dict.fromkeys(self.model_folders(), "FT_MODELS") | {self.home: "FT_HOME"}
+        names |= {folder.resolve(): name for folder, name in names.items()}
+        for folder in sorted(names, key=lambda folder: len(folder.parts), reverse=True):
+            if folder != folder.parent:
+                text = text.replace(f"{folder}/", "").replace(str(folder), names[folder])
+        return text
+
     @property
     def files_dir(self) -> Path:
         return self.home / "files"

@@ -17,6 +17,8 @@ from ft_service.store.tenants.projects import MANAGING_PROJECT
 from ft_service.wording import counted
 
 bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
+READING_POSTS = frozenset(f"/api/v1/{name}" for name in ("get_info", "weights_info", "retrieve_future"))
+"""Paths of Tinker's wire at which a POST changes nothing."""
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
@@ -40,7 +42,8 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
                 code="rate_limit_exceeded",
                 retry_after=rate.wait,
             )
-    changes = request.method not in ("GET", "HEAD") and request.url.path not in sessions.OF_THE_SESSION
+    path = request.url.path
+    changes = request.method not in ("GET", "HEAD") and path not in sessions.OF_THE_SESSION and path not in READING_POSTS
     if principal.scope == "read" and changes:
         raise ForbiddenError("A key of scope read changes nothing: `ft keys create --scope submit` makes one that does.")
     work_for(principal.project_id)
@@ -49,12 +52,18 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
 
 
 async def may_scrape(credentials: _Credentials, services: Svc) -> None:
-    """Raise AuthError or ForbiddenError unless /metrics is open, or the key's scope is metrics or admin."""
+    """Raise AuthError or ForbiddenError unless /metrics is open, or the key has the scope metrics or admin and belongs to the
+    organisation that runs the service: the numbers are of all organisations."""
     if services.settings.metrics_open:
         return
-    if (await _holder(credentials, services)).scope not in ("metrics", "admin"):
+    holder = await _holder(credentials, services)
+    if holder.scope not in ("metrics", "admin"):
         message = "This needs an API key of scope metrics or admin: `ft keys create --scope metrics` makes one."
         raise ForbiddenError(message)
+    if holder.organization != services.settings.organization:
+        raise ForbiddenError(
+            f"/metrics are of all organisations, and for keys of the organisation {services.settings.organization} alone."
+        )
 
 
 async def _holder(credentials: HTTPAuthorizationCredentials | None, services: Services) -> Principal:

@@ -219,9 +219,13 @@ class OidcProvider:
             log.warning("an ID token of %s is refused: %s", self._settings.oidc_issuer, error)
             message = f"The ID token of {self.name} is not valid here: {str(error)[:200]}."
             raise AuthError(message, code="sign_in_refused") from None
-        party = claims.get("azp", self._settings.oidc_client_id)
+        audiences = claims["aud"] if isinstance(claims["aud"], list) else [claims["aud"]]
+        party = claims.get("azp", self._settings.oidc_client_id if len(audiences) == 1 else None)
         if party != self._settings.oidc_client_id:
-            raise AuthError(f"The ID token of {self.name} was made for another client.", code="sign_in_refused")
+            raise AuthError(
+                f"The ID token of {self.name} was made for another client, or does not say for which of several (azp).",
+                code="sign_in_refused",
+            )
         if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), nonce.encode()):
             raise AuthError(f"The ID token of {self.name} belongs to another sign-in.", code="sign_in_refused")
         return claims

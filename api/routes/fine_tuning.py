@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi import Header, Query, Request
@@ -53,7 +54,8 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.user_actions import Verb
-from ft_service.reinforcement.step_records import read_record, recorded_steps
+from ft_service.reinforcement.step_records import recorded_steps
+from ft_service.reinforcement.step_texts import read_texts
 from ft_service.rundir.evaluations import (
     add_suites,
     evaluated_steps,
@@ -233,16 +235,16 @@ def rollouts(
     prompts: Annotated[int, Query(ge=1, le=100, description="Prompts of each step, and answers of each prompt.")] = 16,
 ) -> Any:
     """Not in OpenAI's API. List the answers of a job of reinforcement learning with their rewards, the newest step first. The
-    list is empty for other jobs, and until the first answers are graded; old steps go (`keep_rollouts`)."""
+    list is empty for other jobs, and until the first answers are graded; old steps go (`keep_rollouts`). With long answers
+    it may be shorter than `limit`, and `has_more` is true."""
     job = services.store.jobs.get_job(caller.project_id, job_id)
     run = services.places.run(job.id)
     steps = {rollout_id(job_id, step): step for step in reversed(recorded_steps(run))}
     if after is not None and after not in steps:
         raise NotFoundError(f"after = {after[:80]!r}: job {job.id} has no such rollout.", param="after", code="no_rollout")
-    remaining = list(steps)[list(steps).index(after) + 1 if after is not None else 0 :]
-    records = [read_record(run, steps[name]) for name in remaining[:limit]]
-    views = [rollout_view(job_id, record, prompts) for record in records if record is not None]
-    return list_view(views, len(remaining) > limit)
+    remaining = list(steps.values())[list(steps).index(after) + 1 if after is not None else 0 :]
+    found = list(islice(read_texts(run, remaining, prompts), limit))
+    return list_view([rollout_view(job_id, texts) for texts in found], bool(found) and found[-1].head.step != remaining[-1])
 
 
 @router.get("/{job_id}/statistics")

@@ -36,7 +36,7 @@ def ready(services: Svc) -> dict[str, str]:
 @router.get("/metrics", response_class=Response, responses=binary("text/plain"))
 def metrics(services: Svc, allowed: Annotated[None, Depends(may_scrape)]) -> Response:
     """Not in OpenAI's API. Metrics of all projects for Prometheus, without names or ids of jobs, files or users. Needs a key of
-    scope metrics or admin, unless the operator has set FT_METRICS_OPEN. While the database does not answer, keys are not
-    known, and open metrics are those of the process and the disk, with `ft_database_up` 0."""
+    scope metrics or admin in the organisation FT_ORGANIZATION, unless the operator has set FT_METRICS_OPEN. While the database
+    does not answer, keys are not known, and open metrics are those of the process and the disk, with `ft_database_up` 0."""
     body = exposition(services.meters, services.settings, services.store)
     return Response(body, media_type=CONTENT_TYPE_LATEST)

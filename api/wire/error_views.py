@@ -96,7 +96,11 @@ def _status(error: FtError) -> tuple[int, str]:
 def _ft_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, FtError)
     status, kind = _status(error)
-    return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=_headers(status, error))
+    # A tenant is told the name of a base, not where the operator keeps it.
+    message = request.app.state.services.settings.without_paths(error.message)
+    if message != error.message:
+        log.info("%s %s: %s", request.method, request.url.path, error.message)
+    return error_response(status, message, kind=kind, param=error.param, code=error.code, headers=_headers(status, error))
 
 
 def _disk_error(request: Request, error: Exception) -> JSONResponse:

@@ -10,7 +10,7 @@ from pydantic import Field
 from api.wire.views import Seconds, View, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
-from ft_service.reinforcement.step_records import AnsweredPrompt, StepRecord, mean_reward
+from ft_service.reinforcement.step_texts import PromptTexts, StepTexts
 from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality, Suites, SuiteTask
 from ft_service.rundir.events import Metrics
 from ft_service.spec import LEARNING_RATES, Integration, JobSpec, Strict
@@ -313,27 +313,23 @@ class RolloutView(View):
     valid_mean_reward: float | None
     """Of the weights after step - 1; null: not evaluated here."""
     prompts: list[GradedPromptView]
-    """The first of the step's prompts."""
+    """The first of the step's prompts: as many as asked for, at most 100, and of long texts those of the first 4 MiB."""
     prompts_total: int
     validation: list[GradedPromptView]
     """The first prompts of the validation file."""
     validation_total: int
 
 
-def rollout_view(job_id: str, record: StepRecord, most: int) -> RolloutView:
-    """`most`: prompts of each file, and answers of each prompt."""
-    head = record.head
-    return RolloutView(
+def rollout_view(job_id: str, texts: StepTexts) -> RolloutView:
+    head = texts.head
+    return RolloutView.of(
+        texts,
         id=rollout_id(job_id, head.step),
         created_at=int(head.time),
         step=head.step,
         sampled_from=head.sampled_from,
-        mean_reward=mean_reward(record.answers),
-        valid_mean_reward=record.valid_mean_reward,
-        prompts=[_graded_prompt(own, most) for own in record.groups[:most]],
-        prompts_total=len(record.groups),
-        validation=[_graded_prompt(own, most) for own in record.validation[:most]],
-        validation_total=len(record.validation),
+        prompts=[_graded_prompt(own) for own in texts.prompts],
+        validation=[_graded_prompt(own) for own in texts.validation],
     )
 
 
@@ -341,11 +337,8 @@ def rollout_id(job_id: str, step: int) -> str:
     return f"{job_id}:rollout-{step}"
 
 
-def _graded_prompt(own: AnsweredPrompt, most: int) -> GradedPromptView:
-    answers = [
-        GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls], tokens=len(answer.tokens))
-        for answer in own.answers[:most]
-    ]
+def _graded_prompt(own: PromptTexts) -> GradedPromptView:
+    answers = [GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls]) for answer in own.answers]
     return GradedPromptView(prompt=own.prompt, text=own.text, answers=answers)
 
 

@@ -36,7 +36,7 @@ _LOCAL = {
     "ServiceClient.get_console_url": "in the client: an address of Tinker's own console",
     "TrainingClient.get_console_url": "in the client: an address of Tinker's own console",
     "TrainingClient.forward_backward_custom": "the loss is computed by the client, its gradient here",
-    "TrainingClient.get_tokenizer": "in the client: from the hub, or from the base's folder if the client sees it",
+    "TrainingClient.get_tokenizer": "in the client: from the hub by the base's published name, or a folder of its name",
     "SamplingClient.get_tokenizer": "in the client: from the hub by the base's name, or from a folder of that name",
     "SamplingClient.create": "in the client",
     "SamplingClient.on_queue_state_change": "in the client",

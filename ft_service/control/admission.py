@@ -21,7 +21,7 @@ from ft_service.control.tracking.integration_check import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import estimate_samples
-from ft_service.errors import ForbiddenError, NotFoundError, SpecError
+from ft_service.errors import ForbiddenError, FtError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.states import Job, State
@@ -215,15 +215,20 @@ class LateAdmission:
         folder = Path(job.spec.model.path)
         if self.descriptions.ask(folder) is not None:
             return None
-        return self.descriptions.delay(folder) or f"Its base {job.base} is being described."
+        why = self.descriptions.delay(folder)
+        return self.settings.without_paths(why) if why else f"Its base {job.base} is being described."
 
     def plan(self, job: Job, size: int | None) -> tuple[Job, list[NewEvent]]:
-        """`planned` for a job that was stored without a plan. Raises the same."""
+        """`planned` for a job that was stored without a plan. Raises the same, in words without this host's paths."""
         capacity, limits = (
             capacity_of(self.settings, job.spec.distributed.profile),
             self.store.projects.get_project(job.project_id).limits,
         )
-        return planned(job, size, capacity=capacity, limits=limits, descriptions=self.descriptions)
+        try:
+            return planned(job, size, capacity=capacity, limits=limits, descriptions=self.descriptions)
+        except FtError as error:
+            error.message = self.settings.without_paths(error.message)
+            raise
 
     def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
         """Choose the values of "auto" options from the counted samples of a planned job. Raises as `planned`."""

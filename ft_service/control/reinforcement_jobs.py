@@ -33,9 +33,9 @@ from ft_service.reinforcement.step_records import (
     StepRecord,
     read_record,
     recorded_steps,
-    remove_records,
     write_record,
 )
+from ft_service.reinforcement.step_texts import remove_records, write_texts
 from ft_service.rundir.directory import RunDir
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.served_verdict import is_of_base, judge
@@ -219,9 +219,10 @@ class RolloutLoop:
     # Commands
 
     def _follow(self, record: StepRecord) -> None:
-        """Give the ranks the commands of a record, unless they have them."""
+        """Give the ranks the commands of a record, unless they have them, and keep its texts for people."""
         commands = commands_of(record, self.job.spec, self.schedule)
         self._put(commands)
+        write_texts(self.run_dir, record)
         if commands[-1].op == "save_weights_for_sampler":
             self._saves[record.head.step] = commands[-1].seq
             self._unread[record.head.step] = [command.seq for command in commands[:-1]]

@@ -218,7 +218,7 @@ def finish_models(project_id: str, session_id: str, store: Store, places: Places
 
 def ended_text(job: Job) -> str:
     """Text for a client whose model takes no commands any more."""
-    why = f": {job.error['message']}" if job.error else ""
+    why = f": {job.error['message'].rstrip('.')}" if job.error else ""
     return (
         f"The model has ended ({job.state.value}){why}. Create another one; its saved weights can be loaded with "
         "create_training_client_from_state."

@@ -117,9 +117,10 @@ def check_outside(grader: Grader, context: GraderContext) -> None:
                 raise type(error)(f"{place}.{error.message}", param=f"{place}.webhook_endpoint_id") from None
         if isinstance(own, PythonGrader):
             try:
+                seconds, private = context.seconds or python_fence.SECONDS, context.limits.private
                 with (
                     FENCES.hold(context.project),
-                    python_fence.FencedGrader(own.source, seconds=context.seconds or python_fence.SECONDS) as fenced,
+                    python_fence.FencedGrader(own.source, private=private, seconds=seconds) as fenced,
                 ):
                     fenced.start()
             except GradingError as error:
@@ -252,7 +253,7 @@ class _Run:
             while left:
                 async with FENCES.held(self._context.project) as place:
                     began = time.monotonic()
-                    with python_fence.FencedGrader(grader.source) as fenced:
+                    with python_fence.FencedGrader(grader.source, private=self._context.limits.private) as fenced:
                         while left:
                             number = left.pop()
                             scores[number] = await self._fenced_score(fenced, number)

@@ -1,8 +1,9 @@
 """The process in which a python grader runs: bubblewrap with namespaces of its own, a filter of system calls, and hard limits.
 
-Within it there is no network, no other process, no /proc, and no file but Python's own and the system's libraries, read-only;
+Within it there is no network, no other process, no /proc, and no file but those of the folders of libraries, read-only;
 nothing can be written anywhere. The grader can start neither a process nor a thread, so that it has one processor. It has 2 GB
-of memory and two minutes for a case. Where such a fence cannot be made, python graders are refused by name.
+of memory and two minutes for a case. Where such a fence cannot be made, or would show what is private to the service, python
+graders are refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,10 @@ SECONDS = 120.0
 MEMORY_BYTES = 2 * 1024**3
 MOST_ANSWERED = 64 * 1024
 """Bytes of an answer, at most: a number, or the end of a traceback."""
+_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo")
+"""Folders of the system's libraries. All of /usr would be more than Python reads: people keep state below it."""
+_ROOT = ("/lib", "/lib64")
+"""Folders of libraries that most systems have below /usr, with links to there."""
 _PROGRAM = "/grader/python_grader.py"
 TRIES = 3
 """Tries of a case whose process is killed."""
@@ -39,9 +44,10 @@ _PROBE_SECONDS = 20.0
 _INSTEAD = "Use string_check, text_similarity, or an endpoint grader, which runs your code on your own server"
 
 
-def refusal() -> str | None:
-    """Why python graders are refused on this host, and what to do; None: they run. It is found out by running one."""
-    why = _missing()
+def refusal(private: Mapping[str, Path]) -> str | None:
+    """Why python graders are refused on this host, and what to do; None: they run. It is found out by running one.
+    `private`: as for `shown`."""
+    why = _missing() or _told(shown(private))
     if why is None:
         try:
             _prove()
@@ -55,10 +61,32 @@ def refusal() -> str | None:
     return f"there is no fence to run code of requests in: {why}. {_INSTEAD}"
 
 
+def shown(private: Mapping[str, Path]) -> dict[str, str]:
+    """Return what python graders would see of the service's own: name → the folder of libraries that it lies in, links
+    followed. `private`: name → a file or folder with state or secrets."""
+    return within(private, [path for path in (*_read_only(), *_ROOT) if Path(path).is_dir()])
+
+
+def within(private: Mapping[str, Path], folders: Iterable[str]) -> dict[str, str]:
+    """Return which of these paths lie in one of these folders, or are one: name → the folder. Links are followed."""
+    real = {folder: os.path.realpath(folder) for folder in folders}
+    places = {name: Path(os.path.realpath(path)) for name, path in private.items()}
+    return {name: folder for folder, at in real.items() for name, path in places.items() if path.is_relative_to(at)}
+
+
+def _told(found: Mapping[str, str]) -> str | None:
+    """`shown` in words for whoever sends a grader, to whom no path of this host is told; None: nothing is shown."""
+    if not found:
+        return None
+    return (
+        f"it would show {', '.join(found)}. The operator must move that out of the folders of Python's and of other libraries"
+    )
+
+
 @cache  # of success: what raises is tried again
 def _prove() -> None:
     """Run a grader. Raises GradingError, OSError."""
-    with FencedGrader("def grade(sample, item): return 1.0", seconds=_PROBE_SECONDS) as grader:
+    with FencedGrader("def grade(sample, item): return 1.0", private={}, seconds=_PROBE_SECONDS) as grader:
         grader.start()
 
 
@@ -82,9 +110,10 @@ class FencedGrader:
     """A python grader's process, which is started by `start` or the first case, and again after it died. For one thread;
     another one may `kill` it."""
 
-    def __init__(self, source: str, *, seconds: float = SECONDS) -> None:
-        """`seconds`: limit for a case, and for loading the source."""
-        self._source, self._seconds = source, seconds
+    def __init__(self, source: str, *, private: Mapping[str, Path], seconds: float = SECONDS) -> None:
+        """`private`: as for `shown`; none is started while something is. `seconds`: limit for a case, and for loading the
+        source."""
+        self._source, self._private, self._seconds = source, private, seconds
         self._process: HelperProcess | None = None
         self._killed = False
 
@@ -114,6 +143,8 @@ class FencedGrader:
 
     def _load(self) -> HelperProcess:
         self._end()
+        if why := _told(shown(self._private)):  # a job that was accepted may outlive a move of FT_HOME
+            raise GradingError("python_grader_server_error", f"python graders cannot run now: {why}")
         self._process = process = _started()
         if self._killed:
             process.kill()
@@ -178,8 +209,8 @@ def _started() -> HelperProcess:
 
 def _command(filter_descriptor: int) -> list[str]:
     python = os.path.realpath(sys.executable)
-    bound = [word for path in _read_only() for word in ("--ro-bind", path, path)]
-    links = [word for path in ("/lib", "/lib64", "/bin") for word in _as_here(path)]
+    bound = [word for path in (*_read_only(), python) for word in ("--ro-bind", path, path)]
+    links = [word for path in _ROOT for word in _as_here(path)]
     return [
         *("bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "grader", "--clearenv"),
@@ -194,8 +225,11 @@ def _command(filter_descriptor: int) -> list[str]:
 
 
 def _read_only() -> list[str]:
-    """Folders of this host that a grader sees: the system's libraries and programs, Python, and the packages beside it."""
-    wanted = ["/usr", os.path.realpath(sys.base_prefix), *_packages()]
+    """Folders of this host that a grader sees: the system's libraries, Python's, and the packages beside it. Of Python's prefix
+    its libraries alone: a prefix may be anybody's folder, with all that they keep in it."""
+    prefixes = (os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix))
+    own = [os.path.join(prefix, name) for prefix in prefixes for name in ("lib", sys.platlibdir)]  # noqa: PTH118
+    wanted = [path for path in (*_SYSTEM, *own, *_packages()) if Path(path).is_dir()]
     return [path for path in dict.fromkeys(wanted) if not any(_is_below(path, other) for other in wanted)]
 
 

@@ -139,7 +139,8 @@ class LocalLauncher:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"The supervisor could not be started: {error}.") from error
         if code:
-            raise LaunchError(f"The supervisor could not be started (exit code {code}): {tail(output, 3)}")
+            said = tail(output, 3).strip()
+            raise LaunchError(f"The supervisor could not be started (exit code {code}){f': {said}' if said else '.'}")
 
 
 def _ranks_lock(attempt: Attempt) -> Path:

@@ -25,11 +25,13 @@ MOST_BYTES = 256 * 1024**2
 _NAME = re.compile(r"step-([0-9]{6,9})\.jsonl\.zst")
 
 
-class _Line(BaseModel):
+class Line(BaseModel):
+    """A part of a record that is stored as a line of JSON."""
+
     model_config = ConfigDict(frozen=True)
 
 
-class SampledAnswer(_Line):
+class SampledAnswer(Line):
     """One answer with its grade."""
 
     tokens: Sequence[int]
@@ -51,7 +53,7 @@ class SampledAnswer(_Line):
     """Log-probabilities of the tokens by the model that training started from; None: not asked for."""
 
 
-class AnsweredPrompt(_Line):
+class AnsweredPrompt(Line):
     """A prompt with its group of answers."""
 
     prompt: int
@@ -67,7 +69,7 @@ class AnsweredPrompt(_Line):
         return [answer.reward for answer in self.answers]
 
 
-class RecordHead(_Line):
+class RecordHead(Line):
     """Facts about a step."""
 
     step: int
@@ -87,7 +89,7 @@ class RecordHead(_Line):
     """Seconds since the epoch."""
 
 
-class StepRecord(_Line):
+class StepRecord(Line):
     """A step's record."""
 
     head: RecordHead
@@ -125,8 +127,6 @@ def recorded_steps(run: RunDir) -> list[int]:
 def write_record(run: RunDir, record: StepRecord) -> bool:
     """Store a record unless the step has one. Returns whether it is new. Raises OSError, and DataError for one that is larger
     than what is read."""
-    import zstandard  # not every process that knows records writes them
-
     lines = [record.head, *record.groups, *record.validation]
     body = "".join(line.model_dump_json(exclude_none=True) + "\n" for line in lines).encode()
     if len(body) > MOST_BYTES:
@@ -134,28 +134,54 @@ def write_record(run: RunDir, record: StepRecord) -> bool:
             f"The {len(record.answers):,} answers of step {record.head.step} take {len(body):,} bytes, and a record has at "
             f"most {MOST_BYTES:,}. Give another job a lower batch_size, num_generations or max_completion_length."
         )
-    return run.put_if_absent(record_key(record.head.step), zstandard.ZstdCompressor(level=6).compress(body))
+    return run.put_if_absent(record_key(record.head.step), compressed(body))
 
 
 def read_record(run: RunDir, step: int) -> StepRecord | None:
     """Raises UnreadableDocumentError for a file that is none."""
-    import zstandard
+    lines = record_lines(run, step, MOST_BYTES)
+    return None if lines is None else parse_record(step, lines)
 
+
+def record_lines(run: RunDir, step: int, most: int) -> list[bytes] | None:
+    """The lines of a step's record; None: it has none, or one of more than `most` bytes. Raises UnreadableDocumentError for a
+    file that is none."""
     key = record_key(step)
-    body = run.get(key, MOST_BYTES)
-    if body is None:
+    if (run.size(key) or 0) > most or (body := run.get(key, most)) is None:
         return None
     try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
-            lines = reader.read(MOST_BYTES).decode().removesuffix("\n").split("\n")
+        return expanded(body, most)
+    except ValueError as error:
+        raise _no_record(step, error) from None
+
+
+def parse_record(step: int, lines: Sequence[bytes]) -> StepRecord:
+    """Raises UnreadableDocumentError."""
+    try:
         head = RecordHead.model_validate_json(lines[0])
         prompts = [AnsweredPrompt.model_validate_json(line) for line in lines[1:]]
-    except (zstandard.ZstdError, ValueError, IndexError) as error:
-        raise UnreadableDocumentError(key, f"it is no record of a step ({type(error).__name__})") from None
+    except (ValueError, IndexError) as error:
+        raise _no_record(step, error) from None
     return StepRecord(head=head, groups=prompts[: head.groups], validation=prompts[head.groups :])
 
 
-def remove_records(run: RunDir, keep: int) -> None:
-    """Remove all but the newest records."""
-    for step in recorded_steps(run)[:-keep]:
-        run.path(record_key(step)).unlink(missing_ok=True)
+def _no_record(step: int, error: Exception) -> UnreadableDocumentError:
+    return UnreadableDocumentError(record_key(step), f"it is no record of a step ({type(error).__name__})")
+
+
+def compressed(body: bytes) -> bytes:
+    import zstandard  # not every process that knows records writes them
+
+    return zstandard.ZstdCompressor(level=6).compress(body)
+
+
+def expanded(body: bytes, most: int) -> list[bytes] | None:
+    """The lines of what was compressed; None: they have more than `most` bytes. Raises ValueError for anything else."""
+    import zstandard
+
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
+            text = reader.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+    return None if len(text) > most else text.removesuffix(b"\n").split(b"\n")

@@ -86,7 +86,7 @@ _EPOCHS: Mapping[MethodType, int] = {"dpo": DPO_EPOCHS, "reinforcement": REINFOR
 _FILE_NAME = {"minLength": 1, "maxLength": 4096}
 _HYPERPARAMETERS = set(Hyperparameters.model_fields)
 
-Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Metadata = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]

@@ -36,7 +36,12 @@ _WORDS: Mapping[str, str] = {
 }
 """Type of a pydantic error → our text. Other types have pydantic's text."""
 
-_PATTERNS: Mapping[str, str] = {r"^[A-Za-z0-9._-]+$": "may hold only letters, digits, dots, hyphens and underscores"}
+_PATTERNS: Mapping[str, str] = {
+    r"^[A-Za-z0-9._-]+$": "may hold only letters, digits, dots, hyphens and underscores",
+    r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$": (
+        "may hold only letters, digits, dots, hyphens and underscores, and must have a letter or a digit"
+    ),
+}
 """Pattern → text that says what it requires."""
 
 

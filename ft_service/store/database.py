@@ -43,7 +43,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.host.disk import FileReserve, state_of
 from ft_service.host.home import create_home, create_private_file
-from ft_service.store.database_errors import DATABASE_DISK, fault_of, locked
+from ft_service.store.database_errors import DAMAGED, DATABASE_DISK, fault_of, locked
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ BUSY_SECONDS = 10
 
 CHECK_SECONDS = 5.0
 """Age up to which the last write tells whether the database can be written."""
+DAMAGE_SECONDS = 600.0
+"""Time for which damage is told after it was met: most requests may never touch the page."""
 
 
 class database_time(FunctionElement[float]):
@@ -144,6 +146,8 @@ class Database:
         self._file = Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
         self._reserve = None if self._file is None else FileReserve(self._file.with_name(f"{self._file.name}-reserve"))
         self._last_write: _Write | None = None
+        self._damage: _Write | None = None
+        """The last statement that met a damaged page, which others may not touch."""
         self._checking = threading.Lock()
         self.changed = threading.Event()
         """Set when this process has written something that the reconciler should look at now; the reconciler clears it."""
@@ -186,10 +190,12 @@ class Database:
             self._reserve.keep()
 
     def check_writable(self) -> None:
-        """Raise UnavailableError with the reason while nothing can be written. The result of a write in the last CHECK_SECONDS
-        is reused; otherwise a row is written unchanged. A full disk is recognised by its free space, since a small write may
-        still fit into SQLite's log."""
+        """Raise UnavailableError with the reason while nothing can be written, or for DAMAGE_SECONDS after a statement has met
+        damage. The result of a write in the last CHECK_SECONDS is reused; otherwise a row is written unchanged. A full disk is
+        recognised by its free space, since a small write may still fit into SQLite's log."""
         with self._checking:
+            if self._damage is not None and self._damage.fault and time.monotonic() - self._damage.at < DAMAGE_SECONDS:
+                raise self._damage.fault
             if self._file is not None and (fault := state_of(self._file.parent, DATABASE_DISK)) is not None:
                 raise fault
             if self._last_write is None or time.monotonic() - self._last_write.at > CHECK_SECONDS:
@@ -236,6 +242,8 @@ class Database:
             fault = fault_of(error, self._file)
             if write:
                 self._last_write = _Write(time.monotonic(), fault)
+            if fault.code == DAMAGED:
+                self._damage = _Write(time.monotonic(), fault)
             raise fault from error
         if write:
             self._last_write = _Write(time.monotonic())

@@ -15,6 +15,7 @@ from ft_service.errors import UnavailableError
 from ft_service.host import disk
 
 DATABASE_DISK = "The disk that holds the database"
+DAMAGED = "database_damaged"
 _UNKNOWN = "The database does not answer as it should; the service's log says how."
 
 
@@ -35,7 +36,7 @@ def _of_sqlite(cause: BaseException | None, file: Path) -> UnavailableError:
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
             return locked(file)
         case sqlite3.SQLITE_CORRUPT:
-            return _fault(f"The database is damaged ({cause}). The operator must restore it from a backup.", "database_damaged")
+            return _fault(f"The database is damaged ({cause}). The operator must restore it from a backup.", DAMAGED)
         case sqlite3.SQLITE_NOTADB:
             return _fault(
                 f"The database's file is not a database ({cause}): {file.name} holds something else.", "not_a_database"
@@ -86,7 +87,7 @@ def _of_postgresql(cause: BaseException | None) -> UnavailableError:
         case "55P03" | "40P01" | "40001":
             return _fault("Another transaction holds what this one needs. Try again.", "database_locked", retry_after=1)
         case "XX001" | "XX002":
-            return _fault(f"The database is damaged ({state}). The operator must restore it.", "database_damaged")
+            return _fault(f"The database is damaged ({state}). The operator must restore it.", DAMAGED)
         case "58030":
             return _fault(f"{DATABASE_DISK} cannot be read or written (58030).", "disk_error")
         case None:

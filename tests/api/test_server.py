@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import socket
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
 from api.app import create_app
-from api.server import _bound, serve
+from api.server import _bound, _warn_of_shown, serve
 from ft_service.client.connection import find_connection
 from ft_service.errors import FtError, SpecError
 from ft_service.jobs.states import State
@@ -267,3 +268,11 @@ def test_answers_do_not_wait_for_acknowledgements(tmp_path: Path) -> None:
         loop.run_until_complete(connect())
         loop.close()
     assert found[0] != 0
+
+
+def test_its_start_tells_what_python_graders_would_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = Path(sysconfig.get_path("stdlib"))
+    _warn_of_shown({"FT_HOME": tmp_path, "FT_CACHE": library / "cache"})
+    [told] = caplog.messages
+    assert told.startswith("Graders of type python are refused")
+    assert f"FT_CACHE = {library}/cache" in told

@@ -8,6 +8,7 @@ import pytest
 
 from ft_service.cli.output import load_settings
 from ft_service.errors import SpecError
+from ft_service.settings import Settings
 from ft_service.store.sql import open_store
 
 KEYS = ("FT_INFERENCE_API_KEY", "FT_WANDB_API_KEY", "FT_MLFLOW_TOKEN", "FT_TRACKIO_TOKEN")
@@ -77,3 +78,15 @@ def test_a_time_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("FT_STOP_GRACE_SECONDS", "inf")
     with pytest.raises(SpecError, match=r"^FT_STOP_GRACE_SECONDS = 'inf': must be a number that is not infinite\.$"):
         load_settings()
+
+
+def test_texts_for_users_have_names_in_place_of_paths(tmp_path: Path) -> None:
+    models = tmp_path / "home" / "bases"
+    models.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(models)
+    settings = Settings(home=tmp_path / "home", models=[tmp_path / "link"])
+    told = settings.without_paths(
+        f"{tmp_path}/link/org/tiny and {models}/tiny: {tmp_path}/home/ft.db, in {tmp_path}/home or {models}."
+    )
+    assert told == "org/tiny and tiny: ft.db, in FT_HOME or FT_MODELS."
+    assert Settings(home=Path("/")).without_paths("a / b") == "a / b"

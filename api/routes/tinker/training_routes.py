@@ -90,8 +90,7 @@ def _metadata(given: dict[str, Any] | None) -> dict[str, str]:
 def get_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     job = find_model(services.store, caller.project_id, OfModel.parse(body).model_id)
     spec = job.spec
-    published = portable_name(Path(spec.model.path), "")
-    data = {"model_name": spec.model.name, "tokenizer_id": published or spec.model.path}
+    data = {"model_name": spec.model.name, "tokenizer_id": portable_name(Path(spec.model.path), spec.model.name)}
     return {
         "type": "get_info",
         "model_id": job.request["metadata"][tinker_models.MODEL_KEY],

@@ -15,11 +15,13 @@ from ft_service.rundir.documents import ExitReason
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
+from ft_service.store.records import Scope, TenantLimits
 from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import new_reconciler, spec_of
+from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service, put
 
 SLACK = 100.0
@@ -170,6 +172,16 @@ def test_only_keys_of_scope_metrics_and_admin_read_them(service: Service) -> Non
     assert service.http("GET", "/metrics", headers={"authorization": ""}).status_code == 401
     with pytest.raises(openai.PermissionDeniedError, match="reads /metrics and nothing else"):
         service.client(scraper).models.list()
+
+
+@pytest.mark.parametrize("scope", ["admin", "metrics"])
+def test_keys_of_other_organisations_do_not_read_the_numbers_of_all(service: Service, scope: Scope) -> None:
+    other = service.store.projects.create_project(name="rival", organization="rival", limits=TenantLimits())
+    _, key = service.store.keys.create_key(project_id=other.id, name="k", scope=scope)
+    assert check_error(service.http("GET", "/metrics", key=key), 403)
+    team = service.store.projects.create_project(name="team", organization=service.settings.organization, limits=TenantLimits())
+    _, key = service.store.keys.create_key(project_id=team.id, name="k", scope=scope)
+    assert samples(service, key)
 
 
 def test_an_operator_may_open_them(service: Service) -> None:

@@ -164,6 +164,7 @@ def test_a_session_that_is_over_is_renewed_where_the_browser_is(
         ({"exp": int(time.time()) - 3600}, "expired"),
         ({"aud": "another-client"}, "Audience"),
         ({"aud": [CLIENT_ID, "another-client"], "azp": "another-client"}, "for another client"),
+        ({"aud": [CLIENT_ID, "another-client"]}, "for which of several"),
         ({"iss": "http://localhost:1"}, "issuer"),
         ({"nonce": "of another sign-in"}, "belongs to another sign-in"),
         ({"iat": int(time.time()) + 3600}, "not yet valid"),

@@ -121,7 +121,7 @@ def test_what_cannot_grade_is_refused_by_name(service: Service, grader: Any, sai
 
 def test_python_is_run_in_a_fence_or_refused_by_name(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     graders = service.client().fine_tuning.alpha.graders
-    if python_fence.refusal() is None:
+    if python_fence.refusal({}) is None:
         assert graders.validate(grader=PYTHON).grader.to_dict() == PYTHON  # pyright: ignore[reportOptionalMemberAccess]
         assert graders.run(grader=PYTHON, model_sample="abc", item={"n": 4}).reward == 0.75
         errors = graders.run(grader=PYTHON, model_sample="abc", item={"n": 0}).metadata.errors
@@ -129,7 +129,7 @@ def test_python_is_run_in_a_fence_or_refused_by_name(service: Service, monkeypat
         assert 'File "grader.py", line 1, in grade\nZeroDivisionError' in (errors.python_grader_runtime_error_details or "")
         with pytest.raises(openai.BadRequestError, match=r"(?s)grader.source: cannot be loaded: .*SyntaxError"):
             graders.validate(grader=cast("Any", {**PYTHON, "source": "def grade("}))
-    monkeypatch.setattr(python_fence, "refusal", lambda: "there is no fence")
+    monkeypatch.setattr(python_fence, "refusal", lambda _: "there is no fence")
     with pytest.raises(openai.BadRequestError, match="type 'python' is not available: there is no fence") as refused:
         graders.run(grader=PYTHON, model_sample="x")
     assert refused.value.code == "not_available"

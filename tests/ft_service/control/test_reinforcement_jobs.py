@@ -28,6 +28,7 @@ from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, wri
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import StepRecord, read_record, recorded_steps
+from ft_service.reinforcement.step_texts import read_texts, texts_key
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
 from ft_service.serving import server_samples, token_sampler
@@ -108,6 +109,7 @@ class Place:
     def require_commands_of_records(self) -> None:
         """Every step has one record, and exactly the commands that follow from it."""
         assert recorded_steps(self.run) == list(range(1, STEPS + 2))
+        assert all(self.run.has(texts_key(step)) for step in range(1, STEPS + 2))
         commands = first_commands(self.spec.job_id)
         for record in self.records():
             assert record.head.first_seq == len(commands)
@@ -224,6 +226,17 @@ def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_a
     assert kills == CommandLog(place.run).first_missing() - 1, "before each but the first"
     drawn = [prompt for prompt in sampler.prompts if prompt[1:] == [2]]
     assert len(drawn) == 2 * STEPS, "no step is sampled twice"
+
+
+def test_texts_that_were_not_written_before_a_kill_are_written_when_the_job_goes_on(place: Place) -> None:
+    with place.ranks():
+        place.loop().run()
+        path = place.run.path(texts_key(STEPS + 1))
+        path.unlink()
+        place.loop().run()
+    assert path.is_file()
+    [texts] = read_texts(place.run, [STEPS + 1], 100)
+    assert texts.valid_mean_reward == place.records()[-1].valid_mean_reward
 
 
 def test_a_step_that_the_ranks_could_not_carry_out_is_a_warning(place: Place) -> None:

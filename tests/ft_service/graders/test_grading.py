@@ -227,7 +227,7 @@ def test_usage_that_a_server_invents_is_left_out(server: Receiver) -> None:
     assert (found.reward, found.usage, found.sampled_model) == (1.0, {"judge": {"total_tokens": 12}}, None)
 
 
-@pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
+@pytest.mark.skipif(python_fence.refusal({}) is not None, reason="no fence on this host")
 def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() -> None:
     source = (
         "import os\ndef grade(sample, item):\n return item['n'] / int(sample['output_text']) if item['n'] != 5 else os._exit(1)"
@@ -239,7 +239,7 @@ def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() 
     assert all(one.seconds > 0 for one in found)
 
 
-@pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
+@pytest.mark.skipif(python_fence.refusal({}) is not None, reason="no fence on this host")
 def test_the_time_of_a_call_ends_what_runs_in_a_fence() -> None:
     grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i):\n while True: pass"}, GraderLimits())
     found = grade_all(grader, [case("4")] * 3, GraderContext(project="p", seconds=0.5))

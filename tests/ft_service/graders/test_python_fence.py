@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import subprocess
+import sys
+import sysconfig
 import textwrap
 import threading
 from pathlib import Path
@@ -18,13 +21,15 @@ from tests.support.attempts import HANG_SECONDS
 from tests.support.graders import case
 from tests.support.rest.service import wait_until
 
-fenced_here = pytest.mark.skipif(python_fence.refusal() is not None, reason=f"no fence on this host: {python_fence.refusal()}")
+fenced_here = pytest.mark.skipif(
+    python_fence.refusal({}) is not None, reason=f"no fence on this host: {python_fence.refusal({})}"
+)
 
 
 def graded(source: str, *, seconds: float = 60.0) -> Score:
     """The score of a grader whose body is `source`."""
     body = f"def grade(sample, item):\n{textwrap.indent(textwrap.dedent(source), '    ')}"
-    with FencedGrader(body, seconds=seconds) as grader:
+    with FencedGrader(body, private={}, seconds=seconds) as grader:
         return grader.score(case("4", {"n": 4}).as_json())
 
 
@@ -121,12 +126,12 @@ def test_it_sees_no_environment_and_no_file_of_the_service(tmp_path: Path, monke
         ("import os\nwhile True: os.write(3, b'x' * 65536)", "garbage: "),
         ("import os; os.write(3, b'nonsense\\n'); return 1", "garbage: "),
         ("import os; os.write(3, b'[' * 50000 + b'\\n'); return 1", "garbage: "),
-        ("import os; os.execv('/usr/bin/sleep', ['sleep', '99'])", "time: "),
+        ("import os, sys; os.execv(sys.executable, ['python', '-ISc', 'import time; time.sleep(99)'])", "time: "),
     ],
 )
 def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, said: str) -> None:
     body = f"def grade(sample, item):\n    if item: return 1\n{textwrap.indent(source, '    ')}"
-    with FencedGrader(body) as grader:
+    with FencedGrader(body, private={}) as grader:
         grader.start()  # which takes its own time
         grader._seconds = 1.0
         failed = grader.score(case("4").as_json())
@@ -137,7 +142,7 @@ def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, s
 
 @fenced_here
 def test_nothing_of_it_outlives_its_grader() -> None:
-    with FencedGrader("def grade(sample, item):\n    while True: pass") as grader:
+    with FencedGrader("def grade(sample, item):\n    while True: pass", private={}) as grader:
         grader.start()
         assert grader._process is not None
         pid = grader._process.pid
@@ -159,10 +164,10 @@ def test_a_source_that_does_not_load_says_why() -> None:
         ("grade = 1", "defines no function grade"),
         ("1/0", "ZeroDivisionError"),
     ):
-        with FencedGrader(source) as grader, pytest.raises(GradingError) as error:
+        with FencedGrader(source, private={}) as grader, pytest.raises(GradingError) as error:
             grader.start()
         assert said in error.value.detail
-        with FencedGrader(source) as grader:
+        with FencedGrader(source, private={}) as grader:
             assert grader.score(case("4").as_json()).error == "python_grader_runtime_error"
 
 
@@ -185,7 +190,7 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
         monkeypatch.setattr(system_calls, "_LIBRARY", "libnone.so")
         system_calls.filter_program.cache_clear()
     python_fence._prove.cache_clear()
-    refusal = python_fence.refusal() or ""
+    refusal = python_fence.refusal({}) or ""
     python_fence._prove.cache_clear()
     system_calls.filter_program.cache_clear()
     assert said in refusal
@@ -197,7 +202,7 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
 @fenced_here
 def test_one_that_is_killed_from_outside_is_tried_again() -> None:
     """As a host does that has no more memory."""
-    with FencedGrader("def grade(sample, item): return 0.5") as grader:
+    with FencedGrader("def grade(sample, item): return 0.5", private={}) as grader:
         grader.start()
         assert grader._process is not None
         first = grader._process.pid
@@ -205,3 +210,79 @@ def test_one_that_is_killed_from_outside_is_tried_again() -> None:
         os.kill(int(within[0]), signal.SIGKILL)
         assert grader.score(case("4").as_json()) == Score(0.5)
         assert grader._process.pid != first
+
+
+@fenced_here
+@pytest.mark.parametrize("folder", ["/usr", sys.base_prefix])
+def test_of_usr_and_of_the_prefix_only_libraries_are_seen(folder: str) -> None:
+    """People keep state in both: /usr/local/ft, and the folder of a conda environment."""
+    seen = f"""
+        import os, sys
+        seen = {{name for name in os.listdir({folder!r}) if os.path.isdir(os.path.join({folder!r}, name))}}
+        assert seen <= {{"lib", "lib32", "lib64", "local", "share", "bin"}}, seen
+        python = os.path.basename(sys.executable)
+        for name, few in (("local", {{"lib", "lib64", "bin"}}), ("share", {{"zoneinfo"}}), ("bin", {{python}})):
+            path = os.path.join({folder!r}, name)
+            assert not os.path.isdir(path) or set(os.listdir(path)) <= few, (name, os.listdir(path))
+        return 1
+    """
+    assert graded(seen) == Score(1.0)
+
+
+@fenced_here
+@pytest.mark.parametrize(("below", "sees"), [("/usr/share", False), (f"{sysconfig.get_path('stdlib')}/wsgiref", True)])
+def test_a_home_below_usr_is_not_seen_or_python_is_refused(below: str, sees: bool, tmp_path: Path) -> None:
+    """In a mount namespace of its own, with an empty file system over a folder that nothing here needs."""
+    home = f"{below}/ft"
+    source = f"def grade(sample, item): return float(open('{home}/credentials').read() == 'the key')"
+    program = f"""
+        import os, pathlib
+        from ft_service.graders.grades import Sample
+        from ft_service.graders.grading import GraderContext, grade, parse_grader
+        from ft_service.graders.limits import GraderLimits
+        from ft_service.settings import Settings
+        os.makedirs("{home}")
+        pathlib.Path("{home}/credentials").write_text("the key")
+        limits = GraderLimits.from_settings(Settings(home="{home}"))
+        given = {{"type": "python", "name": "p", "source": {source!r}}}
+        try:
+            grader = parse_grader(given, limits)
+        except Exception as error:
+            print(error.code, error.message)
+            grader = parse_grader(given, GraderLimits())  # as a job has it that was accepted before the home was moved
+        graded = grade(grader, Sample("4"), {{}}, GraderContext(project="p", limits=limits))
+        print(graded.reward, *graded.errors)
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    mount = f'mount -t tmpfs none {below} && exec "$0" "$1"'
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FT_")}
+    environment["PYTHONPATH"] = str(Path(python_fence.__file__).parents[2])
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    if sees:
+        assert said[0].startswith("not_available grader: a grader of type 'python' is not available: ")
+        assert "it would show FT_HOME" in said[0]
+        assert home not in said[0]
+        assert said[1:] == ["0.0 python_grader_server_error"]
+    else:
+        assert said == ["0.0 python_grader_runtime_error"]
+
+
+def test_what_lies_in_a_folder_that_graders_see_is_found_behind_links(tmp_path: Path) -> None:
+    seen, elsewhere = tmp_path / "lib", tmp_path / "elsewhere"
+    (seen / "state").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "link").symlink_to(seen / "state")
+    (tmp_path / "lib-too").symlink_to(seen)
+    private = {
+        "A": seen,
+        "B": seen / "state" / "none",
+        "C": elsewhere / "link",
+        "D": elsewhere,
+        "E": tmp_path,
+        "F": tmp_path / "lib2",
+    }
+    assert python_fence.within(private, [str(seen)]) == dict.fromkeys("ABC", str(seen))
+    assert python_fence.within(private, [str(tmp_path / "lib-too")]).keys() == set("ABC")

@@ -179,7 +179,7 @@ def test_a_failed_start_is_told_and_cannot_come_to_life_later(folder: Path, monk
     launcher = launcher_for("succeed")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(LaunchError, match="exit code 1"):
+        with pytest.raises(LaunchError, match=r"\(exit code 1\)\.$"):
             launcher.start(Attempt(run, 1))
     launcher.start(Attempt(run, 1))
     assert starts(run, 1) == 0

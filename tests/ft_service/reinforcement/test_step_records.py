@@ -8,7 +8,7 @@ import pytest
 
 from ft_service.errors import DataError
 from ft_service.reinforcement import step_records
-from ft_service.reinforcement.step_records import read_record, record_key, recorded_steps, remove_records, write_record
+from ft_service.reinforcement.step_records import read_record, record_key, record_lines, recorded_steps, write_record
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from tests.support.rollouts import answer, group, record
 
@@ -37,13 +37,13 @@ def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypa
     assert recorded_steps(run) == [1]
 
 
-def test_the_newest_records_stay(tmp_path: Path) -> None:
+def test_a_reader_may_set_a_lower_limit(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    for step in (1, 2, 3, 1_000_000):
-        write_record(run, record(step, [], first_seq=step))
-    run.path("rollouts/other").write_text("")
-    remove_records(run, 2)
-    assert recorded_steps(run) == [3, 1_000_000]
+    write_record(run, record(1, [group(0, [answer([1] * 99, 0.5)])], first_seq=1))
+    lines = record_lines(run, 1, 4000) or []
+    size = sum(map(len, lines)) + len(lines)
+    assert [record_lines(run, 1, most) is None for most in (10, size - 1, size)] == [True, True, False]
+    assert record_lines(run, 2, size) is None
 
 
 @pytest.mark.parametrize("body", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\x04\x00\x01\x00\x00"])

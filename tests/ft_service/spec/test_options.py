@@ -38,6 +38,8 @@ def asked(**distributed: Any) -> JobRequest:
         ({"seed": -1}, "seed", "seed = -1"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
         ({"suffix": "a:b"}, "suffix", "only letters, digits, dots"),
+        ({"suffix": ".."}, "suffix", "must have a letter or a digit"),
+        ({"suffix": "-_."}, "suffix", "must have a letter or a digit"),
         ({"metadata": {str(i): "v" for i in range(17)}}, "metadata", "at most 16"),
         ({"training_file": None}, "training_file", "must be text"),
         ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", "at most 50"),

@@ -124,3 +124,30 @@ def test_the_folder_of_the_database_is_made(tmp_path):
     store = open_store(f"sqlite:///{tmp_path / 'new' / 'ft.db'}")
     assert store.now() > 0
     store.close()
+
+
+def test_a_damaged_page_that_a_request_has_met_is_told_to_who_asks_whether_all_is_well(tmp_path, monkeypatch):
+    url = f"sqlite:///{tmp_path}/ft.db"
+    migrate(url)
+    with sqlite3.connect(tmp_path / "ft.db") as connection:
+        pages = [page for (page,) in connection.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'sweeps'")]
+        [(size,)] = connection.execute("PRAGMA page_size")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    with (tmp_path / "ft.db").open("r+b") as file:
+        for page in pages:
+            file.seek((page - 1) * size)
+            file.write(b"\xff" * size)
+    store = open_store(url)
+    try:
+        store.check_writable()  # the page is not read for that
+        with pytest.raises(UnavailableError) as met:
+            store.sweeps.list_sweeps("default", limit=1)
+        for _ in range(2):
+            with pytest.raises(UnavailableError) as told:
+                store.check_writable()
+            assert (met.value.code, told.value.code) == ("database_damaged", "database_damaged")
+        monkeypatch.setattr(database, "DAMAGE_SECONDS", 0.0)
+        store.check_writable()
+    finally:
+        store.close()

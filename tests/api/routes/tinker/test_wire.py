@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -13,14 +14,14 @@ import pytest
 
 from api.routes.tinker import training_routes
 from ft_service.control import tinker_models
-from ft_service.control.tinker_models import MODEL_KEY, pause_idle
+from ft_service.control.tinker_models import MODEL_KEY, ended_text, pause_idle
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.rundir.documents import Desired
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossRequest, write_output
-from ft_service.tinker.names import KEY_PREFIX, job_id_of
+from ft_service.tinker.names import KEY_PREFIX, job_id_of, request_id
 from ft_service.tinker.saved_weights import SavedWeights, WeightsOptions, options_of
 from tests.support.rest.service import TRAINING, Service, put_state, run_dir, wait_until
 from tests.support.training.loss_messages import loss_message
@@ -303,6 +304,30 @@ def test_keys(service: Service) -> None:
     _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
     assert post(service, "create_session", {}, key=read).status_code == 403
     assert post(service, "create_session", {"project_id": "other"}).status_code == 400
+
+
+def test_a_read_key_reads_by_the_posts_that_change_nothing(service: Service, ranks: Ranks) -> None:
+    _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
+    model = new_model(service)
+    answers = [
+        post(service, "get_info", {"model_id": model}, read),
+        post(service, "retrieve_future", {"request_id": request_id(model, 0)}, read),
+        post(service, "weights_info", {"tinker_path": f"tinker://{model}/weights/none"}, read),
+        post(service, "optim_step", {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}, read),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 404, 403], [answer.text for answer in answers]
+
+
+def test_a_client_is_told_the_name_of_a_base_and_not_its_path(service: Service, ranks: Ranks) -> None:
+    answer = post(service, "get_info", {"model_id": new_model(service)})
+    assert answer.json()["model_data"] == {"model_name": "tiny", "tokenizer_id": "tiny"}
+
+
+def test_the_reason_why_a_model_has_ended_is_one_sentence(service: Service) -> None:
+    post(service, "create_model", {"session_id": new_session(service), "model_seq_id": 0, "base_model": "tiny"})
+    [job] = service.store.jobs.list_jobs("default").data
+    told = ended_text(replace(job, state=State.FAILED, error={"message": "3 attempts failed."}))
+    assert told.startswith("The model has ended (failed): 3 attempts failed. Create another one;")
 
 
 def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:

@@ -246,7 +246,7 @@ def test_the_time_of_a_call_ends_what_runs_in_a_fence() -> None:
     assert [list(one.errors) for one in found] == [["unresponsive_reward_error"]] * 3
 
 
-@pytest.mark.skipif(python_fence.refusal() is not None, reason="no fence on this host")
+@pytest.mark.skipif(python_fence.refusal({}) is not None, reason="no fence on this host")
 def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "FENCES", Places(Kind(name="python graders of a test", places=1, of_project=1)))
     monkeypatch.setattr(grading, "FENCE_TURN_SECONDS", 0.0)

@@ -18,7 +18,7 @@ from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, u
 from ft_service.data.formats.reading import open_data
 from ft_service.data.statistics import DataStatistics, Level, Measure, messages
 from ft_service.data.token_folder import NOT_KEPT
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, UnavailableError, is_lost
 from ft_service.jobs.states import Job
 from ft_service.plan.admit import Admitted
 from ft_service.plan.sample_lengths import SampleLengths
@@ -92,9 +92,8 @@ def check_data(
 
 def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settle: Settle | None) -> Checked:
     spec = job.spec
-    error = _prepare(spec.parent, places) if spec.parent else None
-    if error is not None:
-        return Checked(error)
+    if spec.parent is not None and (unfit := _prepare(spec.parent, places)) is not None:
+        return unfit
     told: list[tuple[Level, str]] = []
     counts: dict[str, Counts | None] = {}
     paths: dict[str, Path] = {}
@@ -138,15 +137,18 @@ def _settled(spec: JobSpec, counts: Counts | None, measured: DataStatistics | No
         return None
 
 
-def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:
-    """Make the adapter of a checkpoint unless it exists; a job's outcome always does."""
+def _prepare(parent: AdapterRef, places: Places) -> Checked | None:
+    """Make the adapter of a checkpoint unless it exists, which a job's outcome always does. Returns why the job cannot use it,
+    or not yet."""
     folder = Path(parent.path)
     if places.fetched(folder).is_dir():
         return None
     try:
         places.share(worker_tasks.make_checkpoint_adapter(places.whole_run(parent.job_id, folder.name), folder.name))
     except FtError as error:
-        return ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model")
+        if is_lost(error):
+            return Checked(waits=f"{parent.name} cannot be prepared now: {error.message}")
+        return Checked(ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model"))
     return None
 
 

@@ -187,9 +187,13 @@ def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_pa
     good = service.create("good")
 
     assert service.step_until(good, State.RUNNING).state is State.RUNNING
-    if test == "hang":
+    if test == "hang":  # who ended it is not the base, so the job waits and says for what
         assert get(service.store, bad.id).state is State.VALIDATING
         enough.set()
+        wait_for(lambda: service.reconciler.step() or "killed by signal 9" in str(get(service.store, bad.id).pending))
+        assert get(service.store, bad.id).state is State.VALIDATING
+        assert service.create("hostile").state is State.VALIDATING, "it is no refusal"
+        return
     failed = service.step_until(bad, State.FAILED)
     assert failed.error is not None
     assert "hostile cannot be described, so it cannot be tuned here" in failed.error["message"]

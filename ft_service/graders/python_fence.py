@@ -10,22 +10,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import sysconfig
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ft_service.errors import UnavailableError
 from ft_service.graders import fenced_program, system_calls
 from ft_service.graders.grades import Case, GradingError, Score, as_reward
 from ft_service.host.helper_process import Failure, HelperFailed, HelperProcess, Program
+from ft_service.shared_work.losses import persist
 
 SECONDS = 120.0
 """Time for a case, and for loading the source."""
 MEMORY_BYTES = 2 * 1024**3
 MOST_ANSWERED = 64 * 1024
 """Bytes of an answer, at most: a number, or the end of a traceback."""
+FIRST_PAUSE_SECONDS = 0.5
+"""Pause before a case whose process was killed is graded again."""
+_KILLED = 128 + signal.SIGKILL
+"""Exit code of bubblewrap if the grader within was killed."""
+_Result = TypeVar("_Result")
 _PROGRAM = "/grader/python_grader.py"
 _PROBE_SECONDS = 20.0
 _INSTEAD = "Use string_check, text_similarity, or an endpoint grader, which runs your code on your own server"
@@ -83,7 +91,10 @@ class FencedGrader:
         self._end()
 
     def start(self) -> None:
-        """Load the source. Raises GradingError if it cannot be loaded."""
+        """Load the source. Raises GradingError if it cannot be loaded, UnavailableError if the host lets no process load it."""
+        self._persist(self._load)
+
+    def _load(self) -> None:
         self._end()
         self._process = process = _started()
         if self._killed:
@@ -92,17 +103,16 @@ class FencedGrader:
         self._ask(process, begin)
 
     def score(self, case: Case) -> Score:
-        """Grade a case."""
+        """Grade a case. If the host kills the process, the case is graded by another one."""
         try:
             message = case.as_json()
-            if self._process is None:
-                self.start()
-            assert self._process is not None
-            reply = self._ask(self._process, message)
+            reply = self._persist(partial(self._graded, message))
             reward = as_reward(reply.get("reward"))
             if reward is None:
                 raise GradingError("python_grader_runtime_error", f"grade returned {reply.get('reward')}: no finite number")
             return Score(reward)
+        except UnavailableError as error:
+            return Score.failed(GradingError("python_grader_server_error", f"killed: {error.message}"))
         except GradingError as error:
             return Score.failed(error)
 
@@ -111,6 +121,16 @@ class FencedGrader:
         self._killed = True
         if (process := self._process) is not None:
             process.kill()
+
+    def _persist(self, call: Callable[[], _Result]) -> _Result:
+        return persist("a python grader", call, first=FIRST_PAUSE_SECONDS, stop=lambda: self._killed)
+
+    def _graded(self, message: Any) -> dict[str, Any]:
+        """The reply to a case. Raises GradingError, and UnavailableError if the process was killed."""
+        if self._process is None:
+            self._load()
+        assert self._process is not None
+        return self._ask(self._process, message)
 
     def _ask(self, process: HelperProcess, message: Any) -> dict[str, Any]:
         try:
@@ -121,6 +141,8 @@ class FencedGrader:
             reply = json.loads(line) if len(line) <= MOST_ANSWERED else None
         except HelperFailed as error:
             self._end()
+            if error.failure is Failure.KILLED or error.exit_code == _KILLED:
+                raise UnavailableError(error.message) from None
             raise GradingError("python_grader_server_error", f"{error.failure.value}: {error.message}") from None
         except (ValueError, RecursionError):
             reply = None

@@ -47,6 +47,8 @@ LATER_SECONDS = 10
 """Seconds after which what the host did not let end may be asked for again."""
 SLICE_SECONDS = 0.5
 """Length of one wait: another thread may have something to send meanwhile."""
+_CPUCLOCK_SCHED = 2
+"""Kind of a clock of a process, in the low bits of its id, as clock_getcpuclockid(3) makes it."""
 _OUT_OF_MEMORY = ("MemoryError", "memory allocation of", "std::bad_alloc", "can't allocate memory", "Cannot allocate memory")
 """Messages of a failed allocation: Python's, Rust's, C++'s, torch's, and the system's."""
 
@@ -148,6 +150,7 @@ class HelperProcess:
         self._unsent, self._no_more = bytearray(), False
         self._output, self._searched, self._errors = bytearray(), 0, bytearray()
         self._output_ended_at: float | None = None
+        self._cpu_seconds = 0.0
         self._ready = select.poll()
         self._ready.register(self._handle, select.POLLIN)
         for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
@@ -172,6 +175,14 @@ class HelperProcess:
         if self._popen.returncode is None and has_ended(self._handle):
             self.kill()  # what is left of its session
         return self._popen.returncode
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of the helper's own threads, without its child processes; as it was last read, once it has ended."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(OSError):
+                self._cpu_seconds = time.clock_gettime(~self.pid << 3 | _CPUCLOCK_SCHED)
+        return self._cpu_seconds
 
     @property
     def last_words(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import textwrap
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from ft_service.graders import python_fence, system_calls
 from ft_service.graders.grades import GradingError, Score
 from ft_service.graders.python_fence import FencedGrader
-from tests.support.attempts import HANG_SECONDS
+from tests.support.attempts import HANG_SECONDS, family
 from tests.support.graders import case
 from tests.support.rest.service import wait_until
 
@@ -132,6 +133,19 @@ def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, s
         assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), failed
         grader._seconds = HANG_SECONDS
         assert grader.score(case("4", {"n": 1})) == Score(1.0)
+
+
+@fenced_here
+def test_a_case_whose_process_the_host_kills_is_graded_again() -> None:
+    """The process within the fence, or the one around it, while a case is graded and while it is idle."""
+    with FencedGrader("import time\ndef grade(sample, item): time.sleep(item.get('n', 0)); return 1") as grader:
+        for kill_within in (True, False):
+            grader.start()
+            assert grader._process is not None
+            pid = grader._process.pid
+            os.kill(family(pid)[-1] if kill_within else pid, signal.SIGKILL)
+            assert grader.score(case("4")) == Score(1.0)
+            assert grader._process.pid != pid
 
 
 @fenced_here

@@ -90,7 +90,8 @@ class JobValidation:
             return JobChange(job=replace(job, pending=delay), rest_seconds=CHECK_REST_SECONDS), None
         checked = self._checks.result(job)
         if checked is None:
-            job = replace(job, pending=self._checks.waits(job))
+            again = job.pending if self._lost.count(job.id) else None  # why its last check could not be finished
+            job = replace(job, pending=self._checks.waits(job) or again)
             return JobChange(job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS), None
         if checked.waits is not None:
             losses = self._lost.count(job.id)

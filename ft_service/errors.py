@@ -99,7 +99,14 @@ class UnavailableError(FtError):
     help."""
 
     code = "unavailable"
+    is_lost = True
+    """Whether the same request may be answered later; False: it is what ended the part that should answer."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = 1) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the host or another part of the service is at fault, and not what was asked for: it may be done later."""
+    return isinstance(error, UnavailableError) and error.is_lost

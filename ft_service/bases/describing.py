@@ -6,10 +6,12 @@
 
 The cache keys a document by the base's files (`files_key`) and by the describer: the versions of the packages here, or the
 image of a cluster's pods. A base that was copied or moved is not described again. A folder that cannot be described, because
-the process hangs, dies, takes too much memory or prints something else, is refused with the reason, and tried again later.
-One process at a time describes a base, and only a few bases are described at once.
+the process crashes, takes too much memory or processor time, or prints something else, is refused with the reason, and tried
+again later. A process that the host killed or gave no time says nothing of the base: it is started again after growing pauses.
+One process at a time describes a base, and only a few bases are described at once, by project in turn.
 
-`python -m ft_service.bases.describing FOLDER` is the process of a cluster's pod: it prints a document, or `{"error": why}`.
+`python -m ft_service.bases.describing FOLDER` is the process of a cluster's pod: it prints a document, `{"error": why}`, or
+`{"later": why}`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -42,15 +44,19 @@ from ft_service.bases.description import (
     read_described,
     write_described,
 )
-from ft_service.errors import FtError, SpecError, UnavailableError
+from ft_service.errors import FtError, SpecError, UnavailableError, is_lost
 from ft_service.host.helper_process import HelperFailed, Program, run_once
+from ft_service.shared_work.losses import FIRST_SECONDS, Losses
+from ft_service.shared_work.turns import Turn, Turns
 
 log = logging.getLogger(__name__)
 
 DESCRIPTIONS = "descriptions"
 """The folder of documents in a cache."""
-SECONDS = 300.0
-"""Wall-clock limit on the description of a base. Most take ten seconds of a processor; on a busy host that lasts far longer."""
+CPU_SECONDS = 300
+"""Limit on the processor time of a description. Most take ten seconds."""
+SECONDS = 3600.0
+"""Wall-clock limit, after which the host is said to have had no time for it."""
 MEMORY_BYTES = 4 * 1024**3
 """Limit on the private memory of the describing process; importing torch and transformers takes a tenth of it."""
 NICENESS = 10
@@ -59,10 +65,12 @@ AT_ONCE = 2
 LONG_SECONDS = 15.0
 MOST_AT_ONCE = 6
 """Processes at the same time, with those that take longer."""
+OF_PROJECT = 4
+"""Of these, those of one project."""
 FAILED_SECONDS = 600.0
 """Seconds until a folder that could not be described is tried again."""
-LATER_SECONDS = 10.0
-"""Seconds until the next try after a failure that is not the base's."""
+RETRY_SECONDS = 5.0
+"""Seconds after which whoever needs a description that is being made is told to ask again."""
 LOOK_SECONDS = 2.0
 """Seconds until the cache is searched again for a document that it did not have: another process may write it."""
 MARK_SECONDS = 43_200.0
@@ -92,7 +100,8 @@ class DescribeError(Exception):
 
 
 class DescribeLaterError(DescribeError):
-    """The base cannot be described now, and is not at fault: the cluster is away, or the service is about to end."""
+    """The base cannot be described now, and is not at fault: the host killed the process or had no time for it, the cluster is
+    away, or the service is about to end."""
 
 
 class NotDescribedError(UnavailableError):
@@ -111,12 +120,14 @@ def describe_in_process(
     *,
     command: Sequence[str] = (sys.executable, "-P", "-m", "workers.describe"),
     seconds: float = SECONDS,
+    cpu_seconds: int = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> Described:
     """Run `python -m workers.describe FOLDER` under limits. Raises DescribeError, DescribeLaterError."""
     program = Program(
         command=(*command, str(folder)),
         memory_bytes=memory_bytes,
+        cpu_seconds=cpu_seconds,
         niceness=NICENESS,
         expendable=True,
         variables={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
@@ -124,7 +135,7 @@ def describe_in_process(
     try:
         said = run_once(program, seconds=seconds, stop=stop)
     except (HelperFailed, SpecError) as error:
-        raise DescribeError(error.message) from None
+        raise (DescribeLaterError if is_lost(error) else DescribeError)(error.message) from None
     except OSError as error:
         raise DescribeLaterError(f"the process that describes bases cannot be started: {error}") from None
     return described_by(json.dumps(said).encode())
@@ -143,7 +154,7 @@ def main(folder: Path) -> None:
     try:
         text = write_described(describe_in_process(folder))
     except DescribeError as error:
-        text = json.dumps({"error": str(error)}).encode()
+        text = json.dumps({"later" if isinstance(error, DescribeLaterError) else "error": str(error)}).encode()
     sys.stdout.buffer.write(text + b"\n")
     sys.stdout.buffer.flush()
 
@@ -175,6 +186,27 @@ class _Remembered:
     """Time of the last mark that the file in the cache is used (monotonic clock)."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A base whose description somebody asked for."""
+
+    key: str
+    folder: Path
+    is_awaited: bool
+    """Whether a user waits for it."""
+
+
+@dataclass
+class _Making:
+    """A description that is to be made, or is being made."""
+
+    future: Future[Described] = field(default_factory=Future)
+    asked: set[tuple[str, bool]] = field(default_factory=set)
+    """Projects that asked for it, and whether a user waits."""
+    begun_at: float | None = None
+    """Start time (monotonic clock). None: it waits for its turn."""
+
+
 class _Recent(OrderedDict[_Key, _Value]):
     """A mapping that keeps the entries that were set last."""
 
@@ -199,11 +231,13 @@ class Descriptions:
         make: Make | None = None,
         *,
         failed_seconds: float = FAILED_SECONDS,
+        lost_seconds: float = FIRST_SECONDS,
         missing: str | None = None,
         waits: Callable[[Path], str | None] | None = None,
     ) -> None:
         """`folder`: the cache; None: documents are kept only in memory. `describer`: name of the versions or image that
-        describes; None: documents of any describer are taken. `make`: makes a document; None: another process does. `missing`:
+        describes; None: documents of any describer are taken. `make`: makes a document; None: another process does.
+        `failed_seconds`, `lost_seconds`: pause after a refusal, and after the first time that the host is at fault. `missing`:
         a sentence that says why nothing here makes documents, and what to do. `waits`: returns why `make` has not begun yet
         with a base; None: it does not say.
         """
@@ -215,12 +249,9 @@ class Descriptions:
         self._documents = _Recent[str, _Remembered](MOST_DOCUMENTS)
         self._missed = _Recent[str, float](4 * MOST_DOCUMENTS)
         """Key → last time that the cache had no document (monotonic clock)."""
-        self._making: dict[str, Future[Described]] = {}
-        self._later: dict[str, tuple[float, str]] = {}
-        """Key → time of the next try (monotonic clock), and why the last one failed."""
-        self._waiting: deque[tuple[str, Path]] = deque()
-        self._begun: dict[str, float] = {}
-        """Key of a base that is being described → start time (monotonic clock)."""
+        self._making: dict[str, _Making] = {}
+        self._turns = Turns[_Asked](MOST_AT_ONCE, OF_PROJECT)
+        self._lost = Losses("the description of a base", first=lost_seconds)
         self._closed = threading.Event()
 
     def known(self, folder: Path) -> Described | None:
@@ -232,15 +263,16 @@ class Descriptions:
         except OSError as error:
             return _refused("", f"The base in {folder} cannot be read: {error.strerror or error}.", "model_unreadable")
 
-    def ask(self, folder: Path, *, first: bool = True) -> Described | None:
-        """`known`; None: it is being made, if this process makes documents. `first`: before bases without a waiting user."""
+    def ask(self, folder: Path, project: str = "", *, first: bool = True) -> Described | None:
+        """`known`; None: it is being made, if this process makes documents. `project`: for which it is made, in its turn.
+        `first`: before bases without a waiting user."""
         described = self.known(folder)
         if described is None:
-            self._begin(folder, first=first)
+            self._begin(folder, project, first=first)
         return described
 
     def describe(self, folder: Path) -> Described:
-        """`known`, or made now, which takes seconds. Raises NotDescribedError if this process makes no documents."""
+        """`known`, or made now, which takes seconds. Raises NotDescribedError if this process makes none, or cannot now."""
         described = self.known(folder)
         if described is not None:
             return described
@@ -270,97 +302,112 @@ class Descriptions:
             return self.missing
         if self._waits is not None and (why := self._waits(folder)) is not None:
             return f"The base in {folder} is not described yet: {why}"
-        with self._guard:
-            found = self._keys.get(folder)
-            return None if found is None else self._later.get(self._name(found[1]), (0.0, None))[1]
+        lost = self._lost_now(folder)
+        return None if lost is None else lost[1]
 
     def close(self) -> None:
         """Stop the descriptions that are being made, and begin no others."""
         self._closed.set()
 
-    def _begin(self, folder: Path, *, first: bool) -> Future[Described] | None:
+    def _begin(self, folder: Path, project: str = "", *, first: bool) -> Future[Described] | None:
         try:
             key = self._key(folder)
         except (FtError, OSError):  # the folder has changed since `known`
             return None
         with self._guard:
-            if self._make is None or self._closed.is_set() or time.monotonic() < self._later.get(key, (0.0, ""))[0]:
+            if self._make is None or self._closed.is_set() or self._lost.pending(key) is not None:
                 return None
-            self._later.pop(key, None)
             if (found := self._documents.get(key)) is not None:  # made a moment ago
                 future = Future[Described]()
                 future.set_result(found.document)
                 return future
-            if (future := self._making.get(key)) is None:
-                future = self._making[key] = Future[Described]()
-                (self._waiting.appendleft if first else self._waiting.append)((key, folder))
-            elif first and (key, folder) in self._waiting:
-                self._waiting.remove((key, folder))
-                self._waiting.appendleft((key, folder))
-            if self._waiting and self._has_room():
-                threading.Thread(target=self._work, name="describing", daemon=True).start()
-            return future
+            making = self._making.setdefault(key, _Making())
+            if making.begun_at is None and (project, first) not in making.asked:
+                making.asked.add((project, first))
+                self._turns.put(project, _Asked(key, folder, first))
+            if (turn := self._next()) is not None:
+                threading.Thread(target=self._work, args=[turn], name="describing", daemon=True).start()
+            return making.future
 
     def _has_room(self) -> bool:
         """Whether one more may begin now."""
         recent = time.monotonic() - LONG_SECONDS
-        return sum(begun > recent for begun in self._begun.values()) < AT_ONCE and len(self._begun) < MOST_AT_ONCE
+        begun = [making.begun_at for making in self._making.values() if making.begun_at is not None]
+        return sum(at > recent for at in begun) < AT_ONCE and len(begun) < MOST_AT_ONCE
 
-    def _work(self) -> None:
-        """Describe waiting bases until none is left."""
-        while True:
-            with self._guard:
-                if self._closed.is_set():
-                    while self._waiting:
-                        self._making.pop(self._waiting.popleft()[0]).set_exception(_ended())
-                if not self._waiting or not self._has_room():
-                    return
-                key, folder = self._waiting.popleft()
-                future, self._begun[key] = self._making[key], time.monotonic()
+    def _work(self, turn: Turn[_Asked] | None) -> None:
+        """Describe the base whose turn it is, and the next ones until none may begin."""
+        while turn is not None:
+            key, folder = turn.item.key, turn.item.folder
             made = self._make_document(key, folder)
-            if isinstance(made, UnavailableError):
-                with self._guard:
-                    del self._making[key], self._begun[key]
-                    self._later[key] = time.monotonic() + LATER_SECONDS, made.message
-                future.set_exception(made)
-                continue
-            self._remember(key, folder, made)
+            if isinstance(made, _Remembered):
+                self._remember(key, folder, made)
             with self._guard:
-                del self._making[key], self._begun[key]
-            future.set_result(made.document)
+                future = self._making.pop(key).future
+                self._turns.end(turn)
+                turn = self._next()
+            if isinstance(made, _Remembered):
+                future.set_result(made.document)
+            else:
+                future.set_exception(made)
 
-    def _make_document(self, key: str, folder: Path) -> _Remembered | UnavailableError:
+    def _next(self) -> Turn[_Asked] | None:
+        """The turn that begins now, of a base that a user waits for if there is any; None: none may begin."""
+        if self._closed.is_set():
+            for key in [key for key, making in self._making.items() if making.begun_at is None]:
+                self._making.pop(key).future.set_exception(_ended())
+        while self._has_room():
+            turn = self._turns.take(lambda asked: asked.is_awaited) or self._turns.take()
+            if turn is None:
+                break
+            making = self._making.get(turn.item.key)
+            if making is not None and making.begun_at is None:
+                making.begun_at = time.monotonic()
+                return turn
+            self._turns.end(turn, cost=0.0)  # it was asked for twice, and had its other turn
+        return None
+
+    def _make_document(self, key: str, folder: Path) -> _Remembered | NotDescribedError:
         """A description or refusal; an error: neither can be made now."""
         assert self._make is not None
         try:
             document = self._make(folder, self._closed.is_set)
             if document.key != description_key(folder, document.versions):
                 raise DescribeError("its files changed while it was described")
+            self._lost.forget(key)
             return _Remembered(document)
+        except (DescribeLaterError, UnavailableError) as error:
+            if self._closed.is_set():
+                return _ended()
+            why = str(error).rstrip(".")
+            why = f"The base in {folder} cannot be described now, through no fault of its own, and is tried again: {why}."
+            return _not_now(why, self._lost.add(key, why))
         except DescribeError as error:
             if self._closed.is_set():
                 return _ended()
-            if isinstance(error, DescribeLaterError):
-                log.warning("the base in %s cannot be described now: %s", folder, error)
-                return UnavailableError(
-                    f"The base in {folder} cannot be described now: {str(error).rstrip('.')}.", param="model"
-                )
             why = str(error)
         except (FtError, OSError) as error:
             why = error.message if isinstance(error, FtError) else f"its files cannot be read: {error.strerror or error}"
         except Exception as error:
             log.exception("the base in %s could not be described", folder)
             why = f"{type(error).__name__}; see the server's log"
+        self._lost.forget(key)
         log.warning("the base in %s cannot be described: %s", folder, why)
         message = f"The base in {folder} cannot be described, so it cannot be tuned here: {why.rstrip('.')}."
         return _Remembered(_refused(key, message, UNDESCRIBABLE), time.time() + self._failed_seconds)
 
     def _not_described(self, folder: Path) -> NotDescribedError:
-        if (why := self.delay(folder)) is not None:
-            return NotDescribedError(why, param="model", retry_after=None)
-        return NotDescribedError(
-            f"The base in {folder} is being described. Try again in a moment.", param="model", retry_after=5
-        )
+        if self.missing is not None:
+            return NotDescribedError(self.missing, param="model", retry_after=None)
+        lost = self._lost_now(folder)
+        why = self.delay(folder) or f"The base in {folder} is being described. Try again in a moment."
+        return _not_now(why, RETRY_SECONDS if lost is None else lost[0])
+
+    def _lost_now(self, folder: Path) -> tuple[float, str] | None:
+        """Seconds until the next try, and why the last one was lost; None: none was, or the next one is due."""
+        with self._guard:
+            found = self._keys.get(folder)
+        return None if found is None else self._lost.pending(self._name(found[1]))
 
     def _key(self, folder: Path) -> str:
         """Name of a base's document in the cache; a digest is reused until a file changes. Raises FtError, OSError."""
@@ -437,16 +484,23 @@ class Descriptions:
 
 
 def _refusal_name(key: str, folder: Path) -> str:
-    """Name of a refusal in the cache. A refusal names its folder, so that another folder with the same files has its own."""
-    return f"{key}.{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.refused"
+    """Name of a refusal in the cache. A refusal names its folder, so that another folder with the same files has its own.
+
+    Up to 0.2.0 the names ended in `.refused`, and among those refusals are ones of processes that the host had killed.
+    """
+    return f"{key}.{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.refusal"
 
 
 def _refused(key: str, message: str, code: str) -> Described:
     return Described(key, _UNKNOWN_VERSIONS, refused=Refusal(message, code=code))
 
 
-def _ended() -> UnavailableError:
-    return UnavailableError("The service ended while the base was described.")
+def _not_now(why: str, seconds: float) -> NotDescribedError:
+    return NotDescribedError(why, param="model", retry_after=max(1, math.ceil(seconds)))
+
+
+def _ended() -> NotDescribedError:
+    return _not_now("The service ended while the base was described.", 1)
 
 
 def _states(folder: Path) -> tuple[_State, ...]:

@@ -213,7 +213,7 @@ class LateAdmission:
     def delay(self, job: Job) -> str | None:
         """Text for the owner why the job waits for its base; None: the base is described or refused."""
         folder = Path(job.spec.model.path)
-        if self.descriptions.ask(folder) is not None:
+        if self.descriptions.ask(folder, job.project_id) is not None:
             return None
         why = self.descriptions.delay(folder)
         return self.settings.without_paths(why) if why else f"Its base {job.base} is being described."

@@ -15,6 +15,7 @@ from ft_service.engines.sharing import share_key
 from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions
 from ft_service.jobs.states import Job, State
+from ft_service.shared_work.losses import Losses, pause_seconds
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.leases import LONGEST_REST_SECONDS
@@ -24,7 +25,7 @@ from ft_service.store.sql import Store
 CHECK_REST_SECONDS = 5.0
 """Interval at which a job is looked at while its files are checked. The end of the check ends the interval too."""
 CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, LONGEST_REST_SECONDS
-"""Pause after a check that could not be finished, doubled each time, and its limit."""
+"""Pause after a check that could not be finished, and the longest after several."""
 DROP_SECONDS = 0.5
 """Interval at which checks of cancelled jobs are looked for."""
 
@@ -46,8 +47,7 @@ class JobValidation:
         `shares_adapters`: as `share_key`'s."""
         self._store, self._admission, self._shares_adapters = store, admission, shares_adapters
         self._waiting_for_base: dict[str, Job] = {}
-        self._retries: dict[str, int] = {}
-        """Job → number of its checks that could not be finished."""
+        self._lost = Losses("the check of a job", first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS)
         self._drop = Interval(DROP_SECONDS)
         usual = partial(
             check_data,
@@ -69,7 +69,7 @@ class JobValidation:
     def attend(self) -> None:
         """Have jobs looked at now whose check has ended or whose base was described, and end checks of cancelled jobs."""
         self._checks.demote_slow()
-        for job in self._checks.finished():
+        for job in (*self._checks.finished(), *self._checks.begun()):
             self._store.leases.look_again(job.id)
         if not self._drop.is_due:
             return
@@ -90,11 +90,13 @@ class JobValidation:
             return JobChange(job=replace(job, pending=delay), rest_seconds=CHECK_REST_SECONDS), None
         checked = self._checks.result(job)
         if checked is None:
+            again = job.pending if self._lost.count(job.id) else None  # why its last check could not be finished
+            job = replace(job, pending=self._checks.waits(job) or again)
             return JobChange(job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS), None
         if checked.waits is not None:
-            rest = min(CHECK_AGAIN_SECONDS * 2.0 ** min(self._retries.get(job.id, 0), 10), MOST_CHECK_REST_SECONDS)
-            waits = NewEvent(level="warn", message=f"The job waits. {checked.waits}")
-            events = [waits] if job.pending is None else []
+            losses = self._lost.count(job.id)
+            rest = pause_seconds(losses + 1, first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS)
+            events = [] if losses else [NewEvent(level="warn", message=f"The job waits. {checked.waits}")]
             return JobChange(job=replace(job, pending=checked.waits), events=events, rest_seconds=rest), checked
         job = _with_plan(decisions.validated(job, checked.error, now), checked, self._shares_adapters)
         if job.state is State.FAILED:
@@ -106,9 +108,9 @@ class JobValidation:
     def stored(self, job: Job, checked: Checked) -> None:
         """Forget a finished check once the change that follows from it is stored."""
         if checked.waits is None:
-            self._retries.pop(job.id, None)
+            self._lost.forget(job.id)
         else:
-            self._retries[job.id] = self._retries.get(job.id, 0) + 1
+            self._lost.add(job.id, f"job {job.id}: {checked.waits}")
         self._checks.forget(job)
 
     def _is_validating(self, job: Job) -> bool:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 _TIME = struct.Struct("d")
-_ENTRY = struct.Struct("dqq")
-"""A task's start (seconds of the monotonic clock; 0: it is not running), first line and last line."""
+_ENTRY = struct.Struct("ddqq")
+"""A task's start (seconds of the monotonic clock; 0: it is not running), the process's processor time then, first and last
+line."""
 
 
 class Task(Enum):
@@ -44,6 +45,8 @@ class RunningTask:
     last: int
     seconds: float
     """Time since its start."""
+    cpu_begun: float
+    """Processor time of the process at its start, in seconds."""
 
 
 class CurrentTask:
@@ -73,7 +76,7 @@ class CurrentTask:
         lines of an earlier task.
         """
         place = _TIME.size + task.value * _ENTRY.size
-        _ENTRY.pack_into(self._memory, place, 0.0, first, last)
+        _ENTRY.pack_into(self._memory, place, 0.0, time.process_time(), first, last)
         _TIME.pack_into(self._memory, place, time.monotonic())
         try:
             yield
@@ -83,4 +86,5 @@ class CurrentTask:
     def running(self) -> list[RunningTask]:
         """The tasks in progress, or in progress when the process died."""
         entries = [(task, *_ENTRY.unpack_from(self._memory, _TIME.size + task.value * _ENTRY.size)) for task in Task]
-        return [RunningTask(task, first, last, time.monotonic() - start) for task, start, first, last in entries if start]
+        now = time.monotonic()
+        return [RunningTask(task, first, last, now - start, cpu) for task, start, cpu, first, last in entries if start]

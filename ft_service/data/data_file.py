@@ -37,6 +37,10 @@ RENDER_SECONDS = 10.0
 """Processor time in which the base's chat template must render a sample, in seconds."""
 MEMORY_BYTES = 4 * 1024**3
 """Memory that reading a file may take; half of the host's memory if that is less. The longest line takes a quarter of it."""
+CHECK_SECONDS = 600.0
+"""Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its size."""
+CHECK_BYTES_PER_SECOND = 64 * 1024
+"""Bytes for which there is one more second. Ordinary chats take a sixteenth of that or less."""
 PAIRING = 1
 """Version of the samples that `answers` and preference_line.py make of a pair; increase it when they change."""
 
@@ -239,6 +243,8 @@ class ExamineRequest:
     files: tuple[str, ...] = ()
     """Files of the folder `path`, in their order; empty: `path` is a file."""
     options: TokenOptions = DEFAULT
+    cpu_seconds: float = CHECK_SECONDS
+    """Processor time for the whole request, after which the process is killed."""
     show: RecordRange | None = None
     """Samples to return in place of a report. The file's digest is not checked."""
     measure: Measure | None = None

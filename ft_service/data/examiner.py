@@ -2,13 +2,12 @@
 
 The process imports the tokenizers' packages, which takes a second, and then serves one file after another. Reading in a process
 of its own keeps a large file from blocking this process's threads, and can be stopped at any time. If a chat template or a
-tokenizer hangs or uses too much memory, the process is killed or dies; its last task shows what is at fault: the lines that it
-was reading, or the base.
+tokenizer takes too much processor time or memory, the process is killed or dies; its last task shows what is at fault: the
+lines that it was reading, or the base. A process that the host kills or gives no time says nothing of either.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +20,8 @@ from typing import Self
 
 from ft_service.data.current_task import CurrentTask, RunningTask, Task
 from ft_service.data.data_file import (
+    CHECK_BYTES_PER_SECOND,
+    CHECK_SECONDS,
     MEMORY_BYTES,
     RENDER_SECONDS,
     REPLY,
@@ -38,19 +39,19 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.errors import DataError, SpecError, UnavailableError
 from ft_service.host.hardware import memory_bytes
-from ft_service.host.helper_process import HelperFailed, HelperProcess, Program, ran_out_of_memory
+from ft_service.host.helper_process import CRASHES, LATER_SECONDS, HelperFailed, HelperProcess, Program, ran_out_of_memory
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
 
 COMMAND = (sys.executable, "-P", "-m", "ft_service.data.tokens.examine")
 KNOWN_REPORTS = 1000
-STUCK_SECONDS = 120.0
-"""Time for loading a tokenizer, rendering a sample or tokenising a chunk of samples, after which the process is killed. Most
-slow rendering is interrupted earlier, by the process itself (RENDER_SECONDS)."""
+STUCK_SECONDS = 300.0
+"""Processor time for loading a tokenizer, rendering a sample or tokenising a chunk of samples, after which the process is
+killed. Most slow rendering is interrupted earlier, by the process itself (RENDER_SECONDS)."""
+LOST_SECONDS = 3600.0
+"""Time for the same, after which the host is said to have had no processor for it."""
 WATCH_SECONDS = 0.5
 """Interval between checks whether the process is stuck."""
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals of crashes: what the process was reading is at fault, and would crash it again."""
 _DATA_PARAMS = ("training_file", "validation_file", "validation_split")
 """Parameters whose errors are errors of the data."""
 _PARTS = {Task.LOADING: "tokenizer", Task.RENDERING: "chat template", Task.ENCODING: "tokenizer"}
@@ -65,13 +66,23 @@ class ExaminerLost(UnavailableError):
 
     code = "data_check_failed"
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_lost: bool = True) -> None:
+        """`is_lost`: whether the host ended it, or its owner; False: it ended by itself."""
         hint = ""
         if "ImportError" in reason or "ModuleNotFoundError" in reason:
             hint = " Install what is missing: pip install 'ft-service[api]'."
         elif "signal" in reason:
             hint = " Often the host ran out of memory."
-        super().__init__(f"The process that reads data files ended without an answer: {reason}.{hint}")
+        super().__init__(
+            f"The process that reads data files ended without an answer: {reason}.{hint}", retry_after=LATER_SECONDS
+        )
+        self.is_lost = is_lost
+
+
+class TakesTooLongError(SpecError):
+    """A file takes more processor time than its request allows."""
+
+    code = "takes_too_long"
 
 
 class _FileAtFault(Exception):
@@ -153,6 +164,11 @@ class Examiner:
         return self._process.pid if self._process else None
 
     @property
+    def cpu_seconds(self) -> float:
+        """Processor time of the process; 0 if none was started."""
+        return self._process.cpu_seconds if self._process else 0.0
+
+    @property
     def is_closed(self) -> bool:
         """True after `close`, and after `stop` for good."""
         return self._closed
@@ -210,6 +226,7 @@ class Examiner:
             tokens=str(self._tokens or ""),
             files=data.files,
             options=options,
+            cpu_seconds=check_seconds(path, data),
         )
 
     def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> DataReport:
@@ -223,6 +240,8 @@ class Examiner:
             report = self._reply(request, note).report
         except _FileAtFault as error:
             return error.report()
+        except TakesTooLongError as error:
+            return DataReport(0, [Fault(0, "", error.message, over_limit=True)], 1, unread=True)
         assert report is not None, "the request asks for it"
         self._known.put(request, report)
         return report
@@ -240,6 +259,9 @@ class Examiner:
         path, max_length, options = Path(training.path), spec.longest_sample, TokenOptions.of(spec)
         request = self.request(training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None)
         measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
+        if validation is not None:
+            seconds = request.cpu_seconds + check_seconds(Path(validation.path), validation)
+            request = replace(request, cpu_seconds=seconds)
         try:
             return self.measure(replace(request, measure=measure))
         except (SpecError, DataError) as error:
@@ -272,8 +294,9 @@ class Examiner:
         """The last reply to a request. Raises _FileAtFault, SpecError, DataError, ExaminerLost."""
         self.start()
         assert self._process is not None
+        begun = self._process.cpu_seconds
         self._process.send(REQUEST.dump_json(request))
-        while (reply := self._next_reply(self._process, request)).progress is not None:
+        while (reply := self._next_reply(self._process, request, begun)).progress is not None:
             note(reply.progress)
         if reply.error is not None:
             kind = DataError if reply.error.param in _DATA_PARAMS else SpecError
@@ -294,18 +317,26 @@ class Examiner:
         self.stop(for_good=True)
         self._forget()
 
-    def _next_reply(self, process: HelperProcess, request: ExamineRequest) -> ExamineReply:
-        """The next reply; a stuck process is killed. Raises _FileAtFault, ExaminerLost."""
+    def _next_reply(self, process: HelperProcess, request: ExamineRequest, begun: float) -> ExamineReply:
+        """The next reply; a stuck process is killed. `begun`: its processor time when it got the request. Raises _FileAtFault,
+        TakesTooLongError, ExaminerLost."""
         current_task = self._current_task
         assert current_task is not None
         try:
             while (line := process.receive(WATCH_SECONDS)) is None:
-                stuck = [running for running in current_task.running() if running.seconds > self._stuck_seconds]
-                if stuck:
+                running, spent = current_task.running(), process.cpu_seconds
+                if stuck := [task for task in running if spent - task.cpu_begun > self._stuck_seconds]:
                     self.stop()
-                    raise _FileAtFault(stuck, f"took longer than {self._stuck_seconds:g} seconds")
+                    raise _FileAtFault(stuck, f"took longer than {self._stuck_seconds:g} seconds of a processor")
+                if spent - begun > request.cpu_seconds:
+                    self.stop()
+                    raise _takes_too_long(request)
+                if any(task.seconds > LOST_SECONDS for task in running):
+                    self.stop()
+                    raise ExaminerLost(f"the host had no processor for it in {LOST_SECONDS:g} seconds")
         except HelperFailed as error:
-            raise _error_of(error, current_task.running(), request) from None
+            tasks = current_task.running()
+            raise _error_of(error, tasks, request, is_ready=current_task.is_ready) from None
         return REPLY.validate_json(line)
 
     def _forget(self) -> None:
@@ -314,14 +345,32 @@ class Examiner:
             self._process = None
 
 
-def _error_of(ended: HelperFailed, tasks: Sequence[RunningTask], request: ExamineRequest) -> Exception:
-    """The error for a process that ended. `tasks`: those that it had not finished."""
+def check_seconds(path: Path, data: DataFileRef) -> float:
+    """Processor time in which the examination of a file must end, in seconds. `path`: the file's path on this host."""
+    try:
+        size = sum((path / name).stat().st_size for name in data.files or ("",))
+    except OSError:  # which the examination reports
+        size = 0
+    return CHECK_SECONDS + size / CHECK_BYTES_PER_SECOND
+
+
+def _takes_too_long(request: ExamineRequest) -> TakesTooLongError:
+    text = (
+        f"reading, rendering and tokenising it takes more than {request.cpu_seconds:,.0f} seconds of a processor, the limit "
+        "for its size: use a chat template that does less, or give fewer or shorter lines"
+    )
+    return TakesTooLongError(text, param="training_file")
+
+
+def _error_of(ended: HelperFailed, tasks: Sequence[RunningTask], request: ExamineRequest, *, is_ready: bool) -> Exception:
+    """The error for a process that ended. `tasks`: those that it had not finished; `is_ready`: whether it had begun any."""
     code, output = ended.exit_code or 0, ended.last_words
-    if ran_out_of_memory(output):
+    if is_ready and ran_out_of_memory(output):
         return _FileAtFault(tasks, f"needed more than {request.memory_bytes // 2**20:,} MiB of memory")
     if tasks and -code in CRASHES:
         return _FileAtFault(tasks, f"crashed the process that reads data files (signal {-code})")
-    return ExaminerLost(f"killed by signal {-code}" if code < 0 else output[-1] if output else f"exit code {code}")
+    reason = f"killed by signal {-code}" if code < 0 else output[-1] if output else f"exit code {code}"
+    return ExaminerLost(reason, is_lost=ended.is_lost)
 
 
 def data_files(spec: JobSpec) -> list[tuple[Param, DataFileRef]]:

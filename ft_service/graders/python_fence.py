@@ -15,7 +15,7 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +23,7 @@ from ft_service.errors import UnavailableError
 from ft_service.graders import fenced_program, system_calls
 from ft_service.graders.grades import GradingError, Score, as_reward
 from ft_service.host.helper_process import Failure, HelperFailed, HelperProcess, Program
-
-Value = TypeVar("Value")
+from ft_service.shared_work.losses import persist
 
 SECONDS = 120.0
 """Time for a case, and for loading the source."""
@@ -35,11 +34,12 @@ _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local
 """Folders of the system's libraries. All of /usr would be more than Python reads: people keep state below it."""
 _ROOT = ("/lib", "/lib64")
 """Folders of libraries that most systems have below /usr, with links to there."""
+FIRST_PAUSE_SECONDS = 0.5
+"""Pause before a case whose process was killed is graded again."""
+_KILLED = 128 + signal.SIGKILL
+"""Exit code of bubblewrap if the grader within was killed."""
+_Result = TypeVar("_Result")
 _PROGRAM = "/grader/python_grader.py"
-TRIES = 3
-"""Tries of a case whose process is killed."""
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of bubblewrap when it was killed, and when the process within was."""
 _PROBE_SECONDS = 20.0
 _INSTEAD = "Use string_check, text_similarity, or an endpoint grader, which runs your code on your own server"
 
@@ -102,10 +102,6 @@ def _missing() -> str | None:
     return None
 
 
-class _Killed(GradingError):
-    """The process was killed: by the host, or by the grader itself, which looks the same."""
-
-
 class FencedGrader:
     """A python grader's process, which is started by `start` or the first case, and again after it died. For one thread;
     another one may `kill` it."""
@@ -124,24 +120,23 @@ class FencedGrader:
         self._end()
 
     def start(self) -> None:
-        """Load the source. Raises GradingError if that is at fault, UnavailableError if the process is killed each time."""
-        try:
-            self._tried(self._load)
-        except _Killed as killed:
-            raise UnavailableError(f"A python grader cannot be loaded now: {killed.detail}.", retry_after=10) from None
+        """Load the source. Raises GradingError if it cannot be loaded, UnavailableError if the host lets no process load it."""
+        self._persist(self._load)
 
     def score(self, message: bytes) -> Score:
-        """Grade a case, which is JSON."""
+        """Grade a case, which is JSON. If the host kills the process, the case is graded by another one."""
         try:
-            reply = self._tried(lambda: self._ask(self._process or self._load(), message))
+            reply = self._persist(partial(self._graded, message))
             reward = as_reward(reply.get("reward"))
             if reward is None:
                 raise GradingError("python_grader_runtime_error", f"grade returned {reply.get('reward')}: no finite number")
             return Score(reward)
+        except UnavailableError as error:
+            return Score.failed(GradingError("python_grader_server_error", f"killed: {error.message}"))
         except GradingError as error:
             return Score.failed(error)
 
-    def _load(self) -> HelperProcess:
+    def _load(self) -> None:
         self._end()
         if why := _told(shown(self._private)):  # a job that was accepted may outlive a move of FT_HOME
             raise GradingError("python_grader_server_error", f"python graders cannot run now: {why}")
@@ -150,23 +145,22 @@ class FencedGrader:
             process.kill()
         begin = {"source": self._source, "packages": _packages(), "memory_bytes": MEMORY_BYTES}
         self._ask(process, begin)
-        return process
-
-    def _tried(self, work: Callable[[], Value]) -> Value:
-        """Repeat what ends because the process is killed, as by a host without memory. Raises _Killed after the last try."""
-        for _ in range(TRIES - 1):
-            try:
-                return work()
-            except _Killed:
-                if self._killed:
-                    break
-        return work()
 
     def kill(self) -> None:
         """End the process, and start none again."""
         self._killed = True
         if (process := self._process) is not None:
             process.kill()
+
+    def _persist(self, call: Callable[[], _Result]) -> _Result:
+        return persist("a python grader", call, first=FIRST_PAUSE_SECONDS, stop=lambda: self._killed)
+
+    def _graded(self, message: Any) -> dict[str, Any]:
+        """The reply to a case. Raises GradingError, and UnavailableError if the process was killed."""
+        if self._process is None:
+            self._load()
+        assert self._process is not None
+        return self._ask(self._process, message)
 
     def _ask(self, process: HelperProcess, message: Any) -> dict[str, Any]:
         try:
@@ -177,8 +171,9 @@ class FencedGrader:
             reply = json.loads(line) if len(line) <= MOST_ANSWERED else None
         except HelperFailed as error:
             self._end()
-            kind = _Killed if error.exit_code in _KILLED else GradingError
-            raise kind("python_grader_server_error", f"{error.failure.value}: {error.message}") from None
+            if error.failure is Failure.KILLED or error.exit_code == _KILLED:
+                raise UnavailableError(error.message) from None
+            raise GradingError("python_grader_server_error", f"{error.failure.value}: {error.message}") from None
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):

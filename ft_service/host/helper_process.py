@@ -43,8 +43,12 @@ LAST_WORDS_BYTES = 16 * 1024
 """Bytes of stderr that are kept."""
 END_SECONDS = 5.0
 """Time that a helper may take to end after closing its output."""
+LATER_SECONDS = 10
+"""Seconds after which what the host did not let end may be asked for again."""
 SLICE_SECONDS = 0.5
 """Length of one wait: another thread may have something to send meanwhile."""
+_CPUCLOCK_SCHED = 2
+"""Kind of a clock of a process, in the low bits of its id, as clock_getcpuclockid(3) makes it."""
 _OUT_OF_MEMORY = ("MemoryError", "memory allocation of", "std::bad_alloc", "can't allocate memory", "Cannot allocate memory")
 """Messages of a failed allocation: Python's, Rust's, C++'s, torch's, and the system's."""
 
@@ -56,6 +60,8 @@ class Program:
     command: Sequence[str]
     memory_bytes: int | None = None
     """Limit on its private memory; None: the host's."""
+    limits_itself: bool = False
+    """Whether it sets a limit on its own memory, so that its input is at fault where that is too little."""
     cpu_seconds: int | None = None
     """Limit on its processor time; None: there is none, as for one that answers many requests."""
     niceness: int = 0
@@ -109,10 +115,9 @@ class HelperFailed(UnavailableError):
     ) -> None:
         """`exit_code`: as of subprocess, negative for a signal; None: this process killed it."""
         detail = f": {last_words[-1][:500]}" if last_words and failure is not Failure.TIME else ""
-        super().__init__(f"{program.name} {why}{detail}", retry_after=None)
-        self.failure, self.exit_code, self.last_words = failure, exit_code, tuple(last_words)
-        self.is_lost = _is_lost(program, failure, exit_code)
-        """Whether the host is at fault, and not the helper's input: the same request may be answered later."""
+        is_lost = _is_lost(program, failure, exit_code)
+        super().__init__(f"{program.name} {why}{detail}", retry_after=LATER_SECONDS if is_lost else None)
+        self.failure, self.exit_code, self.last_words, self.is_lost = failure, exit_code, tuple(last_words), is_lost
 
 
 def _is_lost(program: Program, failure: Failure, exit_code: int | None) -> bool:
@@ -122,7 +127,7 @@ def _is_lost(program: Program, failure: Failure, exit_code: int | None) -> bool:
         case Failure.TIME:
             return True
         case Failure.MEMORY:
-            return program.memory_bytes is None
+            return program.memory_bytes is None and not program.limits_itself
         case Failure.KILLED:
             return exit_code is None or -exit_code not in CRASHES
         case Failure.CPU | Failure.EXITED | Failure.GARBAGE:
@@ -145,6 +150,7 @@ class HelperProcess:
         self._unsent, self._no_more = bytearray(), False
         self._output, self._searched, self._errors = bytearray(), 0, bytearray()
         self._output_ended_at: float | None = None
+        self._cpu_seconds = 0.0
         self._ready = select.poll()
         self._ready.register(self._handle, select.POLLIN)
         for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
@@ -169,6 +175,14 @@ class HelperProcess:
         if self._popen.returncode is None and has_ended(self._handle):
             self.kill()  # what is left of its session
         return self._popen.returncode
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of the helper's own threads, without its child processes; as it was last read, once it has ended."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(OSError):
+                self._cpu_seconds = time.clock_gettime(~self.pid << 3 | _CPUCLOCK_SCHED)
+        return self._cpu_seconds
 
     @property
     def last_words(self) -> list[str]:

@@ -2,7 +2,8 @@
 
 A requested export is an empty file below FT_HOME/exports, its order, until it is made or has failed and the job's user was
 told, so that a restarted server continues with it. An export is removed with its order first: what is written of it afterwards
-goes too. The process ends with the server, uses no GPU, and runs at low priority.
+goes too. The process ends with the server, uses no GPU, and runs at low priority. If the host kills it, the export waits and is
+begun again, after growing pauses.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ft_service.errors import FtError, NotFoundError, SpecError
-from ft_service.host.helper_process import Failure, HelperFailed, Program, run_once
+from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError, is_lost
+from ft_service.host.helper_process import HelperFailed, Program, run_once
 from ft_service.host.lifetime import try_lock
 from ft_service.host.loops import every
 from ft_service.jobs.states import Job
@@ -28,6 +29,7 @@ from ft_service.rundir.directory import unfinished
 from ft_service.rundir.documents import Export, ExportFormat, export_key, read_export, state_key
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.settings import Settings
+from ft_service.shared_work.losses import Losses
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 WORKER = (sys.executable, "-P", "-m", "workers.tasks.export")
 NICENESS = 10
+LONGEST_PAUSE_SECONDS = 3600.0
+"""Longest pause before an export whose process the host killed is begun again: each may read and write a whole model."""
 _LOCK = "exports.lock"
 """File in FT_HOME, locked by the server that makes exports."""
 
@@ -98,32 +102,45 @@ def folder_of(job: Job, to: ExportFormat, places: Places) -> Path:
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Make exports until `stop` is set."""
     if settings.launcher == "local":
-        every(POLL_SECONDS, lambda: make_all(settings, store, stop), stop, "making exports")
+        lost = Losses("an export", longest=LONGEST_PAUSE_SECONDS)
+        every(POLL_SECONDS, lambda: make_all(settings, store, stop, lost=lost), stop, "making exports")
 
 
-def make_all(settings: Settings, store: Store, stop: threading.Event, make: Make | None = None) -> None:
+def make_all(
+    settings: Settings, store: Store, stop: threading.Event, make: Make | None = None, lost: Losses | None = None
+) -> None:
     """Make all requested exports, oldest first, unless another server of the same FT_HOME makes them: both would write to one
-    folder, and each would take the other's end for a removal. `make`: None: `by_process`."""
+    folder, and each would take the other's end for a removal. `make`: None: `by_process`. `lost`: earlier losses of orders;
+    None: there were none."""
     if not any(_waiting(settings)):
         return
     lock = try_lock(settings.home / _LOCK)
     if lock is None:
         return
     try:
-        _make_all(settings, store, stop, make or by_process)
+        _make_all(settings, store, stop, make or by_process, lost or Losses("an export"))
     finally:
         os.close(lock)
 
 
-def _make_all(settings: Settings, store: Store, stop: threading.Event, make: Make) -> None:
+def _make_all(settings: Settings, store: Store, stop: threading.Event, make: Make, lost: Losses) -> None:
     places = Places.of(settings)
     for order, project_id, job_id, to in _waiting(settings):
+        if lost.pending(order.name) is not None:
+            continue
         try:
             job = store.jobs.get_job(project_id, job_id)
         except NotFoundError:
             order.unlink(missing_ok=True)
             continue
-        ended = _make_one(order, job, to, places, make, stop)
+        try:
+            ended = _make_one(order, job, to, places, make, stop)
+            lost.forget(order.name)
+        except UnavailableError as error:
+            lost.add(order.name, error.message)
+            if lost.count(order.name) == 1:
+                store.jobs.add_events(job, [NewEvent(level="warn", message=_waits(to, error))])
+            continue
         if not order.exists():
             remove(job, to, settings, places)
         elif ended is None:
@@ -135,12 +152,12 @@ def _make_all(settings: Settings, store: Store, stop: threading.Event, make: Mak
 
 def _make_one(order: Path, job: Job, to: ExportFormat, places: Places, make: Make, stop: threading.Event) -> Export | None:
     """Make an export, unless it is made or has failed already and only its user was not told. Its state at the end; None: it
-    was stopped."""
+    was stopped. Raises UnavailableError if it was lost; it then waits for the next try."""
     run_dir = places.run(job.id)
     begun = read_export(run_dir, to) or Export(format=to, status="queued", created_at=time.time())
     if begun.status in ("succeeded", "failed"):
         return begun
-    run_dir.write(state_key(to), begun.model_copy(update={"status": "running"}))
+    run_dir.write(state_key(to), begun.model_copy(update={"status": "running", "error": None}))
     started = time.monotonic()
     try:
         refuse_damaged(run_dir.path("adapter"), str(job.tuned_name))
@@ -149,13 +166,20 @@ def _make_one(order: Path, job: Job, to: ExportFormat, places: Places, make: Mak
     except Stopped:
         return None
     except (FtError, OSError) as error:
+        if is_lost(error):
+            run_dir.write(state_key(to), begun.model_copy(update={"status": "queued", "error": str(error)}))
+            raise
         changes = {"status": "failed", "error": str(error)}
     else:
         log.info("job %s was exported as %s in %.0f s", job.id, to.value, time.monotonic() - started)
-        changes = {"status": "succeeded", "report": report, "bytes": size}
+        changes = {"status": "succeeded", "report": report, "bytes": size, "error": None}
     ended = begun.model_copy(update={**changes, "finished_at": time.time()})
     run_dir.write(state_key(to), ended)
     return ended
+
+
+def _waits(to: ExportFormat, error: UnavailableError) -> str:
+    return f"It could not be exported as {to.value} now, and is tried again: {error.message}."
 
 
 def _event(ended: Export) -> NewEvent:
@@ -165,23 +189,11 @@ def _event(ended: Export) -> NewEvent:
 
 
 def by_process(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
-    """Make an export in a process, which is ended when `stop` returns True. If the process is killed otherwise, it is started
-    once more. Incomplete files are removed.
-    """
+    """Make an export in a process, which is ended when `stop` returns True. Incomplete files are removed. Raises as `Make`, and
+    HelperFailed."""
     if to is ExportFormat.PEFT:
         raise SpecError("The adapter as it was trained is downloaded as it is: GET …/adapter.", param="format")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        report = _run_process(adapter, out, to, stop) or _run_process(adapter, out, to, stop)
-    finally:
-        shutil.rmtree(unfinished(out), ignore_errors=True)
-    if report is None:
-        raise FtError("its process was killed twice, which a host does that has too little memory for it.")
-    return report
-
-
-def _run_process(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any] | None:
-    """Report of the process; None: it was killed. Raises FtError, and Stopped."""
     program = Program(
         command=(*WORKER, str(adapter), str(out), "--format", to.value),
         niceness=NICENESS,  # training has priority
@@ -189,13 +201,12 @@ def _run_process(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], 
     )
     try:
         return run_once(program, stop=stop)
-    except HelperFailed as error:
+    except HelperFailed:
         if stop():
             raise Stopped from None
-        if error.failure is not Failure.KILLED:
-            raise
-        log.warning("%s", error.message)
-        return None
+        raise
+    finally:
+        shutil.rmtree(unfinished(out), ignore_errors=True)
 
 
 def _queue(settings: Settings) -> Path:

@@ -12,6 +12,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
+
+from ft_service.errors import UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +24,11 @@ TOLD_AFTER = 3
 """Losses in a row after which the operator is told; again each time that they have doubled."""
 _MOST = 4096
 """Inputs that are remembered."""
+
+
+TRIES = 3
+"""Tries of work that somebody waits for."""
+_Result = TypeVar("_Result")
 
 
 def pause_seconds(losses: int, *, first: float = FIRST_SECONDS, longest: float = LONGEST_SECONDS) -> float:
@@ -33,6 +41,27 @@ class _Lost:
     count: int
     until: float
     why: str
+
+
+def persist(
+    work: str,
+    call: Callable[[], _Result],
+    *,
+    tries: int = TRIES,
+    first: float = FIRST_SECONDS,
+    stop: Callable[[], bool] = lambda: False,
+) -> _Result:
+    """Return what `call` returns, called again after a growing pause when it was lost, unless `stop` returns True: for work
+    that is wanted now, so that one death of its process costs nobody anything. Raises what its last call raises."""
+    for losses in range(1, tries):
+        try:
+            return call()
+        except UnavailableError as error:
+            if not error.is_lost or stop():
+                raise
+            log.warning("%s was lost, and is tried again: %s", work, error.message)
+        time.sleep(pause_seconds(losses, first=first))
+    return call()
 
 
 class Losses:

@@ -5,8 +5,7 @@
     with places.hold(project_id): ...              in a thread
     async with places.held(project_id): ...        in an event loop
 
-Work that ends by an UnavailableError was lost: the host could not do it, and it may be tried later. Any other error is the
-doing of its input.
+Work whose error `is_lost` may be tried later: the host could not do it. Any other error is the doing of its input.
 """
 
 from __future__ import annotations
@@ -163,8 +162,8 @@ class Places:
         try:
             yield
             outcome = Outcome.DONE
-        except UnavailableError:
-            outcome = Outcome.LOST
+        except UnavailableError as error:
+            outcome = Outcome.LOST if error.is_lost else Outcome.REFUSED
             raise
         finally:
             with self._guard:

@@ -12,8 +12,12 @@ from ft_service.errors import UnavailableError
 from ft_service.host.environment import STORAGE
 from ft_service.host.helper_process import HelperFailed, HelperProcess, Program, run_once
 from ft_service.rundir.directory import RunDir
+from ft_service.shared_work.losses import persist
 
 log = logging.getLogger(__name__)
+
+TRIES = 6
+"""Tries of a process that the host kills each time: with a pod's disk goes what was not uploaded."""
 
 
 class MirrorError(UnavailableError):
@@ -30,7 +34,7 @@ class Mirror:
     def fetch(self) -> None:
         """Download what the attempt starts from. Raises MirrorError."""
         try:
-            run_once(self._program("fetch"))
+            self._persist("fetch")
         except HelperFailed:
             raise MirrorError(
                 "The run directory could not be fetched from object storage; the reason is in the log above."
@@ -53,9 +57,13 @@ class Mirror:
             self._follower.close()  # the flush repeats what it was doing
             self._follower = None
         try:
-            run_once(self._program("flush"))
+            self._persist("flush")
         except HelperFailed as error:
             log.error("not everything could be uploaded to object storage: %s", error.message)
+
+    def _persist(self, verb: str) -> None:
+        """Run the process to its end, and again if the host kills it."""
+        persist(f"object_sync {verb}", lambda: run_once(self._program(verb)), tries=TRIES)
 
     def _program(self, verb: str) -> Program:
         command = (sys.executable, "-P", "-m", "ft_service.supervisor.object_sync", verb, *self._words)

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ft_service.rundir.checkpoints import (
 )
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of, unfinished
 from ft_service.rundir.verified_files import adapter_faults
+from ft_service.shared_work.losses import persist
 
 CONSOLIDATE = "workers.tasks.consolidate"
 
@@ -39,10 +41,12 @@ class WorkersMissingError(FtError):
 def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.executable) -> dict[str, Any]:
     """Run `python -m module` and return its report. Blocks: a server must call it on a thread.
 
-    Raises SpecError or NotFoundError for what the worker refuses, WorkersMissingError, HelperFailed.
+    One that the host kills is started again. Raises SpecError or NotFoundError for what the worker refuses,
+    WorkersMissingError, HelperFailed.
     """
+    program = Program(command=(python, "-P", "-m", module, *arguments), variables={"PYTHONSAFEPATH": "1"})
     try:
-        return run_once(Program(command=(python, "-P", "-m", module, *arguments), variables={"PYTHONSAFEPATH": "1"}))
+        return persist(module, partial(run_once, program))
     except SpecError as error:
         if error.code in ("no_checkpoint", "checkpoint_damaged"):
             raise NotFoundError(error.message, param=error.param, code=error.code) from None

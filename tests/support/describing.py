@@ -16,7 +16,7 @@ from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "describe_oddly.py"))
-"""Describes a folder as its config.json asks for with `test`: `hang`, `eat`, `crash`, `garbage`, `slow`."""
+"""Describes a folder as its config.json asks for with `test`: `hang`, `spin`, `eat`, `crash`, `killed`, `garbage`, `slow`."""
 VERSIONS = Versions("1", "2", "3", "4")
 
 
@@ -51,9 +51,10 @@ def small_document(folder: Path, versions: Versions = VERSIONS) -> Described:
     return Described(description_key(folder, versions), versions, base=small_description())
 
 
-def oddly(seconds: float = 60.0, memory_bytes: int = 512 * 1024**2) -> Make:
+def oddly(seconds: float = 60.0, cpu_seconds: int = 60, memory_bytes: int = 512 * 1024**2) -> Make:
     """Describe by PROGRAM, under these limits."""
-    return lambda folder, stop: describe_in_process(folder, stop, command=PROGRAM, seconds=seconds, memory_bytes=memory_bytes)
+    limits = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes}
+    return lambda folder, stop: describe_in_process(folder, stop, command=PROGRAM, **limits)
 
 
 _ONE = threading.Lock()

@@ -60,12 +60,13 @@ def add_job(
     max_seconds: int | None = None,
     nodes: int | None = None,
     host: str | None = None,
+    project_id: str = PROJECT,
     **changes: Any,
 ) -> Job:
     spec = spec_of(job_id, **changes)
     job = Job(
         id=job_id,
-        project_id=PROJECT,
+        project_id=project_id,
         created_at=0.0,
         request={},
         stored_spec=StoredSpec.of(spec),
@@ -85,8 +86,8 @@ def new_reconciler(folder: Path, store: Store, launcher: Launcher, **options: An
     return Reconciler(store, launcher, Places(folder), ReconcilerOptions(**options))
 
 
-def get(store: Store, job_id: str = "ftjob-1") -> Job:
-    return store.jobs.get_job(PROJECT, job_id)
+def get(store: Store, job_id: str = "ftjob-1", project_id: str = PROJECT) -> Job:
+    return store.jobs.get_job(project_id, job_id)
 
 
 def messages(store: Store, job_id: str = "ftjob-1") -> list[str]:

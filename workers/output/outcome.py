@@ -35,6 +35,7 @@ from ft_service.rundir.evaluations import FORGETTING, PROBES, SERVED, Forgetting
 from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.manifest import MANIFEST, AdapterSource
 from ft_service.rundir.model_card import describe_adapter
+from ft_service.shared_work.losses import persist
 from ft_service.spec import JobSpec
 from workers.base.rank_objects import Wait, by_first, on_all
 from workers.job import reread_adapter
@@ -312,8 +313,10 @@ def _check_in_fresh_process(folder: Path, digests: Mapping[str, str]) -> None:
     # As a file: by its module's name Python would import the package first, and torch with it, for every checkpoint.
     program = Program(command=(sys.executable, "-P", reread_adapter.__file__, str(folder)))
     try:
-        faults = run_once(program, digests)
+        faults = persist("reading an adapter back", lambda: run_once(program, digests))
     except HelperFailed as error:
+        if error.is_lost:
+            raise
         faults = [error.message]
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -20,7 +20,7 @@ from ft_service.data.tokens.answer_ends import answer_ends
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.data.tool_call_parser import CallFormat, call_format
-from ft_service.errors import SpecError
+from ft_service.errors import SpecError, UnavailableError
 
 LIMITS = RenderLimits(seconds=2.0, memory_bytes=256 * 1024**2)
 """Limits of rendering one conversation."""
@@ -94,16 +94,17 @@ class ChatTokenizer:
     @property
     def calls(self) -> CallFormat | None:
         """How calls are written. None: in no way that is known here. Known once a prompt is."""
-        return self._known.result()[0]
+        return self._told()[0]
 
     @property
     def ends(self) -> frozenset[int]:
         """Tokens that end an answer. Known once a prompt is."""
-        return self._known.result()[1]
+        return self._told()[1]
 
     def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> Future[str]:
         """The text that an answer follows, once it is rendered: one conversation after the other. The result raises SpecError
-        for a conversation that the template refuses, or that exceeds its limits.
+        for a conversation that the template refuses, or that exceeds its limits; UnavailableError if the host lets no process
+        render it.
         """
         return self._queue.submit(self._prompt, list(messages), list(tools))
 
@@ -116,6 +117,15 @@ class ChatTokenizer:
             return self._write(messages, tools, prompt=True)
         except LineError as error:
             raise SpecError(f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages") from None
+
+    def _told(self) -> tuple[CallFormat | None, frozenset[int]]:
+        """What the template says of itself. If the host killed its process, the next request finds it asked again."""
+        known = self._known
+        try:
+            return known.result()
+        except UnavailableError:
+            self._known = self._queue.submit(self._ask_template)
+            raise
 
     def _ask_template(self) -> tuple[CallFormat | None, frozenset[int]]:
         return call_format(self._write), answer_ends(self._write, self.tokenizer, self._path)

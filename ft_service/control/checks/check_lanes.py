@@ -1,8 +1,9 @@
 """Workers that read data files: a short lane and a few long ones, each a thread with a process of its own.
 
 The duration of a check is unknown beforehand. A check that takes more than seconds turns its lane, with its process, into a
-long one, and the short lane gets a new process. If there are as many long lanes as allowed, the check is restarted once one is
-free. The shortest check goes first, unless another has waited long enough.
+long one, and the short lane gets a new process. If no long lane is free for its project, the check is restarted once its turn
+comes. In both kinds projects take turns, charged by the processor time of their checks, and a project has one long lane at
+most, so that no number of long checks keeps another project's waiting.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ from pathlib import Path
 from typing import Protocol
 
 from ft_service.data.examiner import Examiner, ExaminerLost, ReportCache
+from ft_service.shared_work.turns import Turn, Turns
 
 SHORT_SECONDS = 2.0
 """Limit of a check in the short lane, without the start of its process."""
 LONG_LANES = 2
+LONG_OF_PROJECT = 1
+"""Long lanes that a project may have at once."""
 IDLE_SECONDS = 600.0
 """Idle time after which the short lane's process is ended."""
 BYTES_PER_SECOND = 4 * 1024**2
-"""Rough reading speed, used only for the order."""
+"""Rough reading speed, by which a check is charged before its processor time is known."""
 LEAST_SECONDS = 0.1
 """Assumed duration of the smallest check."""
 
 
 class LaneWork(Protocol):
-    """Work of a lane. `bytes`: to read. `is_long`: whether it skips the short lane."""
+    """Work of a lane. `project`: whose turn it takes; `bytes`: to read; `is_long`: whether it skips the short lane."""
 
+    project: str
     bytes: int
     is_long: bool
 
@@ -44,7 +49,8 @@ class Lanes:
         self._known = ReportCache()
         self._tokens = tokens
         self._changed = threading.Condition()
-        self._queue: list[_Entry] = []
+        self._turns = {False: Turns[_Entry](1), True: Turns[_Entry](LONG_LANES, LONG_OF_PROJECT)}
+        """Whether the lanes are long → work that waits for them, and runs in them."""
         self._lanes: list[_Lane] = []
         self._closed = False
 
@@ -59,29 +65,28 @@ class Lanes:
 
     def under_way(self) -> list[LaneWork]:
         with self._changed:
-            return [lane.current.work for lane in self._lanes if lane.current is not None]
+            return [lane.turn.item.work for lane in self._lanes if lane.turn is not None]
 
     def drop(self, work: LaneWork) -> None:
         """End the work, or remove it from the queue."""
         with self._changed:
-            self._queue = [waiting for waiting in self._queue if waiting.work is not work]
+            for turns in self._turns.values():
+                for waiting in [turn.item for turn in turns if turn.item.work is work]:
+                    turns.drop(waiting)
             for lane in self._lanes:
-                if lane.current is not None and lane.current.work is work:
-                    lane.current.dropped = True
+                if lane.turn is not None and lane.turn.item.work is work:
+                    lane.turn.item.dropped = True
                     lane.examiner.stop(for_good=True)
 
     def demote_slow(self) -> None:
         """Move work that takes too long out of the short lane."""
         with self._changed:
             for lane in tuple(self._lanes):
-                current = lane.current
-                if not lane.is_long and current is not None and lane.seconds() > SHORT_SECONDS:
-                    current.work.is_long = True
-                    if self._long_lanes() < LONG_LANES:
-                        lane.is_long = True
-                        self._lane(is_long=False, warm=True)
-                    else:
-                        lane.examiner.stop(for_good=True)
+                if lane.is_long or lane.turn is None or lane.seconds() <= SHORT_SECONDS:
+                    continue
+                lane.turn.item.work.is_long = True
+                if not self._lengthen(lane, lane.turn):
+                    lane.examiner.stop(for_good=True)
 
     def close(self) -> None:
         """End all work; no more begins."""
@@ -94,14 +99,11 @@ class Lanes:
     def next(self, lane: _Lane) -> _Entry | None:
         """The next work of a lane; None: the lane ends. The short lane waits for work; a long lane ends when there is none."""
         with self._changed:
-            lane.current = None
+            self._leave(lane)
             while not self._closed:
-                mine = [waiting for waiting in self._queue if waiting.work.is_long == lane.is_long]
-                if mine:
-                    chosen = max(mine, key=_Entry.urgency)
-                    self._queue.remove(chosen)
-                    lane.begin(chosen)
-                    return chosen
+                if (turn := self._turns[lane.is_long].take()) is not None:
+                    lane.begin(turn)
+                    return turn.item
                 if lane.is_long:
                     break
                 if not self._changed.wait(IDLE_SECONDS):
@@ -112,31 +114,49 @@ class Lanes:
     def renew(self, lane: _Lane) -> None:
         """Give a lane a new process after its old one was ended, and requeue its work unless that was dropped."""
         with self._changed:
-            assert lane.current is not None
-            if not lane.current.dropped and not self._closed:
-                self._enqueue(lane.current)
+            assert lane.turn is not None
+            entry = lane.turn.item
+            self._leave(lane)
+            if not entry.dropped and not self._closed:
+                self._enqueue(entry)
             lane.examiner.close()
             lane.examiner = Examiner(self._known, tokens=self._tokens)
             if self._closed:
                 lane.examiner.stop(for_good=True)
 
+    def _lengthen(self, lane: _Lane, turn: Turn[_Entry]) -> bool:
+        """Turn the short lane into a long one with its work, and start another short one. False: its project gets none now."""
+        long, entry = self._turns[True], turn.item
+        long.put(turn.project, entry, turn.cost)
+        taken = long.take(lambda item: item is entry)
+        if taken is None:
+            long.drop(entry)
+            return False
+        self._turns[False].end(turn, cost=lane.cost())
+        lane.turn, lane.is_long = taken, True
+        self._lane(is_long=False, warm=True)
+        return True
+
+    def _leave(self, lane: _Lane) -> None:
+        """Give the place of a lane's work back, for what the work has cost."""
+        if lane.turn is not None:
+            self._turns[lane.is_long].end(lane.turn, cost=lane.cost())
+            lane.turn = None
+
     def _enqueue(self, waiting: _Entry) -> None:
-        self._queue.append(waiting)
-        self._lane(is_long=waiting.work.is_long)
+        work = waiting.work
+        self._turns[work.is_long].put(work.project, waiting, LEAST_SECONDS + work.bytes / BYTES_PER_SECOND)
+        self._lane(is_long=work.is_long)
         self._changed.notify_all()
 
     def _lane(self, *, is_long: bool, warm: bool = False) -> None:
         """Start a lane of the kind unless enough exist or one is idle."""
-        most = LONG_LANES if is_long else 1
-        there = self._long_lanes() if is_long else len(self._lanes) - self._long_lanes()
-        idle = any(lane.is_long == is_long and lane.current is None for lane in self._lanes)
-        if there < most and not idle and not self._closed:
+        there = [lane for lane in self._lanes if lane.is_long == is_long]
+        idle = any(lane.turn is None for lane in there)
+        if len(there) < self._turns[is_long].places and not idle and not self._closed:
             lane = _Lane(self, Examiner(self._known, tokens=self._tokens), is_long=is_long, warm=warm)
             self._lanes.append(lane)
             lane.start()
-
-    def _long_lanes(self) -> int:
-        return sum(lane.is_long for lane in self._lanes)
 
 
 class _Entry:
@@ -144,12 +164,7 @@ class _Entry:
 
     def __init__(self, work: LaneWork) -> None:
         self.work = work
-        self.since = time.monotonic()
         self.dropped = False
-
-    def urgency(self) -> float:
-        """Waiting time divided by expected duration: short work goes first, and long work cannot wait for ever."""
-        return (time.monotonic() - self.since) / (LEAST_SECONDS + self.work.bytes / BYTES_PER_SECOND)
 
 
 class _Lane(threading.Thread):
@@ -162,18 +177,22 @@ class _Lane(threading.Thread):
         self._warm = warm
         self.examiner = examiner
         self.is_long = is_long
-        self.current: _Entry | None = None
-        self._begun = 0.0
+        self.turn: Turn[_Entry] | None = None
+        self._begun = self._cpu_begun = 0.0
 
-    def begin(self, waiting: _Entry) -> None:
-        self.current = waiting
-        self._begun = time.monotonic()
+    def begin(self, turn: Turn[_Entry]) -> None:
+        self.turn = turn
+        self._begun, self._cpu_begun = time.monotonic(), self.examiner.cpu_seconds
 
     def seconds(self) -> float:
         """Duration of the current work so far, without the start of the process."""
         if self.examiner.is_starting:
             self._begun = time.monotonic()
         return time.monotonic() - self._begun
+
+    def cost(self) -> float:
+        """Processor time of the current work so far, in seconds; LEAST_SECONDS at least."""
+        return max(LEAST_SECONDS, self.examiner.cpu_seconds - self._cpu_begun)
 
     def run(self) -> None:
         try:

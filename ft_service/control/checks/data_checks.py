@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_service.control.checks.check_lanes import Lanes
+from ft_service.control.checks.check_lanes import LONG_LANES, LONG_OF_PROJECT, Lanes
 from ft_service.data.data_file import Counts
 from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, unreadable
 from ft_service.data.formats.reading import open_data
 from ft_service.data.statistics import DataStatistics, Level, Measure, messages
 from ft_service.data.token_folder import NOT_KEPT
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, UnavailableError, is_lost
 from ft_service.jobs.states import Job
 from ft_service.plan.admit import Admitted
 from ft_service.plan.sample_lengths import SampleLengths
@@ -35,7 +35,9 @@ SMALL_CHECK_SECONDS = 0.2
 LARGE_BYTES = 32 * 1024**2
 """Size above which files are read in a long lane from the beginning."""
 MAX_TRIES = 3
-"""How often the process may end without an answer before the job fails."""
+"""How often the process may end without an answer before the job waits, if the host ended it, or else fails."""
+WAITS = "The check of its files waits for its turn"
+_WAITS_LONG = f"{WAITS}: checks that take long are made {LONG_LANES} at a time, {LONG_OF_PROJECT} of a project"
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ def check_data(
 
 def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settle: Settle | None) -> Checked:
     spec = job.spec
-    error = _prepare(spec.parent, places) if spec.parent else None
-    if error is not None:
-        return Checked(error)
+    if spec.parent is not None and (unfit := _prepare(spec.parent, places)) is not None:
+        return unfit
     told: list[tuple[Level, str]] = []
     counts: dict[str, Counts | None] = {}
     paths: dict[str, Path] = {}
@@ -138,15 +139,18 @@ def _settled(spec: JobSpec, counts: Counts | None, measured: DataStatistics | No
         return None
 
 
-def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:
-    """Make the adapter of a checkpoint unless it exists; a job's outcome always does."""
+def _prepare(parent: AdapterRef, places: Places) -> Checked | None:
+    """Make the adapter of a checkpoint unless it exists, which a job's outcome always does. Returns why the job cannot use it,
+    or not yet."""
     folder = Path(parent.path)
     if places.fetched(folder).is_dir():
         return None
     try:
         places.share(worker_tasks.make_checkpoint_adapter(places.whole_run(parent.job_id, folder.name), folder.name))
     except FtError as error:
-        return ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model")
+        if is_lost(error):
+            return Checked(waits=f"{parent.name} cannot be prepared now: {error.message}")
+        return Checked(ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model"))
     return None
 
 
@@ -190,6 +194,21 @@ class Checks:
         progress, check.progress = check.progress, None
         return [NewEvent(level="info", message=progress)]
 
+    def waits(self, job: Job) -> str | None:
+        """Text for the user that the job's check waits for a lane; None: it does not."""
+        check = self._started.get(job.id)
+        if check is None or check.future.done() or check in self._lanes.under_way():
+            return None
+        check.is_said_to_wait = True
+        return f"{_WAITS_LONG if check.is_long else WAITS}."
+
+    def begun(self) -> list[Job]:
+        """Jobs that were said to wait for a lane, and whose check has begun since the last call."""
+        begun = [work for work in self._lanes.under_way() if isinstance(work, _RunningCheck) and work.is_said_to_wait]
+        for check in begun:
+            check.is_said_to_wait = False
+        return [check.job for check in begun]
+
     def forget(self, job: Job) -> None:
         self._started.pop(job.id, None)
 
@@ -225,10 +244,11 @@ class _RunningCheck:
     def __init__(self, job: Job, check: Check) -> None:
         self.job = job
         self.future: Future[Checked] = Future()
-        self.is_reported = False
+        self.is_reported = self.is_said_to_wait = False
         self.progress: str | None = None
         """Progress not yet read by `news`."""
         self._check = check
+        self.project = job.project_id
         self.bytes, self.is_long = _size(job)
 
     def run(self, examiner: Examiner) -> None:
@@ -243,7 +263,7 @@ class _RunningCheck:
             self.future.set_result(answer)
 
     def _answer(self, examiner: Examiner) -> Checked:
-        """The result of the check; an error if its process ended MAX_TRIES times without an answer."""
+        """The result of the check; if its process ended MAX_TRIES times without an answer, the job waits or fails."""
         for tries in range(1, MAX_TRIES + 1):
             try:
                 return self._check(self.job, examiner, self._report)
@@ -252,7 +272,7 @@ class _RunningCheck:
                     raise
                 if tries == MAX_TRIES:
                     message = f"The data could not be checked. {error.message} It was tried {MAX_TRIES} times."
-                    return Checked(ErrorInfo(code=error.code, message=message))
+                    return Checked(waits=message) if error.is_lost else Checked(ErrorInfo(code=error.code, message=message))
         raise AssertionError("the last try returns")
 
     def _report(self, sentence: str) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.data.data_file import MEMORY_BYTES, DataReport
 from ft_service.data.file_check import COMMAND, REPORT, REQUEST, FileCheckRequest, file_at_fault
-from ft_service.errors import LimitError, UnavailableError
+from ft_service.errors import UnavailableError
 from ft_service.host.hardware import memory_bytes
-from ft_service.host.helper_process import Failure, HelperFailed, Program, run_once
+from ft_service.host.helper_process import LATER_SECONDS, Failure, HelperFailed, Program, run_once
+from ft_service.shared_work.places import Kind, Places
 
 SECONDS = 10.0
 """Time to read a file; the report on a larger one covers its beginning."""
-START_SECONDS = 30.0
-"""Additional time for the process on a busy host."""
+START_SECONDS = 10
+"""Additional processor time for the process, for its start and its last record."""
+LOST_SECONDS = 120.0
+"""Time after which the host is said to have had no processor for it."""
 AT_ONCE = 2
 """Limit of such processes; each project has at most one."""
 WAITING = 8
@@ -47,18 +50,19 @@ class FileChecks:
         """`command`: starts the process."""
         self._command = command
         self._seconds = seconds
-        self._free = asyncio.Semaphore(AT_ONCE)
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._places = Places(
+            Kind(name="file_checks", places=AT_ONCE, of_project=1, waiting=WAITING, busy="Files are being checked")
+        )
         self._known: OrderedDict[FileCheck, DataReport] = OrderedDict()
 
     async def report(self, project_id: str, asked: FileCheck, path: Path) -> DataReport:
         """The report on the file at `path`, or on its beginning if it takes too long for a request. Raises LimitError while a
-        project has too many such requests, UnavailableError if the process ended without an answer.
+        project has too many such requests, UnavailableError if the process ended without an answer or the host was too busy.
         """
         if (known := self._known.get(asked)) is not None:
             self._known.move_to_end(asked)
             return known
-        async with self._turn(project_id), self._free:
+        async with self._places.held(project_id):
             report = self._known.get(asked) or await self._made(asked, path)
         if not any(fault.over_limit for fault in report.faults):
             self._known[asked] = report
@@ -66,34 +70,21 @@ class FileChecks:
                 self._known.popitem(last=False)
         return report
 
-    @asynccontextmanager
-    async def _turn(self, project_id: str) -> AsyncIterator[None]:
-        lock, waiting = self._turns.get(project_id, (asyncio.Lock(), 0))
-        if waiting > WAITING:
-            raise LimitError("Files of this project are being checked. Try again in a moment.", code="rate_limit_exceeded")
-        self._turns[project_id] = lock, waiting + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, waiting = self._turns[project_id]
-            if waiting > 1:
-                self._turns[project_id] = lock, waiting - 1
-            else:
-                del self._turns[project_id]
-
     async def _made(self, asked: FileCheck, path: Path) -> DataReport:
         limit = min(CHECK_BYTES, MEMORY_BYTES, memory_bytes() // 4)
         request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs, asked.prompts)
-        program, over = Program(command=self._command, expendable=True), threading.Event()
-        seconds = self._seconds + START_SECONDS
+        cpu_seconds, over = math.ceil(self._seconds) + START_SECONDS, threading.Event()
+        program = Program(command=self._command, expendable=True, limits_itself=True, cpu_seconds=cpu_seconds)
         try:
-            said = await asyncio.to_thread(run_once, program, REQUEST.dump_json(request), seconds=seconds, stop=over.is_set)
+            said = await asyncio.to_thread(
+                run_once, program, REQUEST.dump_json(request), seconds=LOST_SECONDS, stop=over.is_set
+            )
         except HelperFailed as error:
-            if error.failure is Failure.TIME:
+            if error.failure is Failure.CPU:
                 return file_at_fault(f"one of its records takes longer than {self._seconds:g} s to read")
             raise UnavailableError(
-                f"The process that checks files ended without an answer (exit status {error.exit_code}). Try again."
+                f"The process that checks files ended without an answer (exit status {error.exit_code}). Try again.",
+                retry_after=LATER_SECONDS,
             ) from None
         finally:  # the client may have gone
             over.set()

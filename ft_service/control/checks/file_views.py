@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from ft_service.data.examiner import Examiner, ExaminerLost
+from ft_service.data.examiner import Examiner, TakesTooLongError
 from ft_service.data.formats.reading import open_data
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.statistics import DataStatistics, Measure
@@ -22,9 +23,11 @@ from ft_service.storage.locations import Places
 LARGE_BYTES = 32 * 1024**2
 """Size above which only kept tokens are used: to make them takes too long for a request."""
 STUCK_SECONDS = 30.0
-"""Limit of one task, such as one sample."""
+"""Processor time of one task, such as one sample."""
 READ_SECONDS = 60.0
-"""Limit of the whole request, by which time the client has gone."""
+"""Processor time of the whole request."""
+GONE_SECONDS = 120.0
+"""Limit of the whole request, by which time the client has gone and the host is said to be busy."""
 
 
 def job_samples(job: Job, which: str, page: RecordRange, places: Places) -> SamplePage:
@@ -48,7 +51,7 @@ def file_samples(
     path = fetched(data, places)
     with examining() as examiner:
         request = examiner.request(data, path, model_path, max_length, options)
-        return examiner.show(replace(request, show=page))
+        return examiner.show(replace(request, show=page, cpu_seconds=READ_SECONDS))
 
 
 def job_statistics(job: Job, places: Places) -> DataStatistics:
@@ -87,7 +90,7 @@ def file_statistics(
         path = Path(here[0].path)
         request = examiner.request(here[0], path, model_path, asked.training.max_length, options, pairs=pairs)
         try:
-            return examiner.measure(replace(request, measure=where))
+            return examiner.measure(replace(request, measure=where, cpu_seconds=READ_SECONDS))
         except DataError as error:
             raise SpecError(error.message, param=error.param, code=error.code) from None
 
@@ -107,26 +110,19 @@ def fetched(data: DataFileRef, places: Places) -> Path:
 
 @contextmanager
 def examining(tokens: Path | None = None) -> Iterator[Examiner]:
-    """An examiner while the block runs, at most READ_SECONDS; raises SpecError if that is too short.
+    """An examiner while the block runs, at most GONE_SECONDS. Raises SpecError if READ_SECONDS of a processor are too short,
+    ExaminerLost if the host does not give them in that time.
 
     Its process takes some 200 MB: the caller limits how many there are at once.
     """
-    late = threading.Event()
     with Examiner(tokens=tokens, stuck_seconds=STUCK_SECONDS) as examiner:
-
-        def end() -> None:
-            late.set()
-            examiner.stop(for_good=True)
-
-        timer = threading.Timer(READ_SECONDS, end)
+        timer = threading.Timer(GONE_SECONDS, partial(examiner.stop, for_good=True))
         timer.daemon = True
         timer.start()
         try:
             yield examiner
-        except ExaminerLost:
-            if not late.is_set():
-                raise
+        except TakesTooLongError:
             message = f"To read this takes longer than {READ_SECONDS:g} seconds: ask for fewer samples, or for earlier ones."
-            raise SpecError(message, code="takes_too_long") from None
+            raise TakesTooLongError(message) from None
         finally:
             timer.cancel()

@@ -109,9 +109,11 @@ class DescribePods:
             if (taken := status.taken_away(pods)) is not None:
                 raise DescribeLaterError(taken) from None
             why = status.end_of(pods[-1]) or f"printed {last[:200]!r}"
-            raise DescribeError(f"the pod that describes bases gave no answer: it {why}") from None
-        if isinstance(answer, dict) and isinstance(answer.get("error"), str):
-            raise DescribeError(answer["error"])
+            kind = DescribeLaterError if status.was_killed(pods[-1]) else DescribeError
+            raise kind(f"the pod that describes bases gave no answer: it {why}") from None
+        for name, kind in (("error", DescribeError), ("later", DescribeLaterError)):
+            if isinstance(answer, dict) and isinstance(answer.get(name), str):
+                raise kind(answer[name])
         return described_by(last.encode())
 
     def _remove(self, name: str) -> None:

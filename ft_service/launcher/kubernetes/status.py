@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from ft_service.jobs.states import Level
@@ -279,6 +280,12 @@ def end_of(pod: Object) -> str | None:
     if ended is None:
         return None
     return "ran out of memory" if ended.get("reason") == "OOMKilled" else f"ended with code {ended.get('exitCode')}"
+
+
+def was_killed(pod: Object) -> bool:
+    """Return whether a pod's container was ended from outside, or because its memory ran out."""
+    ended = _container(pod).get("state", {}).get("terminated") or {}
+    return ended.get("reason") == "OOMKilled" or ended.get("exitCode") in (_FIRST_SIGNAL + SIGKILL, _FIRST_SIGNAL + SIGTERM)
 
 
 def _out_of_memory(pods: Sequence[Object]) -> str | None:

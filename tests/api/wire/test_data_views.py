@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +80,11 @@ def test_of_a_file_that_takes_long_the_beginning_is_read(tmp_path: Path) -> None
 
 
 def test_a_project_has_one_process_and_few_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_checks, "START_SECONDS", 0.5)
+    monkeypatch.setattr(file_checks, "START_SECONDS", 1)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
     begun = tmp_path / "begun"
-    hang = ("sh", "-c", f"echo >> {begun}; exec sleep 600")
+    hang = ("sh", "-c", f"echo >> {begun}; while :; do :; done")
     monkeypatch.setattr(file_checks, "WAITING", 1)
 
     async def ask() -> list[Any]:
@@ -102,9 +101,19 @@ def test_a_project_has_one_process_and_few_who_wait(tmp_path: Path, monkeypatch:
     assert len(begun.read_text()) <= 3
 
 
-def test_a_process_without_an_answer_is_no_verdict(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="exit status 3"):
-        asyncio.run(FileChecks((sys.executable, "-c", "raise SystemExit(3)")).report("p", FileCheck("d"), tmp_path / "a"))
+@pytest.mark.parametrize(
+    ("does", "status"),
+    [("exit 3", "3"), ("kill -9 $$", "-9"), ("exec sleep 600", "-9")],
+)
+def test_a_process_without_an_answer_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, status: str
+) -> None:
+    """Whether it ends, is killed, or gets no processor in time."""
+    if "sleep" in does:
+        monkeypatch.setattr(file_checks, "LOST_SECONDS", 0.5)
+    with pytest.raises(UnavailableError, match=f"exit status {status}") as caught:
+        asyncio.run(FileChecks(("sh", "-c", does)).report("p", FileCheck("d"), tmp_path / "a"))
+    assert caught.value.retry_after == 10
 
 
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(3))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 
 from ft_service.bases import describing
 from ft_service.bases.describing import DescribeLaterError, Descriptions, Make, NotDescribedError
-from ft_service.bases.description import Described
+from ft_service.bases.description import Described, Refusal, write_described
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.rundir.directory import RunDir
 from tests.support.attempts import wait_for
@@ -105,7 +106,7 @@ def test_what_is_known_costs_no_read_of_a_file(
 @pytest.mark.parametrize(
     ("test", "words"),
     [
-        ("hang", "took longer than 3 seconds"),
+        ("spin", "needed more than 1 seconds of a processor"),
         ("eat", "needed more than 512 MiB of memory"),
         ("crash", r"killed by signal 6 \(SIGABRT\).*the folder made it stumble"),
         ("garbage", "what is not JSON: 'all is well'"),
@@ -117,7 +118,7 @@ def test_a_folder_that_cannot_be_described_is_refused_in_words_and_left_alone(
 ) -> None:
     log = tmp_path / "log"
     base = save_base(tmp_path / "odd", test=test, log=str(log))
-    descriptions = open_descriptions(oddly(seconds=3.0 if test == "hang" else 60.0))
+    descriptions = open_descriptions(oddly(cpu_seconds=1 if test == "spin" else 60))
 
     found = descriptions.describe(base)
 
@@ -141,10 +142,48 @@ def test_a_folder_that_could_not_be_described_is_tried_again_after_a_while(tmp_p
     assert len(log.read_text().splitlines()) == 2
 
 
-def test_what_prevents_a_description_is_no_fault_of_the_base(
-    tmp_path: Path, open_descriptions: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("test", "words"), [("killed", r"killed by signal 9"), ("hang", "took longer than 1 seconds")])
+def test_a_process_that_the_host_ends_says_nothing_of_the_base(
+    tmp_path: Path, open_descriptions: Open, test: str, words: str
 ) -> None:
-    monkeypatch.setattr(describing, "LATER_SECONDS", 0.5)
+    """Neither to those who wait, nor in the cache, nor after a restart; the base is described once the host lets it."""
+    log, go = tmp_path / "log", tmp_path / "go"
+    base = save_base(tmp_path / "base", test=test, log=str(log), go=str(go))
+    descriptions = open_descriptions(oddly(seconds=1.0 if test == "hang" else 60.0), lost_seconds=0.2)
+    for losses in (1, 2, 3):
+        with pytest.raises(NotDescribedError, match=words) as caught:
+            wait_for(lambda: descriptions.describe(base) if descriptions.delay(base) is None else None)
+        assert caught.value.code == "model_not_described"
+        assert (caught.value.retry_after or 0) >= 1
+        assert len(log.read_text().splitlines()) == losses
+        with pytest.raises(NotDescribedError, match=words):
+            descriptions.description(base)
+        assert descriptions.ask(base) is None
+        assert words.split()[0] in str(descriptions.delay(base))
+    assert list((tmp_path / "cache").glob("*")) == []
+    if test == "hang":
+        save_base(base)
+    go.touch()
+
+    assert open_descriptions(oddly()).describe(base).base is not None, "another process begins at once"
+    assert wait_for(lambda: descriptions.ask(base)).base is not None
+    assert descriptions.delay(base) is None
+
+
+def test_refusals_of_0_2_0_that_blame_a_base_for_the_hosts_doing_are_not_believed(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
+    base = save_base(tmp_path / "base")
+    key = open_descriptions()._key(base)
+    folder = hashlib.sha256(str(base).encode()).hexdigest()[:16]
+    refused = Described("", VERSIONS, refused=Refusal("workers.describe was killed by signal 9", code="model_undescribable"))
+    RunDir(tmp_path / "cache").put(f"{key}.{folder}.refused", f"{time.time() + 600}\n".encode() + write_described(refused))
+
+    assert open_descriptions().known(base) is None
+    assert open_descriptions(Counted()).describe(base).base is not None
+
+
+def test_what_prevents_a_description_is_no_fault_of_the_base(tmp_path: Path, open_descriptions: Open) -> None:
     faults = [DescribeLaterError("the cluster is away")]
     base = save_base(tmp_path / "base")
 
@@ -153,8 +192,8 @@ def test_what_prevents_a_description_is_no_fault_of_the_base(
             raise faults.pop()
         return small_document(folder)
 
-    descriptions = open_descriptions(make)
-    with pytest.raises(UnavailableError, match="cannot be described now: the cluster is away"):
+    descriptions = open_descriptions(make, lost_seconds=0.5)
+    with pytest.raises(UnavailableError, match=r"cannot be described now.*: the cluster is away"):
         descriptions.describe(base)
     assert descriptions.known(base) is None
     assert "the cluster is away" in str(descriptions.delay(base))
@@ -162,6 +201,33 @@ def test_what_prevents_a_description_is_no_fault_of_the_base(
 
     assert found.base is not None
     assert descriptions.delay(base) is None
+
+
+def test_bases_are_described_by_project_in_turn(tmp_path: Path, open_descriptions: Open) -> None:
+    """A project that asks for many takes none of another's turns, nor all processes; who asks for the same base shares it."""
+    begun, go = list[str](), threading.Event()
+
+    def make(folder: Path, stop: Callable[[], bool]) -> Described:
+        begun.append(folder.name)
+        go.wait(60)
+        return small_document(folder)
+
+    bases = {
+        name: save_base(tmp_path / name, rope_theta=float(theta)) for theta, name in enumerate(["a1", "a2", "a3", "a4", "b1"])
+    }
+    descriptions = open_descriptions(make)
+    for name in ("a1", "a2", "a3", "a4"):
+        descriptions.ask(bases[name], "a")
+    wait_for(lambda: len(begun) == 2)
+    for name in ("b1", "a4"):
+        descriptions.ask(bases[name], "b")
+    go.set()
+    for base in bases.values():
+        wait_for(lambda base=base: descriptions.known(base))
+
+    assert begun[:2] == ["a1", "a2"]
+    assert begun[2] == "b1", "not after all of the other project's"
+    assert sorted(begun) == sorted(bases)
 
 
 def test_one_process_describes_a_base_for_all_who_ask(tmp_path: Path, open_descriptions: Open) -> None:

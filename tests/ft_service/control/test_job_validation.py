@@ -51,7 +51,7 @@ def test_a_job_waits_until_its_tokens_can_be_stored(tmp_path: Path, store: Store
     try:
         for job_id in ("ftjob-1", "ftjob-2"):
             wait_for(lambda job_id=job_id: reconciler.step() and get(store, job_id).pending)
-        wait_for(lambda: (reconciler.step() or True) and reconciler._validation._retries.get("ftjob-1", 0) >= 3)
+        wait_for(lambda: (reconciler.step() or True) and reconciler._validation._lost.count("ftjob-1") >= 3)
         job = get(store)
         said = f"train.jsonl: its tokens cannot be kept in {tmp_path}/tokens: "
         assert (job.state, (job.pending or "").startswith(said)) == (State.VALIDATING, True)

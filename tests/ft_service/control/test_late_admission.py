@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +188,57 @@ def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_pa
     good = service.create("good")
 
     assert service.step_until(good, State.RUNNING).state is State.RUNNING
-    if test == "hang":
+    if test == "hang":  # who ended it is not the base, so the job waits and says for what
         assert get(service.store, bad.id).state is State.VALIDATING
         enough.set()
+        wait_for(lambda: service.reconciler.step() or "killed by signal 9" in str(get(service.store, bad.id).pending))
+        assert get(service.store, bad.id).state is State.VALIDATING
+        assert service.create("hostile").state is State.VALIDATING, "it is no refusal"
+        return
     failed = service.step_until(bad, State.FAILED)
     assert failed.error is not None
     assert "hostile cannot be described, so it cannot be tuned here" in failed.error["message"]
     with pytest.raises(SpecError, match="cannot be described"):
         service.create("hostile")
+
+
+def test_a_killed_description_fails_no_waiting_job_of_any_project(open_service: Open, tmp_path: Path) -> None:
+    """Nine jobs of three projects wait for a base whose process is killed each time, until it is not."""
+    service, go, log = open_service(oddly()), tmp_path / "go", tmp_path / "log"
+    service.descriptions = Descriptions(Places(tmp_path).descriptions(), "tests", oddly(), lost_seconds=0.2)
+    service.reconciler.close()
+    admission = LateAdmission(service.store, service.settings, service.descriptions)
+    places = Places.of(service.settings)
+    service.reconciler = Reconciler(
+        service.store, FakeLauncher(slots=4), places, ReconcilerOptions(admission=admission, idle_seconds=0.0)
+    )
+    save_base(service.folder / "tiny", test="killed", go=str(go), log=str(log))
+    jobs: list[Job] = []
+    for project in (PROJECT, "b", "c"):
+        if project != PROJECT:
+            service.store.projects.ensure_project(project, "acme")
+            shared = service.store.files.get_file(PROJECT, "file-a")
+            service.store.files.add_file(replace(shared, id=f"file-{project}", project_id=project))
+            (tmp_path / "files" / f"file-{project}").write_text("\n" * 4000)
+        context = AdmissionContext(
+            replace(ANN, project_id=project),
+            service.store,
+            service.settings,
+            Catalogue([service.folder], None, service.descriptions),
+        )
+        body = {"model": "tiny", "training_file": "file-a" if project == PROJECT else f"file-{project}"}
+        jobs += [create_job({**body, "seed": seed, "distributed": {"nproc_per_node": 1}}, context) for seed in range(3)]
+
+    def states() -> set[State]:
+        service.reconciler.step()
+        return {service.store.jobs.get_job(job.project_id, job.id).state for job in jobs}
+
+    wait_for(lambda: states() and log.exists() and len(log.read_text().splitlines()) >= 3)
+    assert states() == {State.VALIDATING}
+    told = [service.store.jobs.get_job(job.project_id, job.id).pending for job in jobs]
+    assert all("killed by signal 9" in str(pending) or "being described" in str(pending) for pending in told), told
+    go.touch()
+    wait_for(lambda: states() <= {State.QUEUED, State.RUNNING})
 
 
 def test_a_service_that_ends_while_it_describes_goes_on_when_it_is_started(open_service: Open, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from ft_service.data import template_process
 from ft_service.data.line_errors import LineError
 from ft_service.data.template_process import RenderLimits, TemplateProcess
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.host import processes
+from ft_service.host.helper_process import HelperFailed, HelperProcess
+from ft_service.shared_work.losses import TRIES
 
 TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 HOSTILE = """\
@@ -89,6 +93,32 @@ def test_one_long_operation_of_the_interpreters_own_ends_the_process_and_the_nex
         hostile.write(say("compare"), None, DAY)
     assert hostile.write(say("hello"), None, DAY) == "hello on 2026-03-02"
     assert hostile.pid != pid
+
+
+def test_a_conversation_whose_process_is_killed_is_rendered_again(
+    hostile: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is idle, when it starts, and in the middle; if it is killed each time, the conversation is not to blame."""
+    hostile.write(say("hello"), None, DAY)
+    assert hostile.pid is not None
+    os.kill(hostile.pid, signal.SIGKILL)
+    assert hostile.write(say("hello"), None, DAY) == "hello on 2026-03-02"
+    monkeypatch.setattr(template_process, "FIRST_PAUSE_SECONDS", 0.01)
+    begin, kills = HelperProcess.ask, [1]
+
+    def killed(process: HelperProcess, *request: Any) -> Any:
+        if kills:
+            kills.pop()
+            process.kill()
+        return begin(process, *request)
+
+    monkeypatch.setattr(HelperProcess, "ask", killed)
+    assert hostile.write(say("hello"), None, DAY) == "hello on 2026-03-02"
+    kills += [1] * TRIES
+    with pytest.raises(HelperFailed, match="killed by signal 9") as lost:
+        hostile.write(say("hello"), None, DAY)
+    assert (lost.value.is_lost, lost.value.retry_after, kills) == (True, 10, [])
+    assert hostile.write(say("hello"), None, DAY) == "hello on 2026-03-02"
 
 
 def test_it_knows_no_secret(hostile: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:

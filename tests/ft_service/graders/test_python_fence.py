@@ -17,7 +17,7 @@ import pytest
 from ft_service.graders import python_fence, system_calls
 from ft_service.graders.grades import GradingError, Score
 from ft_service.graders.python_fence import FencedGrader
-from tests.support.attempts import HANG_SECONDS
+from tests.support.attempts import HANG_SECONDS, family
 from tests.support.graders import case
 from tests.support.rest.service import wait_until
 
@@ -141,6 +141,19 @@ def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, s
 
 
 @fenced_here
+def test_a_case_whose_process_the_host_kills_is_graded_again() -> None:
+    """The process within the fence, or the one around it, while a case is graded and while it is idle."""
+    with FencedGrader("import time\ndef grade(sample, item): time.sleep(item.get('n', 0)); return 1", private={}) as grader:
+        for kill_within in (True, False):
+            grader.start()
+            assert grader._process is not None
+            pid = grader._process.pid
+            os.kill(family(pid)[-1] if kill_within else pid, signal.SIGKILL)
+            assert grader.score(case("4").as_json()) == Score(1.0)
+            assert grader._process.pid != pid
+
+
+@fenced_here
 def test_nothing_of_it_outlives_its_grader() -> None:
     with FencedGrader("def grade(sample, item):\n    while True: pass", private={}) as grader:
         grader.start()
@@ -197,19 +210,6 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
     assert "Use string_check, text_similarity, or an endpoint grader" in refusal
     if broken == "no namespaces":
         assert "No permissions to create new namespace" in refusal
-
-
-@fenced_here
-def test_one_that_is_killed_from_outside_is_tried_again() -> None:
-    """As a host does that has no more memory."""
-    with FencedGrader("def grade(sample, item): return 0.5", private={}) as grader:
-        grader.start()
-        assert grader._process is not None
-        first = grader._process.pid
-        within = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-        os.kill(int(within[0]), signal.SIGKILL)
-        assert grader.score(case("4").as_json()) == Score(0.5)
-        assert grader._process.pid != first
 
 
 @fenced_here

@@ -84,6 +84,7 @@ def test_a_helper_that_takes_too_much_memory_is_refused_it_and_says_so() -> None
         ("while True: pass", {"cpu_seconds": 1}, False),
         ("held = bytearray(2**30)", {"memory_bytes": 256 * 2**20}, False),
         ("raise MemoryError", {}, True),
+        ("raise MemoryError", {"limits_itself": True}, False),
         ("raise ValueError", {}, False),
         ("print('no JSON')", {}, False),
     ],

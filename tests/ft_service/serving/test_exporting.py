@@ -14,6 +14,7 @@ from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import Export, ExportFormat, read_export
 from ft_service.serving import exporting
 from ft_service.settings import Settings
+from ft_service.shared_work.losses import Losses
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.reconciling import PROJECT, add_job, new_store
@@ -236,20 +237,24 @@ print(json.dumps({"tries": len(tries.read_text())}))
     places = Places.of(settings)
     run = places.run(job.id)
 
+    lost = Losses("an export", first=0.0)
+
     def state(kills: int) -> Export:
         monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", program.replace("KILLS", str(kills))))
         exporting.ask(job, GGUF, settings, places)
-        exporting.make_all(settings, store, threading.Event())
+        exporting.make_all(settings, store, threading.Event(), lost=lost)
         found = read_export(run, GGUF)
         assert found is not None
         return found
 
-    found = state(kills=9)
-    assert (found.status, run.path("exports/tries").read_text()) == ("failed", "xx")
-    assert "killed twice" in str(found.error)
-    assert sorted(path.name for path in run.path("exports").iterdir() if path.is_dir()) == []
+    for tries in ("x", "xx", "xxx"):
+        found = state(kills=3)
+        assert (found.status, run.path("exports/tries").read_text()) == ("queued", tries)
+        assert "was killed by signal 9" in str(found.error)
+        assert sorted(path.name for path in run.path("exports").iterdir() if path.is_dir()) == []
+    assert len(told(store, job)) == 1, "of several losses in a row it is told once"
     found = state(kills=3)
-    assert (found.status, found.report) == ("succeeded", {"tries": 4})
+    assert (found.status, found.report, found.error) == ("succeeded", {"tries": 4}, None)
     assert [path.name for path in run.path("exports").iterdir() if path.is_dir()] == ["gguf"]
     exporting.make_all(settings, store, threading.Event(), failing)  # nothing waits any more
 

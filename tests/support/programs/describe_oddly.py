@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,12 @@ def main(folder: Path) -> None:
     match config.get("test"):
         case "hang":
             time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "killed":  # as long as there is no file `go`
+            if not Path(config["go"]).exists():
+                os.kill(os.getpid(), signal.SIGKILL)
         case "eat":
             eaten = bytearray()
             while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,10 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from ft_service.control.checks import check_lanes
-from ft_service.control.checks.data_checks import Checked, Checks, check_data
+from ft_service.control.checks.data_checks import LARGE_BYTES, Checked, Checks, check_data
 from ft_service.data import examiner
 from ft_service.data.data_file import DataReport, ExamineRequest
-from ft_service.data.examiner import Examiner, Tell
+from ft_service.data.examiner import Examiner, ExaminerLost, Tell, check_seconds
 from ft_service.data.line_errors import Fault
 from ft_service.errors import SpecError
 from ft_service.host import processes
@@ -28,7 +29,7 @@ from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
-from tests.support.reconciling import add_job, get, new_reconciler, new_store, step_until
+from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store, step_until
 from tests.support.training.models import save_tokenizer
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -49,6 +50,7 @@ for line in sys.stdin:
     print('{"report": {"examples": 1, "faults": [], "faults_total": 0}}', flush=True)
 """
 HANG = "time.sleep(3600)"
+SPIN = "while True: pass"
 
 
 class Scripted:
@@ -173,13 +175,47 @@ def test_a_tokenizer_that_grows_without_bound_is_told_with_the_lines(tmp_path: P
 
 
 def test_a_process_that_is_stuck_is_killed_and_what_it_was_at_is_told(scripted: Scripted) -> None:
-    with Examiner(command=scripted.command("Task.ENCODING, 3, 9", HANG), stuck_seconds=0.2) as reading:
+    with Examiner(command=scripted.command("Task.ENCODING, 3, 9", SPIN), stuck_seconds=0.2) as reading:
         (fault,) = reading.examine(ExamineRequest("/a", "a", "/m", "t", 10)).faults
-        assert str(fault) == "lines 3 to 9: the base's tokenizer took longer than 0.2 seconds"
+        assert str(fault) == "lines 3 to 9: the base's tokenizer took longer than 0.2 seconds of a processor"
         assert scripted.alive() == 0
-        scripted.command("Task.LOADING", HANG)
+        scripted.command("Task.LOADING", SPIN)
         with pytest.raises(SpecError, match=r"tokenizer cannot be loaded: that took longer than 0\.2 seconds"):
             reading.examine(ExamineRequest("/b", "b", "/m", "t", 10))
+
+
+def test_a_file_that_takes_more_processor_time_than_its_size_allows_is_told_what_to_change(scripted: Scripted) -> None:
+    """Though the process is never at one line for too long. The report is not kept: another host may be faster."""
+    asked = ExamineRequest("/a", "a", "/m", "t", 10, cpu_seconds=0.3)
+    with Examiner(command=scripted.command("Task.RENDERING, 3, 3", SPIN)) as reading:
+        report = reading.examine(asked)
+        error = report.error("training_file", "a.jsonl")
+        assert error is not None
+        assert (error.code, error.param) == ("invalid_training_file", "training_file")
+        assert "takes more than 0 seconds of a processor, the limit for its size: use a chat template" in error.message
+        assert not report.is_lasting
+        with pytest.raises(SpecError) as refused:
+            reading.show(asked)
+        assert refused.value.code == "takes_too_long"
+        scripted.command("Task.RENDERING, 3, 3", "pass")
+        assert reading.examine(asked).examples == 1
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(0, 600), (400 * 1024, 606.25), (512 * MIB, 8792)])
+def test_the_limit_of_processor_time_grows_with_the_file(tmp_path: Path, size: int, seconds: float) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(size)
+    assert check_seconds(tmp_path / "a", DataFileRef(name="a", path="/elsewhere", sha256="")) == seconds
+
+
+def test_a_process_that_the_host_gives_no_processor_is_lost_and_no_line_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, scripted: Scripted
+) -> None:
+    monkeypatch.setattr(examiner, "LOST_SECONDS", 0.2)
+    with Examiner(command=scripted.command("Task.ENCODING, 3, 9", HANG), stuck_seconds=60.0) as reading:
+        with pytest.raises(ExaminerLost, match="no processor") as lost:
+            reading.examine(ExamineRequest("/a", "a", "/m", "t", 10))
+        assert (lost.value.is_lost, lost.value.retry_after) == (True, 10)
 
 
 def ask(job: Job, reading: Examiner, tell: Tell) -> Checked:
@@ -214,9 +250,43 @@ def test_what_is_killed_from_outside_at_a_line_is_tried_again(
     checks, job = checks_with(monkeypatch, command), add_job(store)
     found = wait_for(lambda: checks.result(job))
     checks.close()
-    assert found.error is not None
-    assert found.error.code == "data_check_failed"
+    assert found.error is None
+    assert "killed by signal 9" in str(found.waits)
     assert len(scripted.asked()) == 3
+
+
+def test_who_waits_for_a_lane_is_told_so_until_its_check_begins(store: Store, tmp_path: Path) -> None:
+    """Two long checks of one project, and one of another, which goes past the second."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(LARGE_BYTES + 1)
+    begun, go = list[str](), {name: threading.Event() for name in ("a1", "a2", "b1")}
+
+    def check(job: Job, reading: Examiner, tell: Tell) -> Checked:
+        begun.append(job.id)
+        go[job.id].wait(60)
+        return Checked()
+
+    reconciler = new_reconciler(tmp_path, store, FakeLauncher(4), check=check)
+    large = DataFileRef(name="large", path=str(tmp_path / "large"), sha256="l")
+    store.projects.ensure_project("other", "local")
+    for name in go:
+        add_job(store, name, training_data=large, project_id="other" if name == "b1" else PROJECT)
+    wait_for(lambda: reconciler.step() is not None and len(begun) == 2)
+
+    def pending(name: str) -> str | None:
+        reconciler.step()
+        return get(store, name, "other" if name == "b1" else PROJECT).pending
+
+    assert sorted(begun) == ["a1", "b1"]
+    wait_for(lambda: str(pending("a2")).startswith("The check of its files waits for its turn"))
+    wait_for(lambda: pending("a1") is None and pending("b1") is None)
+    go["a1"].set()
+    wait_for(lambda: pending("a2") is None and "a2" in begun)
+    for each in go.values():
+        each.set()
+    for name in ("a2", "a1"):
+        step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id=name)
+    reconciler.close()
 
 
 def test_what_takes_long_steps_aside_in_few_processes_and_all_get_their_turn(

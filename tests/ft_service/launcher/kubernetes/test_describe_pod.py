@@ -13,8 +13,9 @@ import pytest
 
 from ft_service.bases.describing import DescribeError, DescribeLaterError, Descriptions
 from ft_service.bases.description import write_described
+from ft_service.launcher.kubernetes import status
 from ft_service.launcher.kubernetes.describe_pod import DescribePods
-from ft_service.launcher.kubernetes.manifests import DESCRIBES, Site, describe_manifest
+from ft_service.launcher.kubernetes.manifests import CONTAINER, DESCRIBES, Site, describe_manifest
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.rundir.directory import RunDir
 from tests.cluster.harness import HarnessCluster
@@ -91,7 +92,7 @@ def test_a_pod_hands_the_document_back_and_leaves_nothing(cluster: HarnessCluste
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (json.dumps({"error": "workers.describe took longer than 300 seconds and was ended"}), "took longer than 300 seconds"),
+        (json.dumps({"error": "workers.describe needed more than 300 seconds of a processor"}), "more than 300 seconds"),
         ("all is well", "gave no answer: it ended with code 0"),
         (json.dumps({"key": "x"}), "not a description of a base"),
     ],
@@ -100,6 +101,27 @@ def test_what_a_pod_could_not_describe_is_said(tmp_path: Path, open_pods: Open, 
     base = base_that_answers(tmp_path, answer)
     with pytest.raises(DescribeError, match=words):
         open_pods().describe(base, never)
+
+
+def test_a_process_of_a_pod_that_its_node_killed_is_no_fault_of_the_base(tmp_path: Path, open_pods: Open) -> None:
+    base = base_that_answers(tmp_path, json.dumps({"later": "workers.describe was killed by signal 9 (SIGKILL)"}))
+    with pytest.raises(DescribeLaterError, match="killed by signal 9"):
+        open_pods().describe(base, never)
+
+
+@pytest.mark.parametrize(
+    ("ended", "is_killed"),
+    [
+        ({"exitCode": 137}, True),
+        ({"exitCode": 143}, True),
+        ({"exitCode": 1, "reason": "OOMKilled"}, True),
+        ({"exitCode": 1}, False),
+        ({"exitCode": 134}, False),
+    ],
+)
+def test_a_pod_that_was_killed_is_told_from_one_that_ended(ended: dict[str, object], is_killed: bool) -> None:
+    pod = {"status": {"containerStatuses": [{"name": CONTAINER, "state": {"terminated": ended}}]}}
+    assert status.was_killed(pod) is is_killed
 
 
 def test_an_image_that_does_not_come_is_no_fault_of_the_base(tmp_path: Path, open_pods: Open) -> None:

@@ -94,16 +94,16 @@ class ArrivingBody:
         seconds = LEAST_SECONDS + self.size / LEAST_BYTES_A_SECOND
         try:
             async with asyncio.timeout(seconds):
-                while await self._read():
-                    if len(self._held) > self.most:
-                        await self.drain()
-                        raise BodyTooLargeError(f"The body is larger than {self.most:,} bytes.")
+                while len(self._held) <= self.most and await self._read():
+                    pass
         except TimeoutError:
             self._held.clear()
-            text = (
-                f"The body has not arrived within {seconds:.0f} s: send it at {LEAST_BYTES_A_SECOND:,} bytes a second or more."
-            )
+            least = f"{LEAST_BYTES_A_SECOND:,} bytes a second"
+            text = f"The body has not arrived within {seconds:.0f} s: send it at {least} or more."
             raise SpecError(text, code="request_too_slow") from None
+        if len(self._held) > self.most:
+            await self.drain()
+            raise BodyTooLargeError(f"The body is larger than {self.most:,} bytes.")
 
     async def _read(self) -> bool:
         """Read a piece. Returns whether there was one."""

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, delete, func, insert, or_, select, update
 
 from ft_service.errors import LimitError, SpecError
+from ft_service.jobs.states import TERMINAL
 from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.rows import columns_of, not_found
-from ft_service.store.tables import TINKER_ROW_BYTES, UNANSWERED, tinker_samplers, tinker_samples, tinker_sessions
+from ft_service.store.tables import TINKER_ROW_BYTES, UNANSWERED, jobs, tinker_samplers, tinker_samples, tinker_sessions
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import refuse_bytes_beyond
 
@@ -170,6 +171,12 @@ class TinkerStore(StorePart):
         with self._database.writing() as connection:
             record(connection, project_id, f"weights.{change}", path)
 
+    def ended(self, job_ids: Collection[str]) -> set[str]:
+        """Those of some models' jobs that have ended, or are not there."""
+        going = select(jobs.c.id).where(jobs.c.id.in_(list(job_ids)), jobs.c.state.not_in(TERMINAL))
+        with self._database.reading() as connection:
+            return set(job_ids) - set(connection.scalars(going))
+
     def note_gap(self, sampler_id: str, gap: float) -> None:
         """Store how far a sampler is from the trainer."""
         with self._database.writing() as connection:
@@ -187,11 +194,10 @@ class TinkerStore(StorePart):
             connection.execute(delete(tinker_samplers).where(tinker_samplers.c.id == sampler_id))
 
     def forget_unused(self) -> None:
-        """Delete sessions that were finished, and sessions and samplers that were used, long ago; samplers with weights of their
-        own go with these."""
-        unused = [
-            is_over(table.c.used_at + KEEP_UNUSED_SECONDS, KEEP_UNUSED_SECONDS) for table in (tinker_sessions, tinker_samplers)
-        ]
+        """Delete sessions that were finished, and sessions and samplers that were used, long ago; samplers with weights of
+        their own go with these."""
+        tables = tinker_sessions, tinker_samplers
+        unused = [is_over(table.c.used_at + KEEP_UNUSED_SECONDS, KEEP_UNUSED_SECONDS) for table in tables]
         finished = is_over(tinker_sessions.c.finished_at + KEEP_FINISHED_SECONDS, KEEP_FINISHED_SECONDS)
         with self._database.writing() as connection:
             connection.execute(delete(tinker_sessions).where(or_(unused[0], finished)))
@@ -252,7 +258,7 @@ def _refuse_more(connection: Connection, table: Table, project_id: str, most: in
     if (connection.scalar(select(func.count()).select_from(own)) or 0) >= most:
         days = int(KEEP_UNUSED_SECONDS / 86400)
         text = (
-            f"This project has {most:,} {what} of Tinker's clients, as many as it may have. Those that are not used are removed "
-            f"after {days} days, and sessions that are finished (service.close) after one."
+            f"This project has {most:,} {what} of Tinker's clients, as many as it may have. Unused ones are removed after "
+            f"{days} days, and sessions that are finished (service.close) after one."
         )
         raise LimitError(text, code=f"too_many_{what}")

@@ -98,8 +98,8 @@ class CommandLog:
             return
         then = "wait for its result" if self.has(awaited) else "it is missing, and the others wait for it, so send it"
         text = (
-            f"{count:,} commands of {held:,} bytes wait for the model, and {MOST_AHEAD:,} of {MOST_AHEAD_BYTES:,} may. The next "
-            f"one has the number {awaited}: {then}."
+            f"{count:,} commands of {held:,} bytes wait for the model, and {MOST_AHEAD:,} of {MOST_AHEAD_BYTES:,} may. The "
+            f"next one has the number {awaited}: {then}."
         )
         raise LimitError(text, code="too_many_commands", retry_after=1.0)
 

@@ -1,7 +1,7 @@
 """Calls of forward and forward_backward as bytes: for which model a call is, and how many parts it has.
 
-protobuf makes an object of about 70 bytes of a part that may take two on the wire. So the parts are counted first, by a walk over
-the tags that makes none, and stops at the limit; the service parses no call at all.
+protobuf makes an object of about 70 bytes of a part that may take two on the wire. So the parts are counted first, by a walk
+over the tags that makes none, and stops at the limit; the service parses no call at all.
 """
 
 from __future__ import annotations

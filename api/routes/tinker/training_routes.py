@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,10 +45,6 @@ MOST_CALL_BYTES = 32 * 1024**2
 """Largest body of forward_backward; the client cuts its calls at 5 MB."""
 HELD_SECONDS = 25.0
 """Time for which a request for a result waits for it; the client asks again then."""
-_SHORTEST, _LONGEST = 0.01, 0.2
-"""Pauses in seconds between two looks for a result."""
-_JOB_SECONDS = 1.0
-"""Interval at which a request looks whether its model has ended."""
 
 _COMMANDS: Mapping[str, type[Body]] = {
     "optim_step": OptimStep,
@@ -248,21 +242,16 @@ async def retrieve_future(body: JsonBody, caller: TinkerCaller, services: Svc) -
     """The result of a request, waited for a while; status 408 with the queue's state while it is not there."""
     asked = RetrieveFuture.parse(body).request_id
     owner, is_sample, seq = parse_request_id(asked)
-    if is_sample:
-        return await _sample_result(asked, caller, services)
-    job = await in_thread(find_model, services.store, caller.project_id, owner)
-    until, pause, looked_at = time.monotonic() + HELD_SECONDS, _SHORTEST, time.monotonic()
-    while True:
+    with services.sample_answers.request(caller.key_id):
+        if is_sample:
+            return await _sample_result(asked, caller, services)
+        job = await in_thread(find_model, services.store, caller.project_id, owner)
         result = await in_thread(tinker_models.result_of, job, seq, services.places)
-        if result is not None:
-            return _answer(result)
-        if time.monotonic() >= until:
-            return _try_again(asked, job)
-        await asyncio.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST)
-        if time.monotonic() >= looked_at + _JOB_SECONDS:
-            looked_at = time.monotonic()
+        if result is None:
+            await services.sample_answers.commands.wait(job.id, services.places.run(job.id), seq, HELD_SECONDS)
             job = await in_thread(find_model, services.store, caller.project_id, owner)
+            result = await in_thread(tinker_models.result_of, job, seq, services.places)
+        return _try_again(asked, job) if result is None else _answer(result)
 
 
 def _answer(result: CommandResult) -> Response:

@@ -13,8 +13,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 
-from fastapi import Request
+from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
 
+from api.http.gone_clients import DISCONNECTED
 from ft_service.errors import FtError, SpecError
 from ft_service.shared_work.places import Kind, Places
 
@@ -107,6 +109,9 @@ class ArrivingBody:
 
     async def _read(self) -> bool:
         """Read a piece. Returns whether there was one."""
-        chunk = await anext(self._stream, None)
+        try:
+            chunk = await anext(self._stream, None)
+        except ClientDisconnect:
+            raise HTTPException(DISCONNECTED, "The client has closed the connection before its body had arrived.") from None
         self._held += chunk or b""
         return chunk is not None

@@ -78,12 +78,13 @@ class TinkerStore(StorePart):
     """Sessions, samplers and samples of Tinker clients."""
 
     def create_session(self, session_id: str, project_id: str, name: str | None, metadata: Mapping[str, Any] | None) -> None:
-        """Raises LimitError if the project has too many sessions, or may not keep as many bytes."""
+        """Raises LimitError if the project has too many sessions, or may not keep the bytes of the metadata."""
         now = {"created_at": database_time(), "used_at": database_time()}
         values = {"id": session_id, "project_id": project_id, "display_name": name, "user_metadata": metadata}
         size = TINKER_ROW_BYTES + len(json.dumps(metadata or {}))
         with self._database.writing() as connection:
-            refuse_bytes_beyond(connection, project_id, size, what="The session has")
+            if metadata:  # without, a client that is about to delete weights could not begin
+                refuse_bytes_beyond(connection, project_id, size, what="The session and its metadata have")
             _refuse_more(connection, tinker_sessions, project_id, MOST_SESSIONS, "sessions")
             connection.execute(insert(tinker_sessions).values(**values, **now, bytes=size))
 
@@ -134,13 +135,12 @@ class TinkerStore(StorePart):
 
     def put_sampler(self, sampler: TinkerSampler) -> TinkerSampler:
         """Store a sampler unless its id has one. Returns the one that is stored. Raises NotFoundError if it is another
-        project's, LimitError if the project has too many, or may not keep as many bytes."""
+        project's, LimitError if the project has too many."""
         row = {"id": sampler.id, "project_id": sampler.project_id, "session_id": sampler.session_id, "base": sampler.base}
         row |= {"model_path": sampler.model_path, "owns_weights": sampler.owns_weights, "clients": 1}
         now = {"created_at": database_time(), "used_at": database_time()}
         with self._database.writing() as connection:
             if connection.scalars(select(tinker_samplers.c.id).where(tinker_samplers.c.id == sampler.id)).one_or_none() is None:
-                refuse_bytes_beyond(connection, sampler.project_id, TINKER_ROW_BYTES, what="The sampler has")
                 _refuse_more(connection, tinker_samplers, sampler.project_id, MOST_SAMPLERS, "samplers")
             statement = upsert(connection, tinker_samplers).values(**row, **now)
             connection.execute(statement.on_conflict_do_nothing(index_elements=["id"]))

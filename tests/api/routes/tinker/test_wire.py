@@ -286,6 +286,7 @@ def test_sessions_have_limits(service: Service, monkeypatch: pytest.MonkeyPatch)
     metadata = {"user_metadata": {f"key {number}": "x" * 500 for number in range(14)}}
     codes = [post(service, "create_session", metadata).status_code for _ in range(3)]
     assert codes == [200, 429, 429]
+    assert new_session(service), "by which weights can be deleted"
     assert post(service, "session_heartbeat", {"session_id": first}).status_code == 200
 
 

@@ -79,12 +79,12 @@ class LossRequest:
     message: pb.ForwardBackwardRequest
 
     @classmethod
-    def parse(cls, body: bytes) -> LossRequest:
+    def parse(cls, body: bytes | bytearray) -> LossRequest:
         """Raises SpecError for bytes that are no such message, and for one with too many parts."""
         refuse_parts_beyond(body)
         message = pb.ForwardBackwardRequest()
         try:
-            message.ParseFromString(body)
+            message.ParseFromString(bytes(body))
         except DecodeError:
             raise SpecError(NO_CALL) from None
         return cls(message)

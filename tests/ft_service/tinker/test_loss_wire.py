@@ -54,7 +54,9 @@ def test_the_largest_calls_that_clients_send_pass() -> None:
 def test_the_parts_are_those_of_the_messages_description() -> None:
     datum = pb.Datum.DESCRIPTOR.fields_by_name
     assert {name: datum[name].number for name in ("model_input", "loss_fn_inputs")} == {"model_input": 1, "loss_fn_inputs": 2}
-    values = datum["loss_fn_inputs"].message_type.fields_by_name
+    entry = datum["loss_fn_inputs"].message_type
+    assert entry is not None
+    values = entry.fields_by_name
     assert (values["value"].number, values["value"].message_type) == (2, pb.Tensor.DESCRIPTOR)
 
 

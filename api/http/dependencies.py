@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Query, Request
 from pydantic import Field, ValidationError
 
+from api.http.bodies import ArrivingBody
 from api.http.curve_cache import CurveCache
 from api.http.oidc_provider import OidcProvider
 from api.http.request_limits import Rates
@@ -51,8 +52,6 @@ _SHORT_BYTES = 4096
 TESTS = 32
 """Tests of webhook endpoints that run at once."""
 TESTS_OF_PROJECT = 4
-_DRAINED_BYTES = 64 * 1024**2
-"""Bytes of a refused body that are read and discarded, so that the client can read the refusal."""
 
 
 @dataclass(frozen=True)
@@ -156,34 +155,15 @@ async def optional_json_body(request: Request) -> Any:
 
 async def _parsed(request: Request, *, exact: bool = False, optional: bool = False) -> Any:
     """Parse a body: a large one in a thread, in its project's turn."""
-    body = await _read(request)
-    if optional and not body:
-        return None
-    if len(body) <= _SHORT_BYTES:
-        return parse_json(body, exact=exact)
-    return await parsed_in_turn(parse_json, body, exact=exact)
+    async with ArrivingBody(request, MAX_JSON_BYTES).whole() as body:
+        if optional and not body:
+            return None
+        if len(body) <= _SHORT_BYTES:
+            return parse_json(body, exact=exact)
+        return await parsed_in_turn(parse_json, body, exact=exact)
 
 
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    stream = request.stream()
-    async for chunk in stream:
-        body += chunk
-        if len(body) > MAX_JSON_BYTES:
-            await drain(stream, _DRAINED_BYTES)
-            raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
-    return bytes(body)
-
-
-async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
-    """Read the rest of a body, up to a limit: closing a connection with unread data loses the answer."""
-    async for chunk in stream:
-        limit -= len(chunk)
-        if limit < 0:
-            return
-
-
-def parse_json(body: bytes, *, exact: bool = False) -> Any:
+def parse_json(body: bytes | bytearray, *, exact: bool = False) -> Any:
     """Parse strict JSON: without NaN, numbers beyond a float's range, or duplicate keys. 3.0 is a whole number, unless `exact`.
     Raises SpecError.
 
@@ -209,7 +189,7 @@ def parse_json(body: bytes, *, exact: bool = False) -> Any:
     return value
 
 
-def _require_few(body: bytes) -> int:
+def _require_few(body: bytes | bytearray) -> int:
     """Return the number of objects and lists in JSON. Raises SpecError if they, or its texts, are too many."""
     parts = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
     bare = b"".join(parts[::2])  # what is outside of texts

@@ -1,15 +1,28 @@
-"""Waiting for the answers to requests for samples: one look into the database for all requests that wait."""
+"""Waiting for what Tinker's clients have asked for: one look for all requests that wait."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 
 from starlette.concurrency import run_in_threadpool
 
-from ft_service.errors import UnavailableError
+from ft_service.errors import LimitError, UnavailableError
+from ft_service.rundir.directory import RunDir
 from ft_service.store.sql import Store
+from ft_service.tinker.commands import CommandLog
 
 LOOK_SECONDS = 0.03
+SHORTEST, LONGEST = 0.01, 0.2
+"""Pauses in seconds between two looks for the results of a model, the first and the last."""
+ENDED_SECONDS = 1.0
+"""Interval at which is looked whether models have ended."""
+MOST_WAITING = 400
+"""Limit of a key's requests that wait for answers, of less than half of a server's connections."""
 
 
 class SampleAnswers:
@@ -19,6 +32,24 @@ class SampleAnswers:
         self._store = store
         self._waiting: dict[str, list[asyncio.Event]] = {}
         self._looks: asyncio.Task[None] | None = None
+        self._of_keys: Counter[str] = Counter()
+        self.commands = CommandResults(store)
+
+    @contextlib.contextmanager
+    def request(self, key_id: str) -> Iterator[None]:
+        """Count a request of a key that waits while the block runs. Raises LimitError if the key has as many as it may."""
+        if self._of_keys[key_id] >= MOST_WAITING:
+            text = (
+                f"{MOST_WAITING} requests of this key wait for answers on this server already. Ask again when some have theirs."
+            )
+            raise LimitError(text, code="too_many_waiting", retry_after=1.0)
+        self._of_keys[key_id] += 1
+        try:
+            yield
+        finally:
+            self._of_keys[key_id] -= 1
+            if not self._of_keys[key_id]:
+                del self._of_keys[key_id]
 
     async def wait(self, sample_id: str, seconds: float) -> bool:
         """Return whether a sample is answered, within so many seconds."""
@@ -48,3 +79,84 @@ class SampleAnswers:
                 for event in self._waiting.get(sample_id, ()):
                     event.set()
             await asyncio.sleep(LOOK_SECONDS)
+
+
+class _Model:
+    """The requests that wait for commands of one model."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.log = CommandLog(run)
+        self.waiting: dict[int, list[asyncio.Event]] = {}
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        self.pause = SHORTEST
+        self.due = time.monotonic() + self.pause
+
+    def looked(self) -> None:
+        self.pause = min(self.pause * 1.5, LONGEST)
+        self.due = time.monotonic() + self.pause
+
+    def wake(self, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            for event in self.waiting.get(seq, ()):
+                event.set()
+
+
+class CommandResults:
+    """Requests that wait for results of commands: of each model, the file of the lowest number that is waited for is looked for
+    once for all. For one event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._models: dict[str, _Model] = {}
+        self._looks: asyncio.Task[None] | None = None
+        self._sooner = asyncio.Event()
+
+    async def wait(self, job_id: str, run: RunDir, seq: int, seconds: float) -> bool:
+        """Return whether a command has a result, or its model has ended, within so many seconds."""
+        model = self._models.setdefault(job_id, _Model(run))
+        if seq < min(model.waiting, default=seq + 1):
+            model.look_soon()
+            self._sooner.set()
+        event = asyncio.Event()
+        model.waiting.setdefault(seq, []).append(event)
+        if self._looks is None or self._looks.done():
+            self._looks = asyncio.create_task(self._look())
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            return False
+        finally:
+            model.waiting[seq].remove(event)
+            if not model.waiting[seq]:
+                del model.waiting[seq]
+            if not model.waiting:
+                self._models.pop(job_id, None)
+        return True
+
+    async def _look(self) -> None:
+        ended_due = time.monotonic() + ENDED_SECONDS
+        while self._models:
+            self._sooner.clear()
+            pause = min(model.due for model in self._models.values()) - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._sooner.wait(), max(0.0, pause))
+                continue
+            now = time.monotonic()
+            due = {job_id: model for job_id, model in self._models.items() if model.due <= now + model.pause / 2}
+            asked = {job_id: (model.log, sorted(model.waiting)) for job_id, model in due.items()}
+            for job_id, seqs in (await run_in_threadpool(results_of, asked)).items():
+                due[job_id].wake(seqs)
+                due[job_id].look_soon() if seqs else due[job_id].looked()
+            if now >= ended_due:
+                ended_due = now + ENDED_SECONDS
+                with contextlib.suppress(UnavailableError):  # whoever waits asks again
+                    for job_id in await run_in_threadpool(self._store.tinker.ended, list(self._models)):
+                        if job_id in self._models:
+                            self._models[job_id].wake(list(self._models[job_id].waiting))
+
+
+def results_of(asked: Mapping[str, tuple[CommandLog, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return those numbers of each model that have results. They get these in their order, so that no other is looked for."""
+    return {job_id: list(takewhile(commands.has_result, seqs)) for job_id, (commands, seqs) in asked.items()}

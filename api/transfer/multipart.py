@@ -21,7 +21,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from api.http.dependencies import drain
+from api.http.bodies import drain
 from api.http.threads import in_thread
 from ft_service.errors import SpecError
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 TEMPORARY_PREFIX = ".upload-"
-_BUFFER_BYTES = 1024**2
+_BUFFER_BYTES = 64 * 1024
 _MAX_FIELD_BYTES = 16 * 1024
 """Limit on the headers and values of all other parts together."""
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")

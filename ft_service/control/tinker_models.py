@@ -17,7 +17,7 @@ from typing import Any
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
 from ft_service.control.job_placement import Interval
-from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.host.loops import every, log_errors
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Job
@@ -62,6 +62,8 @@ MOST_SAVED = 4096
 IDLE_LOOK_SECONDS = 2.0
 EXPIRE_SECONDS = 900.0
 """Interval at which saved weights whose time is over are removed, though nobody asks for them."""
+COUNT_SECONDS = 60.0
+"""Interval at which the bytes of models are counted, in projects that have a limit of bytes."""
 UNUSED_SECONDS = 3600.0
 """Time after which weights that were saved without a name, and are not sampled from, are removed; and answered samples."""
 _OPTIONS = {"precision", "lora", "training", "distributed", "checkpoint"}
@@ -272,6 +274,21 @@ def find_weights(path: WeightsPath, principal: Principal, store: Store, places: 
     return job, saved
 
 
+def refuse_command(job: Job, seq: int, size: int, store: Store, places: Places) -> None:
+    """Raise LimitError if no more commands of a model may be stored: too many wait, or its project keeps as many bytes as it
+    may. `size`: bytes of data that it holds; 0: none."""
+    commands = CommandLog(places.run(job.id))
+    commands.refuse_ahead(seq, size)
+    if size and not commands.has(seq):
+        store.files.refuse_bytes(job.project_id, size, what="The call has")
+
+
+def count_command(job: Job, command: Command, limits: TenantLimits, store: Store, places: Places) -> None:
+    """Count the bytes of a command that is to be stored for its project's limit. Raises LimitError."""
+    if limits.max_bytes is not None and command.body and not CommandLog(places.run(job.id)).has(command.seq):
+        store.projects.add_model_bytes(job.project_id, len(command.body))
+
+
 def refuse_weights_beyond(job: Job, limits: TenantLimits, store: Store, places: Places) -> None:
     """Raise SpecError if no more weights of a model may be saved: it has as many as it may have, or its project keeps as many
     bytes."""
@@ -281,14 +298,17 @@ def refuse_weights_beyond(job: Job, limits: TenantLimits, store: Store, places: 
         raise SpecError(text, param="path", code="too_many_weights")
     if limits.max_bytes is None:
         return
-    held = store.projects.bytes_of_files(job.project_id)
-    held += sum(saved_bytes(places.run(other.id)) for other in project_models(job.project_id, store))
-    if held >= limits.max_bytes:
-        text = (
-            f"This project keeps {held} bytes of files and saved weights, and may keep {limits.max_bytes} (limit max_bytes): "
-            "delete weights (delete_checkpoint) or files, or ask an administrator for more."
-        )
-        raise SpecError(text, param="path", code="storage_limit")
+    count_bytes(job.project_id, store, places)
+    try:
+        store.files.refuse_bytes(job.project_id, 1, what="Saved weights have more than")
+    except LimitError as error:
+        raise SpecError(error.message, param="path", code=error.code) from None
+
+
+def count_bytes(project_id: str, store: Store, places: Places) -> None:
+    """Count the saved weights and the commands of a project's models for its limit of bytes."""
+    runs = [places.run(job.id) for job in project_models(project_id, store)]
+    store.projects.note_model_bytes(project_id, sum(saved_bytes(run) + CommandLog(run).bytes() for run in runs))
 
 
 def remove_expired(run: RunDir, path: WeightsPath) -> bool:
@@ -323,7 +343,7 @@ def is_model(job: Job) -> bool:
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Pause models that wait for their clients, and remove what no client asks for any more, until `stop` is set."""
-    places, expiry = Places.of(settings), Interval(EXPIRE_SECONDS)
+    places, expiry, count = Places.of(settings), Interval(EXPIRE_SECONDS), Interval(COUNT_SECONDS)
 
     def look() -> None:
         pause_idle(store, places, settings.tinker_idle_seconds)
@@ -331,6 +351,11 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
         if expiry.is_due:
             expiry.restart()
             remove_all_expired(settings.runs_dir, places)
+        if count.is_due:
+            count.restart()
+            for project_id in store.projects.limited_by_bytes():
+                with log_errors(f"counting the bytes of the models of {project_id}"):
+                    count_bytes(project_id, store, places)
 
     every(IDLE_LOOK_SECONDS, look, stop, "looking after Tinker's models")
 
@@ -348,10 +373,12 @@ def pause_idle(store: Store, places: Places, seconds: float) -> None:
 
 
 def remove_unused(store: Store, places: Places) -> None:
-    """Remove samples that were answered long ago, and weights that were saved for one sampler which is not used any more."""
+    """Remove samples that were answered long ago, sessions and samplers that are not used any more, and weights that were saved
+    for one of these."""
     store.tinker.forget_samples(UNUSED_SECONDS)
+    store.tinker.forget_unused()
     for sampler in store.tinker.unused_samplers(UNUSED_SECONDS):
         with log_errors(f"removing the weights of the sampler {sampler.id}"):
             path = WeightsPath.parse(sampler.model_path or "")
             delete_sampler(places.run(job_id_of(path.model_id)), path.name)
-            store.tinker.forget_weights(sampler.id)
+            store.tinker.delete_sampler(sampler.id)

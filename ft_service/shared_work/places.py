@@ -76,10 +76,10 @@ class Places:
         _all.add(self)
 
     @contextmanager
-    def hold(self, project: str, cost: float = 1.0) -> Iterator[HeldPlace]:
-        """Hold a place while the block runs; wait for it in this thread. Raises LimitError if too much work of the project
-        waits, UnavailableError if its turn does not come in time."""
-        place, held = self._ask(project, cost), HeldPlace()
+    def hold(self, project: str, cost: float = 1.0, size: int = 1) -> Iterator[HeldPlace]:
+        """Hold a place, or `size` of them, while the block runs; wait for it in this thread. Raises LimitError if too much work
+        of the project waits, UnavailableError if its turn does not come in time."""
+        place, held = self._ask(project, cost, size), HeldPlace()
         try:
             try:
                 place.result(self.kind.seconds)
@@ -91,11 +91,11 @@ class Places:
             self._leave(place, held.cost)
 
     @asynccontextmanager
-    async def held(self, project: str, cost: float = 1.0) -> AsyncIterator[HeldPlace]:
+    async def held(self, project: str, cost: float = 1.0, size: int = 1) -> AsyncIterator[HeldPlace]:
         """`hold`, for a task of an event loop."""
         import asyncio  # helpers and ranks need none
 
-        place, held = self._ask(project, cost), HeldPlace()
+        place, held = self._ask(project, cost, size), HeldPlace()
         try:
             if not place.done():
                 try:
@@ -115,7 +115,7 @@ class Places:
             self.cpu_seconds[project] = self.cpu_seconds.get(project, 0.0) + cpu_seconds
 
     def projects(self) -> dict[str, tuple[int, int]]:
-        """Return each project's waiting and running work; that of all as "" where other names take turns."""
+        """Return each project's waiting work, and the places that it has; those of all as "" where other names take turns."""
         with self._guard:
             found = self._turns.projects()
         if self.kind.by_project:
@@ -127,14 +127,14 @@ class Places:
         with self._guard:
             return len(self._turns) > 0
 
-    def _ask(self, project: str, cost: float) -> Future[None]:
+    def _ask(self, project: str, cost: float, size: int) -> Future[None]:
         most = self.kind.waiting
         with self._guard:
             if most is not None and self._turns.waiting(project) >= most:
                 message = f"{self.kind.busy} for {most} requests of this project. Wait until some have their answers."
                 raise LimitError(message, code="too_many_at_once", retry_after=1.0)
             place = Future[None]()
-            self._turns.put(project, place, cost)
+            self._turns.put(project, place, cost, size)
             self._begin()
         return place
 

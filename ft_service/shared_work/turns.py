@@ -27,6 +27,8 @@ class Turn(Generic[Item]):
     project: str
     item: Item
     cost: float = 1.0
+    size: int = 1
+    """Places that it takes."""
 
 
 @dataclass
@@ -36,6 +38,7 @@ class _Share(Generic[Item]):
     used: float
     """Cost of its work so far, level with that of the others when it last began."""
     running: int = 0
+    """Places that it has."""
     waiting: deque[Turn[Item]] = field(default_factory=deque)
 
 
@@ -59,12 +62,14 @@ class Turns(Generic[Item]):
         for share in self._shares.values():
             yield from share.waiting
 
-    def put(self, project: str, item: Item, cost: float = 1.0, *, first: bool = False) -> None:
-        """Have work wait for its turn. `first`: before the other work of its project."""
+    def put(self, project: str, item: Item, cost: float = 1.0, size: int = 1, *, first: bool = False) -> None:
+        """Have work wait for its turn. `size`: places that it takes. `first`: before the other work of its project."""
+        if size > self.of_project:
+            raise ValueError(f"work of {size} places, and a project has {self.of_project}")
         share = self._shares.setdefault(project, _Share(self._level))
         if not (share.waiting or share.running):
             share.used = max(share.used, self._level)
-        (share.waiting.appendleft if first else share.waiting.append)(Turn(project, item, cost))
+        (share.waiting.appendleft if first else share.waiting.append)(Turn(project, item, cost, size))
 
     def take(self, may: Callable[[Item], bool] = lambda _: True) -> Turn[Item] | None:
         """Return the work that begins now, which holds a place until `end`; None: none may. `may`: whether work may begin; of
@@ -75,19 +80,21 @@ class Turns(Generic[Item]):
         if not found:
             return None
         share, turn = min(found, key=lambda each: each[0].used)
+        if self._running + turn.size > self.places:
+            return None  # smaller work of others does not pass it
         share.waiting.remove(turn)
         self._level = max(self._level, share.used)
         share.used += turn.cost
-        share.running += 1
-        self._running += 1
+        share.running += turn.size
+        self._running += turn.size
         return turn
 
     def end(self, turn: Turn[Item], cost: float | None = None) -> None:
         """Give a place back. `cost`: what the work has cost in the end; None: as was expected."""
         share = self._shares[turn.project]
         share.used += (turn.cost if cost is None else cost) - turn.cost
-        share.running -= 1
-        self._running -= 1
+        share.running -= turn.size
+        self._running -= turn.size
         self._forget_idle()
 
     def drop(self, item: Item) -> bool:
@@ -109,14 +116,15 @@ class Turns(Generic[Item]):
         return share.running if share else 0
 
     def projects(self) -> dict[str, tuple[int, int]]:
-        """Return each project's waiting and running work."""
+        """Return each project's waiting work, and the places that it has."""
         shares = self._shares.items()
         return {name: (len(own.waiting), own.running) for name, own in shares if own.waiting or own.running}
 
     def _next(self, share: _Share[Item], may: Callable[[Item], bool]) -> Turn[Item] | None:
         if share.running >= self.of_project:
             return None
-        return next((turn for turn in share.waiting if may(turn.item)), None)
+        turn = next((turn for turn in share.waiting if may(turn.item)), None)
+        return None if turn is None or share.running + turn.size > self.of_project else turn
 
     def _forget_idle(self) -> None:
         """Forget projects without work, once the others have used as much: one that pauses stays charged until then."""

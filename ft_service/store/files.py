@@ -42,10 +42,10 @@ class FileStore(StorePart):
         with self._database.reading() as connection:
             return _earlier(connection, file, within)
 
-    def refuse_bytes(self, project_id: str, more: int) -> None:
-        """Raise LimitError if the project may not store `more` additional bytes."""
+    def refuse_bytes(self, project_id: str, more: int, *, what: str = "The file has") -> None:
+        """Raise LimitError if the project may not store `more` additional bytes. `what`: beginning of the message."""
         with self._database.reading() as connection:
-            refuse_bytes_beyond(connection, project_id, more)
+            refuse_bytes_beyond(connection, project_id, more, what=what)
 
     def get_file(self, project_id: str, file_id: str) -> File:
         with self._database.reading() as connection:

@@ -72,6 +72,8 @@ projects = Table(
     # Slot-seconds that it has used and that are not forgotten, as of used_at (ft_service/jobs/queue.py).
     Column("used", Double, nullable=False, server_default="0"),
     Column("used_at", Double, nullable=False, server_default="0"),
+    # Bytes of the commands and saved weights of its Tinker models, counted now and then if it has a limit of bytes.
+    Column("model_bytes", BigInteger, nullable=False, server_default="0"),
 )
 
 LIVING_PERSON = literal_column("identity IS NOT NULL AND revoked_at IS NULL")
@@ -573,9 +575,14 @@ tinker_sessions = Table(
     Column("finish_reason", StorableText),
     Column("display_name", StorableText),
     Column("user_metadata", StorableJson),
+    # Bytes that it counts for in its project.
+    Column("bytes", Integer, nullable=False, server_default="0"),
     sqlite_autoincrement=True,
 )
 Index(None, tinker_sessions.c.project_id, tinker_sessions.c.position)
+
+TINKER_ROW_BYTES = 512
+"""Bytes that a sampler counts for in its project, and a session without its metadata."""
 
 # What sessions sample from: a base, or saved weights.
 tinker_samplers = Table(
@@ -599,6 +606,7 @@ tinker_samplers = Table(
     sqlite_autoincrement=True,
 )
 Index(None, tinker_samplers.c.session_id, tinker_samplers.c.position)
+Index(None, tinker_samplers.c.project_id)
 
 # Requests for samples with their answers, until these are an hour old.
 tinker_samples = Table(

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Table, delete, insert, select, update
+from sqlalchemy import Connection, Table, delete, func, insert, or_, select, update
 
 from ft_service.errors import LimitError, SpecError
+from ft_service.jobs.states import TERMINAL
 from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.rows import columns_of, not_found
-from ft_service.store.tables import UNANSWERED, tinker_samplers, tinker_samples, tinker_sessions
+from ft_service.store.tables import TINKER_ROW_BYTES, UNANSWERED, jobs, tinker_samplers, tinker_samples, tinker_sessions
 from ft_service.store.tenants.audit import record
+from ft_service.store.tenants.projects import refuse_bytes_beyond
 
 R = TypeVar("R")
 
 MOST_UNANSWERED = 4096
 """Limit of a project's samples that wait."""
+MOST_SESSIONS, MOST_SAMPLERS = 4096, 65_536
+"""Limits of a project."""
+KEEP_FINISHED_SECONDS, KEEP_UNUSED_SECONDS = 24 * 3600.0, 7 * 24 * 3600.0
+"""Time after which sessions that are finished, and sessions and samplers that are not used, are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +78,15 @@ class TinkerStore(StorePart):
     """Sessions, samplers and samples of Tinker clients."""
 
     def create_session(self, session_id: str, project_id: str, name: str | None, metadata: Mapping[str, Any] | None) -> None:
+        """Raises LimitError if the project has too many sessions, or may not keep the bytes of the metadata."""
         now = {"created_at": database_time(), "used_at": database_time()}
         values = {"id": session_id, "project_id": project_id, "display_name": name, "user_metadata": metadata}
+        size = TINKER_ROW_BYTES + len(json.dumps(metadata or {}))
         with self._database.writing() as connection:
-            connection.execute(insert(tinker_sessions).values(**values, **now))
+            if metadata:  # without, a client that is about to delete weights could not begin
+                refuse_bytes_beyond(connection, project_id, size, what="The session and its metadata have")
+            _refuse_more(connection, tinker_sessions, project_id, MOST_SESSIONS, "sessions")
+            connection.execute(insert(tinker_sessions).values(**values, **now, bytes=size))
 
     def _read(self, record: type[R], table: Table, noun: str, project_id: str, row_id: str) -> R:
         """A project's own record. Raises NotFoundError."""
@@ -97,12 +109,12 @@ class TinkerStore(StorePart):
             )
         return session
 
-    def list_sessions(self, project_id: str, limit: int, offset: int) -> list[TinkerSession]:
-        """A project's sessions, the newest first."""
-        query = select(*_SESSION).where(tinker_sessions.c.project_id == project_id)
+    def list_sessions(self, project_id: str, limit: int, offset: int) -> list[str]:
+        """Ids of a project's sessions, the newest first."""
+        query = select(tinker_sessions.c.id).where(tinker_sessions.c.project_id == project_id)
         with self._database.reading() as connection:
-            rows = connection.execute(query.order_by(tinker_sessions.c.position.desc()).limit(limit).offset(offset)).mappings()
-            return [TinkerSession(**row) for row in rows]
+            newest = query.order_by(tinker_sessions.c.position.desc()).limit(limit).offset(offset)
+            return list(connection.scalars(newest))
 
     def touch_session(self, project_id: str, session_id: str) -> None:
         """Note a sign of life of the client."""
@@ -123,11 +135,13 @@ class TinkerStore(StorePart):
 
     def put_sampler(self, sampler: TinkerSampler) -> TinkerSampler:
         """Store a sampler unless its id has one. Returns the one that is stored. Raises NotFoundError if it is another
-        project's."""
+        project's, LimitError if the project has too many."""
         row = {"id": sampler.id, "project_id": sampler.project_id, "session_id": sampler.session_id, "base": sampler.base}
         row |= {"model_path": sampler.model_path, "owns_weights": sampler.owns_weights, "clients": 1}
         now = {"created_at": database_time(), "used_at": database_time()}
         with self._database.writing() as connection:
+            if connection.scalars(select(tinker_samplers.c.id).where(tinker_samplers.c.id == sampler.id)).one_or_none() is None:
+                _refuse_more(connection, tinker_samplers, sampler.project_id, MOST_SAMPLERS, "samplers")
             statement = upsert(connection, tinker_samplers).values(**row, **now)
             connection.execute(statement.on_conflict_do_nothing(index_elements=["id"]))
         return self.get_sampler(sampler.project_id, sampler.id)
@@ -144,7 +158,8 @@ class TinkerStore(StorePart):
     def join_sampler(self, project_id: str, sampler_id: str) -> int:
         """The number of one more client of a sampler."""
         mine = tinker_samplers.c.id == sampler_id, tinker_samplers.c.project_id == project_id
-        statement = update(tinker_samplers).where(*mine).values(clients=tinker_samplers.c.clients + 1)
+        values = {"clients": tinker_samplers.c.clients + 1, "used_at": database_time()}
+        statement = update(tinker_samplers).where(*mine).values(values)
         with self._database.writing() as connection:
             number = connection.scalars(statement.returning(tinker_samplers.c.clients)).one_or_none()
         if number is None:
@@ -155,6 +170,12 @@ class TinkerStore(StorePart):
         """Write into the audit log what is done to saved weights, which are files. `change`: such as published."""
         with self._database.writing() as connection:
             record(connection, project_id, f"weights.{change}", path)
+
+    def ended(self, job_ids: Collection[str]) -> set[str]:
+        """Those of some models' jobs that have ended, or are not there."""
+        going = select(jobs.c.id).where(jobs.c.id.in_(list(job_ids)), jobs.c.state.not_in(TERMINAL))
+        with self._database.reading() as connection:
+            return set(job_ids) - set(connection.scalars(going))
 
     def note_gap(self, sampler_id: str, gap: float) -> None:
         """Store how far a sampler is from the trainer."""
@@ -167,11 +188,20 @@ class TinkerStore(StorePart):
         with self._database.reading() as connection:
             return [TinkerSampler(**row) for row in connection.execute(select(*_SAMPLER).where(*unused)).mappings()]
 
-    def forget_weights(self, sampler_id: str) -> None:
-        """Note that a sampler's own weights are removed."""
+    def delete_sampler(self, sampler_id: str) -> None:
+        """Delete a sampler whose own weights are removed."""
         with self._database.writing() as connection:
-            statement = update(tinker_samplers).where(tinker_samplers.c.id == sampler_id)
-            connection.execute(statement.values(owns_weights=False))
+            connection.execute(delete(tinker_samplers).where(tinker_samplers.c.id == sampler_id))
+
+    def forget_unused(self) -> None:
+        """Delete sessions that were finished, and sessions and samplers that were used, long ago; samplers with weights of
+        their own go with these."""
+        tables = tinker_sessions, tinker_samplers
+        unused = [is_over(table.c.used_at + KEEP_UNUSED_SECONDS, KEEP_UNUSED_SECONDS) for table in tables]
+        finished = is_over(tinker_sessions.c.finished_at + KEEP_FINISHED_SECONDS, KEEP_FINISHED_SECONDS)
+        with self._database.writing() as connection:
+            connection.execute(delete(tinker_sessions).where(or_(unused[0], finished)))
+            connection.execute(delete(tinker_samplers).where(unused[1], ~tinker_samplers.c.owns_weights))
 
     def put_sample(self, sample: TinkerSample) -> None:
         """Store a request unless its id has one. Raises LimitError if too many of the project wait."""
@@ -220,3 +250,15 @@ class TinkerStore(StorePart):
         """Delete samples that were answered so long ago."""
         with self._database.writing() as connection:
             connection.execute(delete(tinker_samples).where(is_over(tinker_samples.c.answered_at + seconds, seconds)))
+
+
+def _refuse_more(connection: Connection, table: Table, project_id: str, most: int, what: str) -> None:
+    """Raise LimitError if a project has as many rows as it may have."""
+    own = select(table.c.id).where(table.c.project_id == project_id).limit(most).subquery()
+    if (connection.scalar(select(func.count()).select_from(own)) or 0) >= most:
+        days = int(KEEP_UNUSED_SECONDS / 86400)
+        text = (
+            f"This project has {most:,} {what} of Tinker's clients, as many as it may have. Unused ones are removed after "
+            f"{days} days, and sessions that are finished (service.close) after one."
+        )
+        raise LimitError(text, code=f"too_many_{what}")

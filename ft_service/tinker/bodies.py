@@ -6,6 +6,7 @@ through, and any other unknown field is refused by its name.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -21,6 +22,8 @@ LEAST_TTL, MOST_TTL = 3600, 315_360_000
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 
 Seq = Annotated[int, Field(ge=1, le=999_999_999)]
+MOST_METADATA_BYTES = 16 * 1024
+"""Limit of a session's metadata as JSON."""
 _Key = Annotated[str, Field(max_length=64)]
 _Text = Annotated[str, Field(max_length=512)]
 """A value of metadata, as a job may have it."""
@@ -72,6 +75,13 @@ class CreateSession(Body):
     project_id: str | None = None
     tags: list[str] = []
     sdk_version: str = ""
+
+    @field_validator("user_metadata")
+    @classmethod
+    def _short(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if (size := len(json.dumps(value))) > MOST_METADATA_BYTES:
+            raise ValueError(f"at most {MOST_METADATA_BYTES:,} bytes as JSON are possible, and it has {size:,}: shorten it")
+        return value
 
 
 class OptimizerConfig(Body):

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_service.errors import FtError
+from ft_service.errors import FtError, LimitError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 
 COMMANDS, RESULTS = "commands", "results"
 MOST_BYTES = 64 * 1024**2
 """Limit of a command's file, and of a result's."""
 MOST_SEQ = 999_999_999
+MOST_AHEAD = 1024
+"""Limit of a model's commands that have no result yet."""
+MOST_AHEAD_BYTES = 256 * 1024**2
+"""Limit of their files."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Command:
     """create_model, forward_backward, optim_step, save_weights, save_weights_for_sampler, load_weights, finish, or refused: one
     that the service could not accept, which has a number all the same."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    body: bytes = b""
+    body: bytes | bytearray = b""
     """forward_backward: the client's message."""
 
 
@@ -81,10 +86,41 @@ class CommandLog:
         found = self._read(RESULTS, seq)
         return None if found is None else CommandResult(*found)
 
+    def refuse_ahead(self, seq: int, size: int) -> None:
+        """Raise LimitError for a new command if too many wait, unless it is the one that the ranks wait for. `size`: bytes."""
+        if self.has(seq):
+            return
+        count, held = self._ahead()
+        if count < MOST_AHEAD and held + size <= MOST_AHEAD_BYTES:
+            return
+        awaited = self._newest_result() + 1
+        if seq == awaited:
+            return
+        then = "wait for its result" if self.has(awaited) else "it is missing, and the others wait for it, so send it"
+        text = (
+            f"{count:,} commands of {held:,} bytes wait for the model, and {MOST_AHEAD:,} of {MOST_AHEAD_BYTES:,} may. The "
+            f"next one has the number {awaited}: {then}."
+        )
+        raise LimitError(text, code="too_many_commands", retry_after=1.0)
+
+    def _ahead(self) -> tuple[int, int]:
+        """Number and bytes of the commands without a result."""
+        numbers = sorted(self._numbers(COMMANDS))
+        ahead = numbers[bisect_left(numbers, True, key=lambda seq: not self.has_result(seq)) :]
+        return len(ahead), sum(self.run.size(_key(COMMANDS, seq)) or 0 for seq in ahead)
+
+    def bytes(self) -> int:
+        """Bytes of all commands that are kept."""
+        return sum(self.run.size(_key(COMMANDS, seq)) or 0 for seq in self._numbers(COMMANDS))
+
+    def _newest_result(self) -> int:
+        """-1: there is none."""
+        return max(self._numbers(RESULTS), default=-1)
+
     def first_missing(self) -> int:
         """Number behind the commands that the ranks carry out, one after the other: with a gap in the client's numbers, that of
         the gap, for which they wait."""
-        seq = max(self._numbers(RESULTS), default=-1) + 1
+        seq = self._newest_result() + 1
         while self.has(seq):
             seq += 1
         return seq
@@ -92,7 +128,7 @@ class CommandLog:
     def has_unanswered(self) -> bool:
         """Whether the ranks have something to do: the command behind the newest result. One that waits for another before it,
         which its client may never send, keeps nobody busy."""
-        return self.has(max(self._numbers(RESULTS), default=-1) + 1)
+        return self.has(self._newest_result() + 1)
 
     def last_used(self) -> float:
         """Time (seconds since the epoch, by the disk's clock) at which a command or a result came last; 0: never."""
@@ -140,7 +176,7 @@ def _key(folder: str, seq: int) -> str:
     return f"{folder}/{seq:09d}"
 
 
-def _file(head: dict[str, Any], body: bytes) -> bytes:
+def _file(head: dict[str, Any], body: bytes | bytearray) -> bytes:
     whole = json.dumps(head).encode() + b"\n" + body
     if len(whole) > MOST_BYTES:
         raise CommandTooLargeError(f"A command of {len(whole):,} bytes; at most {MOST_BYTES:,} are possible: send fewer data.")

@@ -6,7 +6,6 @@ arrays here, so that a server without torch can check them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,12 @@ from google.protobuf.message import DecodeError
 
 from ft_service.errors import SpecError
 from ft_service.tinker import tinker_messages_pb2 as pb
+from ft_service.tinker.loss_wire import MOST_DATUMS, NO_CALL, refuse_parts_beyond
 
-MOST_DATUMS = 1024
-"""Limit of data in one call; the client cuts longer lists into several calls."""
 MOST_TARGETS_OF_TOKEN = 32
 """Limit of target tokens at one position."""
 MOST_TARGETS = 8 * 1024**2
 """Limit of target tokens of all data of one call. Sparse arrays may have more than the call has bytes."""
-_MOST_HEAD_BYTES = 256
-"""A model's id and a number take less."""
 
 _WEIGHTED = ("weights",)
 _RATIO = ("logprobs", "advantages")
@@ -78,32 +74,20 @@ class LossCall:
 
 @dataclass(frozen=True)
 class LossRequest:
-    """A call as it arrives: for which model, and the how many-eth of it."""
+    """A call as it arrives."""
 
-    model_id: str
-    seq_id: int
     message: pb.ForwardBackwardRequest
 
     @classmethod
-    def parse(cls, body: bytes) -> LossRequest:
-        """Raises SpecError for bytes that are no such message."""
+    def parse(cls, body: bytes | bytearray) -> LossRequest:
+        """Raises SpecError for bytes that are no such message, and for one with too many parts."""
+        refuse_parts_beyond(body)
         message = pb.ForwardBackwardRequest()
         try:
-            message.ParseFromString(body)
+            message.ParseFromString(bytes(body))
         except DecodeError:
-            message_name = "ForwardBackwardRequest of the tinker package (application/x-protobuf)"
-            raise SpecError(f"The body is no {message_name}.") from None
-        return cls(message.model_id, message.seq_id, message)
-
-    @classmethod
-    def beginning_of(cls, body: bytes) -> LossRequest:
-        """Model and number of a call of which only the beginning was read: messages begin with them. Raises SpecError."""
-        for end in range(_MOST_HEAD_BYTES):
-            with contextlib.suppress(DecodeError):
-                message = pb.ForwardBackwardRequest.FromString(body[:end])
-                if message.model_id and message.seq_id:
-                    return cls(message.model_id, message.seq_id, message)
-        raise SpecError("The body does not begin with model_id and seq_id, and is too large.", code="request_too_large")
+            raise SpecError(NO_CALL) from None
+        return cls(message)
 
     def call(self, *, vocabulary: int, longest: int) -> LossCall:
         """The call, checked. `vocabulary`: rows of the base's embedding; `longest`: most tokens of a sequence.
@@ -118,8 +102,8 @@ class LossRequest:
                 "computes any other loss of the log-probabilities.",
                 param="loss_fn",
             )
-        if not 1 <= len(message.data) <= MOST_DATUMS:
-            raise SpecError(f"data: {len(message.data)} sequences in one call; 1 to {MOST_DATUMS} are possible.", param="data")
+        if not message.data:
+            raise SpecError(f"data: 0 sequences in one call; 1 to {MOST_DATUMS:,} are possible.", param="data")
         _check_targets(message)
         data = [
             _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest) for number, datum in enumerate(message.data)

@@ -91,7 +91,7 @@ def finish(session_id: str, body: JsonBody, caller: TinkerCaller, services: Svc)
 def list_sessions(
     caller: TinkerCaller, services: Svc, limit: int = Query(20, ge=1, le=100), offset: int = Query(0, ge=0, le=10**9)
 ) -> dict[str, Any]:
-    return {"sessions": [session.id for session in services.store.tinker.list_sessions(caller.project_id, limit, offset)]}
+    return {"sessions": services.store.tinker.list_sessions(caller.project_id, limit, offset)}
 
 
 @router.get("/sessions/{session_id}")

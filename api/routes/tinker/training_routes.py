@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,15 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from api.http.dependencies import JsonBody, Services, Svc, drain
+from api.http.bodies import ArrivingBody, BodyTooLargeError
+from api.http.dependencies import JsonBody, Services, Svc
 from api.http.threads import in_thread
 from api.http.tinker_auth import TinkerCaller, tinker_router
 from ft_service.bases.origin import portable_name
 from ft_service.control import tinker_models
 from ft_service.control.admission import AdmissionContext
 from ft_service.control.tinker_models import NewModel, find_model
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.store.records import Principal
 from ft_service.store.tinker import TinkerSampler
@@ -36,7 +35,7 @@ from ft_service.tinker.bodies import (
     WeightsInfo,
 )
 from ft_service.tinker.commands import Command, CommandResult
-from ft_service.tinker.loss_calls import LossRequest
+from ft_service.tinker.loss_wire import HEAD_BYTES, LossHead, refuse_parts_beyond
 from ft_service.tinker.names import WeightsPath, check_name, model_id, parse_request_id, request_id, sampler_id, session_of
 
 router = tinker_router()
@@ -44,13 +43,8 @@ router = tinker_router()
 PROTOBUF = "application/x-protobuf"
 MOST_CALL_BYTES = 32 * 1024**2
 """Largest body of forward_backward; the client cuts its calls at 5 MB."""
-_DRAINED_BYTES = 64 * 1024**2
 HELD_SECONDS = 25.0
 """Time for which a request for a result waits for it; the client asks again then."""
-_SHORTEST, _LONGEST = 0.01, 0.2
-"""Pauses in seconds between two looks for a result."""
-_JOB_SECONDS = 1.0
-"""Interval at which a request looks whether its model has ended."""
 
 _COMMANDS: Mapping[str, type[Body]] = {
     "optim_step": OptimStep,
@@ -104,28 +98,39 @@ def get_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, A
 @router.post("/forward_backward")
 async def forward_backward(request: Request, caller: TinkerCaller, services: Svc) -> Response:
     """Store a call of forward or forward_backward; the ranks check its data. One that is too large is stored as refused."""
-    body = bytearray()
-    stream = request.stream()
-    async for chunk in stream:
-        body += chunk
-        if len(body) > MOST_CALL_BYTES:
-            await drain(stream, _DRAINED_BYTES)
-            break
-    return JSONResponse(await in_thread(_accept_loss, bytes(body), caller, services))
-
-
-def _accept_loss(body: bytes, caller: Principal, services: Services) -> dict[str, Any]:
-    whole = len(body) <= MOST_CALL_BYTES
-    call = LossRequest.parse(body) if whole else LossRequest.beginning_of(body)
-    _check_seq(call.seq_id)
-    job = find_model(services.store, caller.project_id, call.model_id)
-    if whole:
-        command = Command(call.seq_id, "forward_backward", body=body)
-    else:
+    body = ArrivingBody(request, MOST_CALL_BYTES)
+    try:
+        head = LossHead.of(await body.beginning(HEAD_BYTES))
+        job = await in_thread(_expected, head, body.size, caller, services)
+    except FtError:
+        await body.drain()
+        raise
+    try:
+        async with body.whole() as held:
+            await in_thread(_accept_loss, job, head.seq_id, held, caller, services)
+    except BodyTooLargeError:
         text = f"The call is larger than {MOST_CALL_BYTES:,} bytes: send fewer data at once."
-        command = Command(call.seq_id, "refused", {"error": text})
+        command = Command(head.seq_id, "refused", {"error": text})
+        await in_thread(tinker_models.accept, job, command, services.store, services.places)
+    return JSONResponse(_future(head.model_id, head.seq_id))
+
+
+def _expected(head: LossHead, size: int, caller: Principal, services: Services) -> Job:
+    """The model of a call that may be stored. Raises SpecError, NotFoundError and LimitError before its body is read."""
+    _check_seq(head.seq_id)
+    job = find_model(services.store, caller.project_id, head.model_id)
+    tinker_models.refuse_command(job, head.seq_id, size, services.store, services.places)
+    return job
+
+
+def _accept_loss(job: Job, seq: int, body: bytearray, caller: Principal, services: Services) -> None:
+    try:
+        refuse_parts_beyond(body)
+        command = Command(seq, "forward_backward", body=body)
+    except SpecError as error:
+        command = Command(seq, "refused", {"error": error.message})
+    tinker_models.count_command(job, command, caller.limits, services.store, services.places)
     tinker_models.accept(job, command, services.store, services.places)
-    return _future(call.model_id, call.seq_id)
 
 
 def _check_seq(seq: int) -> None:
@@ -142,6 +147,7 @@ def _accept(body: Any, op: str, caller: Principal, services: Services) -> dict[s
         raise SpecError("model_id and seq_id are needed.", param="seq_id")
     _check_seq(seq)
     job = find_model(services.store, caller.project_id, model)
+    tinker_models.refuse_command(job, seq, 0, services.store, services.places)
     try:
         command = Command(seq, op, _options(_COMMANDS[op].parse(body), job, model, seq, caller, services))
     except (SpecError, NotFoundError) as error:
@@ -235,21 +241,16 @@ async def retrieve_future(body: JsonBody, caller: TinkerCaller, services: Svc) -
     """The result of a request, waited for a while; status 408 with the queue's state while it is not there."""
     asked = RetrieveFuture.parse(body).request_id
     owner, is_sample, seq = parse_request_id(asked)
-    if is_sample:
-        return await _sample_result(asked, caller, services)
-    job = await in_thread(find_model, services.store, caller.project_id, owner)
-    until, pause, looked_at = time.monotonic() + HELD_SECONDS, _SHORTEST, time.monotonic()
-    while True:
+    with services.sample_answers.request(caller.key_id):
+        if is_sample:
+            return await _sample_result(asked, caller, services)
+        job = await in_thread(find_model, services.store, caller.project_id, owner)
         result = await in_thread(tinker_models.result_of, job, seq, services.places)
-        if result is not None:
-            return _answer(result)
-        if time.monotonic() >= until:
-            return _try_again(asked, job)
-        await asyncio.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST)
-        if time.monotonic() >= looked_at + _JOB_SECONDS:
-            looked_at = time.monotonic()
+        if result is None:
+            await services.sample_answers.commands.wait(job.id, services.places.run(job.id), seq, HELD_SECONDS)
             job = await in_thread(find_model, services.store, caller.project_id, owner)
+            result = await in_thread(tinker_models.result_of, job, seq, services.places)
+        return _try_again(asked, job) if result is None else _answer(result)
 
 
 def _answer(result: CommandResult) -> Response:

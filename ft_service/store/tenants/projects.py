@@ -12,7 +12,17 @@ from ft_service.ids import new_id
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.records import Page, Project, TenantLimits
 from ft_service.store.rows import not_found, page
-from ft_service.store.tables import PENDING, VISIBLE, files, projects, referred_to, uploads
+from ft_service.store.tables import (
+    PENDING,
+    TINKER_ROW_BYTES,
+    VISIBLE,
+    files,
+    projects,
+    referred_to,
+    tinker_samplers,
+    tinker_sessions,
+    uploads,
+)
 from ft_service.store.tenants.audit import record
 
 MANAGING_PROJECT = "default"
@@ -84,10 +94,25 @@ class ProjectStore(StorePart):
             record(connection, project_id, "project.updated", project_id, **changed)
             return _get(connection, project_id)
 
-    def bytes_of_files(self, project_id: str) -> int:
-        """Bytes of the files that a project keeps."""
+    def limited_by_bytes(self) -> list[str]:
+        """Ids of the projects that have a limit of bytes."""
+        query = select(*_PROJECT).where(projects.c.archived_at.is_(None), projects.c.limits.is_not(None))
         with self._database.reading() as connection:
-            return _bytes_of_files(connection, project_id)
+            found = [_project(row) for row in connection.execute(query).mappings()]
+        return [project.id for project in found if project.limits.max_bytes is not None]
+
+    def note_model_bytes(self, project_id: str, held: int) -> None:
+        """Note the bytes of the commands and saved weights of a project's models, as they were counted."""
+        with self._database.writing() as connection:
+            connection.execute(update(projects).where(projects.c.id == project_id).values(model_bytes=held))
+
+    def add_model_bytes(self, project_id: str, more: int) -> None:
+        """Count bytes of a command that is to be stored, until they are counted with all others. Raises LimitError if the
+        project may not keep them."""
+        with self._database.writing() as connection:
+            refuse_bytes_beyond(connection, project_id, more, what="The call has")
+            own = update(projects).where(projects.c.id == project_id)
+            connection.execute(own.values(model_bytes=projects.c.model_bytes + more))
 
     def archive_project(self, project_id: str) -> Project:
         """Make a project's keys invalid; its data stay. Repeating it changes nothing."""
@@ -116,19 +141,21 @@ def lock_project(connection: Connection, project_id: str) -> dict[str, Any]:
     return connection.scalars(query).one_or_none() or {}
 
 
-def refuse_bytes_beyond(connection: Connection, project_id: str, more: int, *, of_upload: str = "") -> None:
-    """Raise LimitError if the project would store more bytes of files than it may, with those that its open uploads have
-    announced. The project's row is locked meanwhile. `of_upload`: the upload that the bytes are of.
+def refuse_bytes_beyond(
+    connection: Connection, project_id: str, more: int, *, of_upload: str = "", what: str = "The file has"
+) -> None:
+    """Raise LimitError if the project would keep more bytes than it may, with those that its open uploads have announced. The
+    project's row is locked meanwhile. `of_upload`: the upload that the bytes are of. `what`: beginning of the message.
     """
     limit = lock_project(connection, project_id).get("max_bytes")
     if limit is None:
         return
-    held, pending = _bytes_of_files(connection, project_id), _announced(connection, project_id, of_upload)
+    held, pending = _kept_bytes(connection, project_id), _announced(connection, project_id, of_upload)
     if held + pending + more > limit:
         announced = f", has announced {pending} in uploads" if pending else ""
         raise LimitError(
-            f"The file has {more} bytes; this project keeps {held}{announced} and may keep {limit} (its limit max_bytes). "
-            "Delete files that are not needed any more, or ask an administrator for more.",
+            f"{what} {more} bytes; this project keeps {held}{announced} and may keep {limit} (its limit max_bytes). "
+            "Delete files or saved weights that are not needed any more, or ask an administrator for more.",
             code="storage_limit",
         )
 
@@ -139,11 +166,17 @@ def _announced(connection: Connection, project_id: str, besides: str) -> int:
     return int(connection.scalars(query.where(uploads.c.project_id == project_id, uploads.c.id != besides, OPEN_UPLOAD)).one())
 
 
-def _bytes_of_files(connection: Connection, project_id: str) -> int:
-    """Bytes of files that are kept: also of expired ones until they are removed, and of deleted ones that a job still needs."""
+def _kept_bytes(connection: Connection, project_id: str) -> int:
+    """Bytes of files that are kept: also of expired ones until they are removed, and of deleted ones that a job still needs;
+    and of what Tinker's clients keep."""
     kept = files.c.freed_at.is_(None), or_(VISIBLE, referred_to())
-    query = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.project_id == project_id, *kept)
-    return int(connection.scalars(query).one())
+    sums = [
+        select(func.sum(files.c.bytes)).where(files.c.project_id == project_id, *kept),
+        select(func.sum(tinker_sessions.c.bytes)).where(tinker_sessions.c.project_id == project_id),
+        select(func.count() * TINKER_ROW_BYTES).where(tinker_samplers.c.project_id == project_id),
+        select(projects.c.model_bytes).where(projects.c.id == project_id),
+    ]
+    return sum(int(connection.scalars(query).one_or_none() or 0) for query in sums)
 
 
 def _get(connection: Connection, project_id: str, *, lock: bool = False) -> Project:

@@ -176,7 +176,7 @@ def test_weights_of_a_sampler_that_cannot_be_removed_keep_no_others(
     ]
     forgotten: list[str] = []
     monkeypatch.setattr(store.tinker, "unused_samplers", lambda seconds: unused)
-    monkeypatch.setattr(store.tinker, "forget_weights", forgotten.append)
+    monkeypatch.setattr(store.tinker, "delete_sampler", forgotten.append)
     remove_unused(store, places)
     assert forgotten == models[1:]
     assert [(run / sampler_key("own")).exists() for run in runs] == [True, False]

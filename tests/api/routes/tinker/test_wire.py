@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import numpy as np
+import openai
 import pytest
 
+from api.http import sample_answers
+from api.http.dependencies import Services
 from api.routes.tinker import training_routes
 from ft_service.control import tinker_models
-from ft_service.control.tinker_models import MODEL_KEY, ended_text, pause_idle
+from ft_service.control.tinker_models import MODEL_KEY, count_bytes, ended_text, pause_idle, remove_unused
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import State
+from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import Desired
+from ft_service.storage.locations import Places
+from ft_service.store import tinker
+from ft_service.tinker import commands
 from ft_service.tinker import tinker_messages_pb2 as pb
+from ft_service.tinker.bodies import MOST_METADATA_BYTES
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossRequest, write_output
+from ft_service.tinker.loss_wire import MOST_DATUMS
 from ft_service.tinker.names import KEY_PREFIX, job_id_of, request_id
 from ft_service.tinker.saved_weights import SavedWeights, WeightsOptions, options_of
 from tests.support.rest.service import TRAINING, Service, put_state, run_dir, wait_until
@@ -200,7 +211,160 @@ def test_a_call_that_is_too_large_is_its_own_result(service: Service, ranks: Ran
     assert (too_large["category"], "larger than 100 bytes" in too_large["error"]) == ("user", True)
     assert result(service, step(service, model, 2, 0.25))["metrics"] == {"lr": 0.25}
     nothing = send(service, "POST", "forward_backward", content=b"\xff" * 101)
-    assert (nothing.status_code, nothing.json()["error"]["code"]) == (400, "request_too_large")
+    assert (nothing.status_code, nothing.json()["error"]["code"]) == (400, "invalid_value")
+
+
+def test_a_call_of_too_many_parts_is_its_own_result(service: Service, ranks: Ranks) -> None:
+    model = new_model(service)
+    head = pb.ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString()
+    many = send(service, "POST", "forward_backward", content=head + b"\x1a\0" * (MOST_DATUMS + 1))
+    assert f"1 to {MOST_DATUMS:,} are possible" in result(service, many)["error"]
+    assert result(service, loss(service, model, 2)) == {"loss:sum": 1.5}
+    foreign = pb.ForwardBackwardRequest(model_id="session-a:train:0", seq_id=1).SerializeToString()
+    unknown = send(service, "POST", "forward_backward", content=foreign + b"\x1a\0" * 2**20)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_commands_ahead_have_a_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for number 1, which has not been sent, for as long as the model lives."""
+    model = new_model_without_ranks(service)
+    monkeypatch.setattr(commands, "MOST_AHEAD", 3)
+    codes = [step(service, model, seq, 0.5).status_code for seq in (10, 11, 12, 13)]
+    assert codes == [200, 200, 200, 429]
+    refused = step(service, model, 13, 0.5)
+    assert (refused.json()["error"]["code"], "retry-after" in refused.headers) == ("too_many_commands", True)
+    assert "the number 1" in refused.json()["error"]["message"]
+    assert step(service, model, 1, 0.5).status_code == 200, "the ranks wait for it"
+    assert step(service, model, 12, 0.5).status_code == 200, "it is there"
+    monkeypatch.setattr(commands, "MOST_AHEAD", 100)
+    monkeypatch.setattr(commands, "MOST_AHEAD_BYTES", 1000)
+    assert loss(service, model, 14).status_code == 200
+    large = loss_message(15, [(np.arange(200), {})])
+    large.model_id = model
+    answer = send(service, "POST", "forward_backward", content=large.SerializeToString())
+    assert answer.json()["error"]["code"] == "too_many_commands"
+
+
+def test_the_bytes_of_commands_count_for_their_project(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model_without_ranks(service)
+    service.store.projects.update_project("default", limits={"max_bytes": 40_000})
+
+    def call(seq: int) -> httpx2.Response:
+        message = loss_message(seq, [(np.arange(4000), {})])
+        message.model_id = model
+        return send(service, "POST", "forward_backward", content=message.SerializeToString())
+
+    assert [call(seq).status_code for seq in (10, 11, 12, 10)] == [200, 200, 429, 200], "of 16 kB each"
+    assert call(12).json()["error"]["code"] == "storage_limit"
+    with pytest.raises(openai.RateLimitError) as refused:
+        service.client().files.create(file=("train.jsonl", TRAINING * 30), purpose="fine-tune")
+    assert refused.value.code == "storage_limit"
+    for path in run_dir(service, job_id_of(model)).path("commands").iterdir():
+        path.unlink()
+    count_bytes("default", service.store, service.app.state.services.places)
+    assert call(12).status_code == 200
+
+
+def new_model_without_ranks(service: Service) -> str:
+    """A model whose creation is answered, and nothing else."""
+    body = {"session_id": new_session(service), "model_seq_id": 0, "base_model": "tiny"}
+    model = post(service, "create_model", body).json()["model_id"]
+    CommandLog(run_dir(service, job_id_of(model))).put_result(0, CommandResult({"model_id": model}))
+    return model
+
+
+def test_sessions_have_limits(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"user_metadata": {f"key {number}": "x" * 2000 for number in range(14)}}
+    refused = post(service, "create_session", large)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "user_metadata")
+    assert f"{MOST_METADATA_BYTES:,} bytes" in refused.json()["error"]["message"]
+    monkeypatch.setattr(tinker, "MOST_SESSIONS", 2)
+    first, _ = new_session(service), new_session(service)
+    one_more = post(service, "create_session", {})
+    assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "too_many_sessions")
+    monkeypatch.setattr(tinker, "MOST_SESSIONS", 100)
+    service.store.projects.update_project("default", limits={"max_bytes": 10_000})
+    metadata = {"user_metadata": {f"key {number}": "x" * 500 for number in range(14)}}
+    codes = [post(service, "create_session", metadata).status_code for _ in range(3)]
+    assert codes == [200, 429, 429]
+    assert new_session(service), "by which weights can be deleted"
+    assert post(service, "session_heartbeat", {"session_id": first}).status_code == 200
+
+
+def test_a_list_of_sessions_reads_no_metadata(service: Service) -> None:
+    session = post(service, "create_session", {"user_metadata": {"a": "b"}}).json()["session_id"]
+    service.sql("UPDATE tinker_sessions SET user_metadata = 'no JSON'")
+    assert send(service, "GET", "sessions").json() == {"sessions": [session]}
+
+
+def test_samplers_have_a_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker, "MOST_SAMPLERS", 1)
+    monkeypatch.setattr(Services, "refuse_samples", lambda *_, **__: None)
+    new = {"session_id": new_session(service), "base_model": "tiny"}
+    codes = [post(service, "create_sampling_session", {**new, "sampling_session_seq_id": seq}).status_code for seq in (0, 1, 0)]
+    assert codes == [200, 429, 200]
+
+
+def test_what_is_not_used_is_removed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Services, "refuse_samples", lambda *_, **__: None)
+    sessions = [new_session(service) for _ in range(4)]
+    new = {"sampling_session_seq_id": 0, "base_model": "tiny"}
+    samplers = [
+        post(service, "create_sampling_session", {**new, "session_id": session}).json()["sampling_session_id"]
+        for session in sessions[:2]
+    ]
+    post(service, f"sessions/{sessions[2]}/finish", {"reason": {"type": "success"}})
+    post(service, f"sessions/{sessions[3]}/finish", {"reason": {"type": "success"}})
+    week, day = tinker.KEEP_UNUSED_SECONDS + 1, tinker.KEEP_FINISHED_SECONDS + 1
+    service.sql("UPDATE tinker_sessions SET used_at = used_at - :age WHERE id = :id", age=week, id=sessions[0])
+    service.sql("UPDATE tinker_samplers SET used_at = used_at - :age WHERE id = :id", age=week, id=samplers[0])
+    service.sql("UPDATE tinker_sessions SET finished_at = finished_at - :age WHERE id = :id", age=day, id=sessions[2])
+    remove_unused(service.store, service.app.state.services.places)
+    assert send(service, "GET", "sessions").json() == {"sessions": [sessions[3], sessions[1]]}
+    assert [send(service, "GET", f"samplers/{sampler}").status_code for sampler in samplers] == [404, 200]
+
+
+def test_waiting_requests_share_their_looks(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 at once, for results that do not come."""
+    model, looks, asked = new_model_without_ranks(service), list[int](), Counter[str]()
+    assert [step(service, model, seq, 0.5).status_code for seq in (2, 3)] == [200, 200]
+    monkeypatch.setattr(training_routes, "HELD_SECONDS", 3.0)
+    results_of, result_of = sample_answers.results_of, tinker_models.result_of
+
+    def counted(models: Any) -> dict[str, list[int]]:
+        looks.append(sum(len(seqs) for _, seqs in models.values()))
+        return results_of(models)
+
+    def read(job: Job, seq: int, places: Places) -> CommandResult | None:
+        asked["results"] += 1
+        return result_of(job, seq, places)
+
+    monkeypatch.setattr(sample_answers, "results_of", counted)
+    monkeypatch.setattr(tinker_models, "result_of", read)
+
+    async def all_wait() -> Counter[int]:
+        headers = {"x-api-key": KEY_PREFIX + service.key}
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=service.url, headers=headers, timeout=120, limits=limits) as client:
+            bodies = [{"request_id": f"{model}#{2 + number % 2}"} for number in range(300)]
+            answers = await asyncio.gather(*(client.post("/api/v1/retrieve_future", json=body) for body in bodies))
+        return Counter(answer.status_code for answer in answers)
+
+    began = time.monotonic()
+    assert asyncio.run(all_wait()) == {408: 300}
+    assert asked["results"] == 600, "once before and once behind the wait"
+    assert 0 < len(looks) < 20 + 6 * (time.monotonic() - began), "a few a second, for all together"
+    assert max(looks) == 2, "numbers, not requests"
+
+
+def test_a_keys_waiting_requests_have_a_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model_without_ranks(service)
+    monkeypatch.setattr(sample_answers, "MOST_WAITING", 0)
+    refused = post(service, "retrieve_future", {"request_id": f"{model}#0"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_waiting")
+    monkeypatch.setattr(sample_answers, "MOST_WAITING", 1)
+    for _ in range(3):
+        assert post(service, "retrieve_future", {"request_id": f"{model}#0"}).status_code == 200
 
 
 def test_saved_weights_have_limits(service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +378,7 @@ def test_saved_weights_have_limits(service: Service, ranks: Ranks, monkeypatch: 
 
     assert "error" not in save(1)
     service.store.projects.update_project("default", limits={"max_bytes": 1200})
-    wait_until(lambda: "keeps 1200 bytes of files and saved weights, and may keep 1200" in str(save(ranks.done[-1][1] + 1)))
+    wait_until(lambda: "may keep 1200 (its limit max_bytes)" in str(save(ranks.done[-1][1] + 1)))
     service.store.projects.update_project("default", limits={"max_bytes": None})
     monkeypatch.setattr(tinker_models, "MOST_SAVED", 2)
     assert "has 2 saved weights" in save(ranks.done[-1][1] + 1, "save_weights_for_sampler")["error"]

@@ -1,4 +1,7 @@
-"""The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens."""
+"""The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens.
+
+Projects share the engine's places: each request names its own.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ class ChatRequest:
     probes: list[list[int]] = field(default_factory=list)
     """Tokens whose log-probabilities show that the adapter's model answers."""
     parallel_tool_calls: bool = True
+    project: str = ""
 
     @property
     def sampling(self) -> Sampling:
@@ -50,6 +54,7 @@ class TextRequest:
     echo: bool = False
     """Whether the prompt is reported too, as tokens; with `top_logprobs`, with the log-probabilities of all but the first."""
     probes: list[list[int]] = field(default_factory=list)
+    project: str = ""
     tools: ClassVar[tuple[()]] = ()
     parallel_tool_calls: ClassVar[bool] = True
 
@@ -82,6 +87,7 @@ class TokenRequest:
     texts: bool = False
     """Whether a continuation's text, with special tokens, is reported too, at its end."""
     probes: list[list[int]] = field(default_factory=list)
+    project: str = ""
 
     @property
     def sampling(self) -> Sampling:

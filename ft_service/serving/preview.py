@@ -9,7 +9,7 @@ to start a process takes longer than to load a base. Bases that are waited for h
 that are not whole when theirs is over go on in the next one.
 
 A process that is killed from outside is started again after growing pauses. One that ends by itself did so by what it was
-answering: a request that was under way at two such ends is refused (shared_work/suspects.py).
+answering: what was under way then is asked apart from all else, and refused if it ends the next one (shared_work/suspects.py).
 
 While training has every slot, a client may ask for an answer on the CPU: by a process of the lowest priority that takes at most
 half of the free memory for its base, and half of the rest for answers, is killed first when memory runs out, and ends after a
@@ -55,7 +55,7 @@ from ft_service.serving.preview_process import (
 from ft_service.serving.served_verdict import Verdict, judge, read_probes, report
 from ft_service.settings import Settings
 from ft_service.shared_work.losses import Losses
-from ft_service.shared_work.suspects import MOST_ENDS, Suspects
+from ft_service.shared_work.suspects import BESIDE, Suspects
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 
@@ -69,7 +69,7 @@ BUSY_SECONDS = 30.0
 REST_SECONDS = 60.0
 """Idle time of a base after which the model of a succeeded job is loaded in its place."""
 MOST_REQUESTS = 256
-"""Limit of requests at once, waiting ones included."""
+"""Limit of requests at once, waiting ones included; beyond it, a project that has less than its share may still ask."""
 MOST_OF_PROJECT = 64
 """Limit of one project's requests at once."""
 POLL_SECONDS = 0.1
@@ -155,7 +155,8 @@ class Preview:
             tickets = Counter(other.project_id for other in (*self._waiting, *(process.tickets.values() if process else ())))
             if tickets[project_id] >= MOST_OF_PROJECT:
                 raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.", ProjectFullError)
-            if tickets.total() >= MOST_REQUESTS and tickets[project_id] >= MOST_REQUESTS // len({*tickets, project_id}):
+            share = max(1, MOST_REQUESTS // len({*tickets, project_id}))
+            if tickets.total() >= MOST_REQUESTS and tickets[project_id] >= share:
                 raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
             if process is not None and process.fits(ticket) and self._may_join(process, time.monotonic()):
                 process.ask(ticket)
@@ -412,26 +413,31 @@ class Preview:
             process.tickets.clear()
         log.info("the preview has ended: process %d", process.pid)
         if by_itself and process.failure is not None:
-            self._count(process.failure, present, has_answered=process.has_answered)
+            self._count(process, process.failure, present)
         for ticket in left:
             refused = bool(self._suspects) and self._suspects.is_refused(ticket.work)
             ticket.deliver(as_part(ends_it() if refused else stepped_aside(why)))
 
-    def _count(self, failure: HelperFailed, present: Collection[Ticket], *, has_answered: bool) -> None:
+    def _count(self, process: PreviewProcess, failure: HelperFailed, present: Collection[Ticket]) -> None:
         """Note the end of a process that nobody has asked for: against what it was answering, unless the host is at fault."""
-        if not failure.is_lost:
-            log.error("the preview has ended by itself, beside %d requests: %s", len(present), failure.message)
-            self._suspects.add(ticket.work for ticket in present)
+        if failure.is_lost:
+            if process.has_answered:
+                self._losses.forget(PAUSED)
+            self._losses.add(PAUSED, failure.message)
             return
-        if has_answered:
-            self._losses.forget(PAUSED)
-        self._losses.add(PAUSED, failure.message)
+        log.error("the preview has ended by itself, beside %d requests: %s", len(present), failure.message)
+        at = [ticket for ticket in present if ticket.id == process.at]
+        if not at:  # it was at all others, or could not load their base
+            at = [ticket for ticket in present if process.ready_at is None or not ticket.is_suspect]
+        self._suspects.add(ticket.work for ticket in at)
+        self._suspects.add((ticket.work for ticket in present if ticket.is_suspect and ticket not in at), BESIDE)
 
     def _suspect(self, ticket: Ticket) -> None:
         """Forget what is known against a request once it is answered. Raises SpecError for one that has ended the process."""
         work, deliver = ticket.work, ticket.deliver
         if self._suspects.is_refused(work):
             raise ends_it()
+        ticket.is_suspect = work in self._suspects
 
         def delivered(part: dict[str, Any]) -> None:
             if part["kind"] == "done":
@@ -471,8 +477,8 @@ class Preview:
 def ends_it() -> SpecError:
     """Error for a request that must not be asked again."""
     return SpecError(
-        f"The preview's process has ended by itself {MOST_ENDS} times while it was answering this request, so that it is not "
-        "asked again. The service's log says how; ask for something else.",
+        "The preview's process has ended by itself while it was answering this request, twice, so that it is not asked again. "
+        "The service's log says how; ask for something else.",
         code="ends_preview",
     )
 

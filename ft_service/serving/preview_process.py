@@ -58,6 +58,8 @@ class Ticket:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     since: float = field(default_factory=time.monotonic)
     """Since when it waits for its base."""
+    is_suspect: bool = False
+    """Whether the process says when it is at it, alone: it was under way when one has ended by itself."""
 
     @property
     def work(self) -> str:
@@ -82,6 +84,8 @@ class PreviewProcess:
         """Whether it is being ended, and answers nobody any more."""
         self.failure: HelperFailed | None = None
         """How it has ended by itself."""
+        self.at: str | None = None
+        """The suspect that it is at."""
         self.has_answered = False
         self.ready_at: float | None = None
         """Since when it holds its base; None: it loads it."""
@@ -130,7 +134,8 @@ class PreviewProcess:
         self.tickets[ticket.id] = ticket
         if ticket.job is not None and ticket.order["adapter"] is not None:
             self._jobs[ticket.order["adapter"]] = ticket.job
-        self._write({"op": "complete", "id": ticket.id, "project": ticket.project_id, **ticket.order})
+        whose = {"id": ticket.id, "project": ticket.project_id, "apart": ticket.is_suspect}
+        self._write({"op": "complete", **whose, **ticket.order})
 
     def expect(self, job: Job, adapter: str, probes: list[list[int]]) -> None:
         """Load an adapter before it is requested, and compute the probes' log-probabilities."""
@@ -169,6 +174,9 @@ class PreviewProcess:
             self.load_seconds = self.ready_at - self._loads_since
             if message["kind"] == "failed":
                 self.served = None  # the next request tries again
+        if message["kind"] == "at":
+            self.at = message["id"]
+            return
         if message["kind"] == "probed" and (job := self._jobs.get(message["adapter"])) is not None:
             self.probed.append((job, message["logprobs"]))
         ticket = self.tickets.get(message.get("id", ""))

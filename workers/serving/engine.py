@@ -13,7 +13,7 @@ import queue
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -121,7 +121,9 @@ class Engine:
         self._probed: set[str] = set()
         """Folders of adapters."""
         self._apart: set[str] = set()
-        """Requests that run in forwards of their own, since one with others has failed."""
+        """Requests that run in forwards of their own, since one with others has failed, or ended the process."""
+        self._told: set[str] = set()
+        """Those of them of which it is told when the engine is at them."""
 
     @property
     def busy(self) -> bool:
@@ -134,7 +136,7 @@ class Engine:
 
     def add(self, request: ChatRequest) -> None:
         """Start to render a request's prompt, while current answers continue."""
-        with self._answering(request.id):
+        with self._at(request), self._answering(request.id):
             chat = self._chats.of(request.adapter)
             if request.tools and not chat.takes_tools:
                 raise SpecError("tools: the chat template has no place for tools, so they would be left out.", param="tools")
@@ -144,13 +146,13 @@ class Engine:
 
     def add_tokens(self, request: TokenRequest) -> None:
         """Queue a request of tokens, whose prompt needs no rendering."""
-        with self._answering(request.id):
+        with self._at(request), self._answering(request.id):
             self._queue(request, self._continuations(request))
 
     def add_text(self, request: TextRequest) -> None:
         """Queue a request to continue a text."""
         plain, top = self._chats.plain, request.top_logprobs
-        with self._answering(request.id):
+        with self._at(request), self._answering(request.id):
             prompt = plain.tokens(request.prompt) if isinstance(request.prompt, str) else request.prompt
             if not prompt:
                 raise SpecError("prompt: has no token.", param="prompt")
@@ -178,7 +180,7 @@ class Engine:
                 self._begin(*request, prompt)
 
     def _begin(self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[str]) -> None:
-        with self._answering(request.id):
+        with self._at(request), self._answering(request.id):
             self._queue(request, self._answers(request, chat, chat.tokens(prompt.result())))
 
     def _queue(self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]) -> None:
@@ -198,6 +200,7 @@ class Engine:
             self._leave(one)
         self._tokens.pop(request_id, None)
         self._apart.discard(request_id)
+        self._told.discard(request_id)
 
     def prepare(self, adapter: str, probes: Sequence[Sequence[int]]) -> None:
         """Load an adapter in advance; requests get the error if it does not fit."""
@@ -216,7 +219,6 @@ class Engine:
         for one in self._all_waiting():
             one.forget()
             one.adapter = None
-        self._apart.clear()
         del self._model
 
     def resume(self, model: ServedModel) -> None:
@@ -236,13 +238,18 @@ class Engine:
         self._admit()
         self._hold_back()
         for group in self._groups():
-            try:
-                with same_errors():
-                    self._forward(group)
-            except torch.OutOfMemoryError:
-                self._make_room(group)
-            except Exception as error:
-                self._part(group, error)
+            with self._telling(group[0].request_id):
+                self._run(group)
+
+    def _run(self, group: Sequence[_Sequence]) -> None:
+        """Run one forward. An error fails a request of it."""
+        try:
+            with same_errors():
+                self._forward(group)
+        except torch.OutOfMemoryError:
+            self._make_room(group)
+        except Exception as error:
+            self._part(group, error)
 
     def _make_room(self, group: Sequence[_Sequence]) -> None:
         """Fail the request with most tokens of a forward that memory did not suffice for."""
@@ -270,6 +277,26 @@ class Engine:
         return [one for one in group if one.request_id in self._tokens]
 
     @contextmanager
+    def _at(self, request: ChatRequest | TextRequest | TokenRequest) -> Iterator[None]:
+        """While it is entered, the engine works on nothing but this new request."""
+        if request.apart:
+            self._apart.add(request.id)
+            self._told.add(request.id)
+        with self._telling(request.id):
+            yield
+
+    @contextmanager
+    def _telling(self, request_id: str) -> Iterator[None]:
+        """Tell that the engine is at a request while it is entered, if that is to be told. What leaves it by an error ends the
+        process."""
+        told = request_id in self._told
+        if told:
+            self._say({"kind": "at", "id": request_id})
+        yield
+        if told:
+            self._say({"kind": "at", "id": None})
+
+    @contextmanager
     def _answering(self, request_id: str) -> Iterator[None]:
         """While it is entered, an error is the answer to a request."""
         try:
@@ -292,25 +319,29 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free places to waiting answers, to each project's in turn."""
-        while (turn := self._next()) is not None:
+        full: set[str] = set()
+        while (turn := self._next(full)) is not None:
             one = turn.item
             if not self._has_place(one):
                 self._turns.end(turn, cost=0.0)
                 self._wait(one, first=True)
-                return
+                full.add(one.project)
+                continue
             one.turn, one.work = turn, 0
             one.ids = list(one.ids)
             self._running.append(one)
             if one.first is not None:
                 first, one.first = one.first, None
                 one.memory = _forked(one.memory)
-                with self._answering(one.request_id):
+                with self._telling(one.request_id), self._answering(one.request_id):
                     self._advance(one, first)
 
-    def _next(self) -> Turn[_Sequence] | None:
-        """Take the turn of an answer whose request has few places, or else of any."""
+    def _next(self, full: Collection[str]) -> Turn[_Sequence] | None:
+        """Take the turn of an answer whose request has few places, or else of any. `full`: projects that have their part of the
+        memory."""
         places = Counter(one.request_id for one in self._running)
-        return self._turns.take(lambda one: places[one.request_id] < MOST_OF_REQUEST) or self._turns.take()
+        few = self._turns.take(lambda one: one.project not in full and places[one.request_id] < MOST_OF_REQUEST)
+        return few or self._turns.take(lambda one: one.project not in full)
 
     def _has_place(self, one: _Sequence) -> bool:
         """Whether there is memory for one more answer. Projects that know more than its own would then give some back."""
@@ -588,6 +619,7 @@ class Engine:
         if not any(other.request_id == one.request_id for other in (*self._running, *waiting)):
             self._say({"id": one.request_id, "kind": "done", "completion_tokens": self._tokens.pop(one.request_id)})
             self._apart.discard(one.request_id)
+            self._told.discard(one.request_id)
 
     def _fail(self, request_id: str, error: FtError) -> None:
         self.drop(request_id)

@@ -1,6 +1,7 @@
 """The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens.
 
-Projects share the engine's places: each request names its own.
+Projects share the engine's places: each request names its own. One that is `apart` has ended a process before, or was beside
+one that has: it runs in forwards of its own, and it is told when the engine is at it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class ChatRequest:
     """Tokens whose log-probabilities show that the adapter's model answers."""
     parallel_tool_calls: bool = True
     project: str = ""
+    apart: bool = False
 
     @property
     def sampling(self) -> Sampling:
@@ -55,6 +57,7 @@ class TextRequest:
     """Whether the prompt is reported too, as tokens; with `top_logprobs`, with the log-probabilities of all but the first."""
     probes: list[list[int]] = field(default_factory=list)
     project: str = ""
+    apart: bool = False
     tools: ClassVar[tuple[()]] = ()
     parallel_tool_calls: ClassVar[bool] = True
 
@@ -88,6 +91,7 @@ class TokenRequest:
     """Whether a continuation's text, with special tokens, is reported too, at its end."""
     probes: list[list[int]] = field(default_factory=list)
     project: str = ""
+    apart: bool = False
 
     @property
     def sampling(self) -> Sampling:

@@ -318,3 +318,27 @@ def test_answers_go_on_where_they_were_when_their_base_is_back(
         assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
         assert heard.of(str(number), "done")
     assert not heard.of("2", "done")
+
+
+def test_it_is_told_when_a_request_is_run_that_may_end_the_process(
+    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at() -> Any:
+        return next((message["id"] for message in heard.said[::-1] if message["kind"] == "at"), None)
+
+    forward, seen = served.forward, list[tuple[Any, int]]()
+
+    def watched(pieces: Any) -> torch.Tensor:
+        seen.append((at(), len(pieces)))
+        return forward(pieces)
+
+    monkeypatch.setattr(served, "forward", watched)
+    heard.ask("0")
+    heard.ask("1", CHATS[1], apart=True)
+    heard.engine.add_text(TextRequest("2", [7] * 4, LIMIT))
+    heard.run()
+    assert {(who, rows) for who, rows in seen if who is not None} == {("1", 1)}
+    assert (None, 2) in seen
+    assert at() is None
+    for number in (0, 1):
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)

@@ -1,6 +1,6 @@
 """Turns of whole bases in the preview's process, which holds one: which is next, and when. Pure.
 
-A base that requests wait for is wanted by their projects. These take turns, by the seconds that the bases of each were held.
+A base that requests wait for is wanted by their projects. These take turns, each of which is as long as the others'.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ class BaseTurns(Generic[Base]):
     def __init__(self) -> None:
         self._turns = Turns[tuple[str, Base]](1)
         self._held: Turn[tuple[str, Base]] | None = None
-        self._since = 0.0
 
-    def take(self, wanted: Sequence[tuple[str, Base]], now: float) -> Base:
+    def take(self, wanted: Sequence[tuple[str, Base]]) -> Base:
         """Return the base whose turn it is. `wanted`: projects with the bases that they wait for, the longest wait first; at
         least one."""
         if self._held is not None:
-            self._turns.end(self._held, cost=now - self._since)
+            self._turns.end(self._held)
         queued = [turn.item for turn in self._turns]
         for item in queued:
             if item not in wanted:
@@ -42,6 +41,6 @@ class BaseTurns(Generic[Base]):
         for item in wanted:
             if item not in queued:
                 self._turns.put(item[0], item)
-        self._held, self._since = self._turns.take(), now
+        self._held = self._turns.take()
         assert self._held is not None, "one is wanted, and none is held"
         return self._held.item[1]

@@ -260,7 +260,7 @@ class Preview:
             process = self._process
             wanted = self._wanted(process)
             over = process is None or self._is_over(process, now)
-            next_base = self._turns.take([(project, base) for project, base, _ in wanted], now) if wanted and over else None
+            next_base = self._turns.take([(project, base) for project, base, _ in wanted]) if wanted and over else None
         try:
             if next_base is not None:
                 first = next((ticket for ticket in self._waiting if self._base_of(ticket, process) == next_base), None)

@@ -300,9 +300,9 @@ def test_what_is_beside_a_request_that_ends_the_process_is_asked_again(make: Mak
         beside.part("begun")
         Answer(preview, "die").error()
         assert beside.error().code == "preview_busy"
-    assert beside.ticket.is_suspect
     again = Answer(preview, "hang", project="other")
     again.part("begun")
+    assert again.ticket.is_suspect
     again.ticket.deliver({"kind": "done"})
     assert again.ticket.work not in preview._suspects, "it is done"
     preview.cancel(again.ticket)

@@ -5,7 +5,11 @@
 It holds one base in one storage format, with any number of adapters, and a slot of this host that no job holds. Training has
 priority: when a job starts on that slot, the process has LEAVE_SECONDS to finish its answers and is then ended. It also ends
 when it is idle for a while, and with the server. For another base or other formats the same process loads that instead, since
-to start a process takes longer than to load a base.
+to start a process takes longer than to load a base. Bases that are waited for have turns, by project (base_turns.py): answers
+that are not whole when theirs is over go on in the next one.
+
+A process that is killed from outside is started again after growing pauses. One that ends by itself did so by what it was
+answering: what was under way then is asked apart from all else, and refused if it ends the next one (shared_work/suspects.py).
 
 While training has every slot, a client may ask for an answer on the CPU: by a process of the lowest priority that takes at most
 half of the free memory for its base, and half of the rest for answers, is killed first when memory runs out, and ends after a
@@ -23,6 +27,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +35,13 @@ from typing import Any
 
 from ft_service.bases.cache_folder import FOLDER, folder_of
 from ft_service.bases.safetensors_folder import read_tensors
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.host.hardware import available_memory, core_count, default_slots, gpu_count, visibility_variable, visible_gpus
+from ft_service.host.helper_process import HelperFailed
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import host_id
 from ft_service.plan.quantities import bytes_text
+from ft_service.serving.base_turns import BaseTurns, is_over
 from ft_service.serving.preview_process import (
     RETRY_SECONDS,
     Deliver,
@@ -47,6 +54,8 @@ from ft_service.serving.preview_process import (
 )
 from ft_service.serving.served_verdict import Verdict, judge, read_probes, report
 from ft_service.settings import Settings
+from ft_service.shared_work.losses import Losses
+from ft_service.shared_work.suspects import BESIDE, Suspects
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 
@@ -60,12 +69,16 @@ BUSY_SECONDS = 30.0
 REST_SECONDS = 60.0
 """Idle time of a base after which the model of a succeeded job is loaded in its place."""
 MOST_REQUESTS = 256
-"""Limit of requests at once, waiting ones included."""
+"""Limit of requests at once, waiting ones included; beyond it, a project that has less than its share may still ask."""
 MOST_OF_PROJECT = 64
 """Limit of one project's requests at once."""
 POLL_SECONDS = 0.1
+PAUSE_SECONDS, LONGEST_PAUSE = 0.5, 60.0
+"""Pauses before the process is started again that was killed: twice as long each time, until it has answered."""
 LOOK_SECONDS = 2.0
 """Interval at which a process on the CPU looks for a free slot."""
+PAUSED = "process"
+"""Name of what waits after the process was killed."""
 PREVIEWED = "previewed.json"
 """Document in the run directory with the verdict on the preview's answers that the job's user was told (served_verdict.py)."""
 
@@ -98,6 +111,8 @@ class Preview:
         self._guard = threading.Lock()
         self._changed = threading.Event()
         self._waiting: list[Ticket] = []
+        self._turns = BaseTurns[LoadedBase]()
+        self._suspects, self._losses = Suspects(), Losses("the preview's process", first=PAUSE_SECONDS, longest=LONGEST_PAUSE)
         self._process: PreviewProcess | None = None
         self._expected: Job | None = None
         """The newest succeeded job, whose model is to be loaded in advance."""
@@ -121,7 +136,7 @@ class Preview:
         on_processor: bool = False,
     ) -> Ticket:
         """Request an answer, whose parts are delivered. Raises UnavailableError while training has the slots, or with too many
-        requests; ProjectFullError if only the project has too many.
+        requests; ProjectFullError if only the project has too many; SpecError for a request that has ended the process.
 
         `project_id`: of the client. `on_processor`: answer on the CPU while training has the slots.
         """
@@ -129,18 +144,21 @@ class Preview:
         served = None if precision is None else LoadedBase.of(path, precision, gpu=self._gpu)
         order = order if job is None else {**order, "probes": self._unproved(job)}
         ticket = Ticket(served, path, order, deliver, job, project_id, on_processor)
+        if self._suspects:
+            self._suspect(ticket)
         with self._guard:
             if self._closed:
                 raise stepped_aside("The service is ending.")
             process = self._process
             if process is not None and process.leaving:
                 raise stepped_aside("The preview has made way for a training job.")
-            tickets = [*self._waiting, *(process.tickets.values() if process else ())]
-            if len(tickets) >= MOST_REQUESTS:
-                raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
-            if sum(other.project_id == project_id for other in tickets) >= MOST_OF_PROJECT:
+            tickets = Counter(other.project_id for other in (*self._waiting, *(process.tickets.values() if process else ())))
+            if tickets[project_id] >= MOST_OF_PROJECT:
                 raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.", ProjectFullError)
-            if process is not None and process.fits(ticket):
+            share = max(1, MOST_REQUESTS // len({*tickets, project_id}))
+            if tickets.total() >= MOST_REQUESTS and tickets[project_id] >= share:
+                raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
+            if process is not None and process.fits(ticket) and self._may_join(process, time.monotonic()):
                 process.ask(ticket)
             else:
                 self._waiting.append(ticket)
@@ -212,11 +230,13 @@ class Preview:
             self._judge(process)
             why = self._why_end(process, now)
             if why is not None:
-                self._end(why)
-        self._load_next()
-        self._prepare(now)
+                self._end(why, by_itself=process.has_ended)
+        lost = self._losses.pending(PAUSED) if self._process is None else None
+        if lost is None:
+            self._load_next(now)
+            self._prepare(now)
         late = [ticket for ticket in self._waiting if now - ticket.since > BUSY_SECONDS]
-        self._refuse(late, stepped_aside("The preview is busy with another base."))
+        self._refuse(late, stepped_aside("The preview is busy with another base." if lost is None else f"{lost[1]}."))
 
     def _why_end(self, process: PreviewProcess, now: float) -> str | None:
         """Why to end the process, for clients whose answers end with it; empty: nobody asks it. None: it stays."""
@@ -234,22 +254,64 @@ class Preview:
         idle = not process.tickets and not self._waiting and now - process.used_at > lasts
         return "" if idle else None
 
-    def _load_next(self) -> None:
-        """Load the base of the request that waits longest, unless other requests are being answered."""
+    def _load_next(self, now: float) -> None:
+        """Load the base whose turn it is, and hand its requests over."""
         with self._guard:
-            first = self._waiting[0] if self._waiting else None
-        if first is None:
-            return
+            process = self._process
+            wanted = self._wanted(process)
+            over = process is None or self._is_over(process, now)
+            next_base = self._turns.take([(project, base) for project, base, _ in wanted]) if wanted and over else None
         try:
-            process = self._process or self._started(first)
-            loaded = self._loads(process, first.served or LoadedBase.of(first.path, {}, gpu=self._gpu))
+            if next_base is not None:
+                first = next((ticket for ticket in self._waiting if self._base_of(ticket, process) == next_base), None)
+                process = process or self._started(first)
+                self._loads(process, next_base, interrupts=True)
         except FtError as error:
-            self._refuse([ticket for ticket in self._waiting if ticket.path == first.path], error)
+            self._refuse([ticket for ticket in self._tickets() if self._base_of(ticket, process) == next_base], error)
             return
         with self._guard:
-            for ticket in [ticket for ticket in self._waiting if loaded and process.fits(ticket)]:
+            if process is None or process.leaving is not None or not (next_base or self._may_join(process, now)):
+                return
+            for ticket in [ticket for ticket in self._waiting if process.fits(ticket)]:
                 self._waiting.remove(ticket)
                 process.ask(ticket)
+
+    def _tickets(self) -> list[Ticket]:
+        """All requests that are not answered."""
+        with self._guard:
+            return [*self._waiting, *(self._process.tickets.values() if self._process else ())]
+
+    def _base_of(self, ticket: Ticket, process: PreviewProcess | None) -> LoadedBase:
+        """The base that a request waits for."""
+        if ticket.served is None and process is not None and process.served is not None and process.fits(ticket):
+            return process.served
+        return ticket.served or LoadedBase.of(ticket.path, {}, gpu=self._gpu)
+
+    def _wanted(self, process: PreviewProcess | None) -> list[tuple[str, LoadedBase, float]]:
+        """Projects with the bases that they wait for, but for that which the process holds, and since when: the longest wait
+        first."""
+        held = process.served if process else None
+        tickets = [*self._waiting, *(process.tickets.values() if process else ())]
+        since: dict[tuple[str, LoadedBase], float] = {}
+        for ticket in sorted(tickets, key=lambda ticket: ticket.since):
+            base = self._base_of(ticket, process)
+            if base != held:
+                since.setdefault((ticket.project_id, base), ticket.since)
+        return [(project, base, waits) for (project, base), waits in since.items()]
+
+    def _may_join(self, process: PreviewProcess, now: float) -> bool:
+        """Whether new requests for the base that the process holds go before what waits for others: while it is held for no
+        longer than it took to load."""
+        held = 0.0 if process.ready_at is None else now - process.ready_at
+        return held < process.load_seconds or not self._wanted(process)
+
+    def _is_over(self, process: PreviewProcess, now: float) -> bool:
+        """Whether the base that the process holds makes way for one that is waited for."""
+        if process.served is None or not process.present():
+            return True
+        since = min((waits for _, _, waits in self._wanted(process)), default=now)
+        at = process.ready_at
+        return at is not None and is_over(now, waited_since=since, ready_at=at, load_seconds=process.load_seconds)
 
     def _prepare(self, now: float) -> None:
         """Load the model of a succeeded job in advance, if models are being tried here."""
@@ -277,12 +339,12 @@ class Preview:
             self._expected = None if self._expected is job else self._expected
             process.expect(job, str(adapter), probes)
 
-    def _loads(self, process: PreviewProcess, served: LoadedBase) -> bool:
-        """Whether the process holds this base or is loading it."""
+    def _loads(self, process: PreviewProcess, served: LoadedBase, *, interrupts: bool = False) -> bool:
+        """Whether the process holds this base or is loading it. `interrupts`: also in place of one that is asked."""
         free = self._store.leases.free_slots(self._host, self._slots)
         memory = room_beside(Path(served.path)) if process.slot is None and process.served != served else None
         with self._guard:
-            if process.served != served and not process.tickets and process.leaving is None:
+            if process.served != served and (interrupts or not process.tickets) and process.leaving is None:
                 process.load(served, self._threads(process, len(free)), memory)
                 log.info("the preview's process %d loads %s, %s", process.pid, served.path, served.precision)
             return process.served == served and process.leaving is None
@@ -327,13 +389,18 @@ class Preview:
 
     def _refuse(self, tickets: list[Ticket], error: FtError) -> None:
         with self._guard:
-            gone = [ticket for ticket in tickets if ticket in self._waiting]
+            under_way = self._process.tickets if self._process else {}
+            gone = [ticket for ticket in tickets if ticket in self._waiting or ticket.id in under_way]
             self._waiting = [ticket for ticket in self._waiting if ticket not in gone]
+            for ticket in gone:
+                if self._process is not None:
+                    self._process.drop(ticket)
         for ticket in gone:
             ticket.deliver(as_part(error))
 
-    def _end(self, why: str) -> None:
-        """End the process, and tell `why` to those whom it was answering; empty: only if there is nobody."""
+    def _end(self, why: str, *, by_itself: bool = False) -> None:
+        """End the process, and tell `why` to those whom it was answering; empty: only if there is nobody. `by_itself`: it has
+        ended already."""
         with self._guard:
             process = self._process
             if process is None or (not why and process.tickets):
@@ -342,11 +409,42 @@ class Preview:
         process.end()
         with self._guard:
             self._process, self._used_at = None, process.used_at
-            left = list(process.tickets.values())
+            left, present = list(process.tickets.values()), process.present()
             process.tickets.clear()
         log.info("the preview has ended: process %d", process.pid)
+        if by_itself and process.failure is not None:
+            self._count(process, process.failure, present)
         for ticket in left:
-            ticket.deliver(as_part(stepped_aside(why)))
+            refused = bool(self._suspects) and self._suspects.is_refused(ticket.work)
+            ticket.deliver(as_part(ends_it() if refused else stepped_aside(why)))
+
+    def _count(self, process: PreviewProcess, failure: HelperFailed, present: Collection[Ticket]) -> None:
+        """Note the end of a process that nobody has asked for: against what it was answering, unless the host is at fault."""
+        if failure.is_lost:
+            if process.has_answered:
+                self._losses.forget(PAUSED)
+            self._losses.add(PAUSED, failure.message)
+            return
+        log.error("the preview has ended by itself, beside %d requests: %s", len(present), failure.message)
+        at = [ticket for ticket in present if ticket.id == process.at]
+        if not at:  # it was at all others, or could not load their base
+            at = [ticket for ticket in present if process.ready_at is None or not ticket.is_suspect]
+        self._suspects.add(ticket.work for ticket in at)
+        self._suspects.add((ticket.work for ticket in present if ticket.is_suspect and ticket not in at), BESIDE)
+
+    def _suspect(self, ticket: Ticket) -> None:
+        """Forget what is known against a request once it is answered. Raises SpecError for one that has ended the process."""
+        work, deliver = ticket.work, ticket.deliver
+        if self._suspects.is_refused(work):
+            raise ends_it()
+        ticket.is_suspect = work in self._suspects
+
+        def delivered(part: dict[str, Any]) -> None:
+            if part["kind"] == "done":
+                self._suspects.forget(work)
+            deliver(part)
+
+        ticket.deliver = delivered
 
     # For proof
 
@@ -374,6 +472,15 @@ class Preview:
                 log.warning("the verdict on job %s in the preview was not reported: %s", job.id, error.message)
             else:
                 self._proved.add(job.id)
+
+
+def ends_it() -> SpecError:
+    """Error for a request that must not be asked again."""
+    return SpecError(
+        "The preview's process has ended by itself while it was answering this request, twice, so that it is not asked again. "
+        "The service's log says how; ask for something else.",
+        code="ends_preview",
+    )
 
 
 def all_train(slots: int) -> UnavailableError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -57,6 +57,15 @@ class Ticket:
     """Whether the CPU may answer while training has every slot."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     since: float = field(default_factory=time.monotonic)
+    """Since when it waits for its base."""
+    is_suspect: bool = False
+    """Whether the process says when it is at it, alone: it was under way when one has ended by itself."""
+
+    @property
+    def work(self) -> str:
+        """What is asked for, by which it is known when it is asked for again."""
+        order = {name: value for name, value in self.order.items() if name != "probes"}
+        return hashlib.sha256(json.dumps([self.project_id, self.path, order], sort_keys=True).encode()).hexdigest()
 
 
 class PreviewProcess:
@@ -73,7 +82,15 @@ class PreviewProcess:
         """Latest time of its end, once a job needs its slot."""
         self.ending = False
         """Whether it is being ended, and answers nobody any more."""
-        self._loads = 0
+        self.failure: HelperFailed | None = None
+        """How it has ended by itself."""
+        self.at: str | None = None
+        """The suspect that it is at."""
+        self.has_answered = False
+        self.ready_at: float | None = None
+        """Since when it holds its base; None: it loads it."""
+        self.load_seconds = 0.0
+        self._loads, self._loads_since = 0, 0.0
         self._jobs: dict[str, Job] = {}
         """Folder of an adapter → job."""
         low = slot is None  # lowest CPU priority, and the first to be killed when memory runs out
@@ -91,9 +108,12 @@ class PreviewProcess:
         return self._helper.exit_code is not None
 
     def load(self, served: LoadedBase, threads: int, memory: int | None = None) -> None:
-        """Load a base in place of the current one; requests for it get the error if that fails. `memory`: limit in bytes on a
-        CPU; None: half of all."""
-        self.served = served
+        """Load a base in place of the current one; requests for it get the error if that fails. Those for the current one are
+        answered on when it is loaded again. `memory`: limit in bytes on a CPU; None: half of all."""
+        now = time.monotonic()
+        for ticket in self.present():
+            ticket.since = now
+        self.served, self.ready_at, self._loads_since = served, None, now
         self._loads += 1
         precision = json.loads(served.precision)
         wanted = {"path": served.path, "precision": precision, "threads": threads, "memory": memory}
@@ -104,11 +124,18 @@ class PreviewProcess:
         held = self.served if not self.ending else None
         return held is not None and (held == ticket.served or (ticket.served is None and held.path == ticket.path))
 
+    def present(self) -> list[Ticket]:
+        """The requests that are answered by the base that it holds."""
+        return [ticket for ticket in list(self.tickets.values()) if ticket.served == self.served]
+
     def ask(self, ticket: Ticket) -> None:
+        """Have a request answered that `fits`."""
+        ticket.served = self.served
         self.tickets[ticket.id] = ticket
         if ticket.job is not None and ticket.order["adapter"] is not None:
             self._jobs[ticket.order["adapter"]] = ticket.job
-        self._write({"op": "complete", "id": ticket.id, **ticket.order})
+        whose = {"id": ticket.id, "project": ticket.project_id, "apart": ticket.is_suspect}
+        self._write({"op": "complete", **whose, **ticket.order})
 
     def expect(self, job: Job, adapter: str, probes: list[list[int]]) -> None:
         """Load an adapter before it is requested, and compute the probes' log-probabilities."""
@@ -135,13 +162,21 @@ class PreviewProcess:
         self._helper.send(message)
 
     def _read(self) -> None:
-        with contextlib.suppress(HelperFailed):  # it has ended, which the Preview notices
+        try:
             while (line := self._helper.receive()) is not None:
                 self._take(json.loads(line))
+        except HelperFailed as failure:  # it has ended, which the Preview notices
+            self.failure = failure
 
     def _take(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "failed" and message["load"] == self._loads:
-            self.served = None  # the next request tries again
+        if message["kind"] in ("ready", "failed") and message["load"] == self._loads:
+            self.ready_at = time.monotonic()
+            self.load_seconds = self.ready_at - self._loads_since
+            if message["kind"] == "failed":
+                self.served = None  # the next request tries again
+        if message["kind"] == "at":
+            self.at = message["id"]
+            return
         if message["kind"] == "probed" and (job := self._jobs.get(message["adapter"])) is not None:
             self.probed.append((job, message["logprobs"]))
         ticket = self.tickets.get(message.get("id", ""))
@@ -150,6 +185,7 @@ class PreviewProcess:
         if message["kind"] in ("done", "error"):
             self.used_at = time.monotonic()
             self.tickets.pop(ticket.id, None)
+            self.has_answered = True
         ticket.deliver(message if message["kind"] != "error" else as_part(_error(message)))
 
 

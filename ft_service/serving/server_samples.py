@@ -26,6 +26,7 @@ from ft_service.serving.inference_server import InferenceServer
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.preview_process import Deliver, as_part
 from ft_service.settings import Settings
+from ft_service.spec import GREEDY
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def bodies_of(order: Mapping[str, Any], name: str, max_tokens: int) -> list[dict
     """The bodies of /completions for an order (SampleRequest.order): of its answers, then of the prompt's log-probabilities,
     which vLLM would compute for each of several answers. Pure. Every option is given: a server takes those that are left out
     from the base's generation_config.json."""
-    greedy = order["temperature"] == 0
+    greedy = order["temperature"] < GREEDY
     body = {
         "model": name,
         "prompt": order["prompt"],
@@ -191,7 +192,7 @@ def parts_of(order: Mapping[str, Any], answers: Sequence[Choices]) -> Iterator[d
     """The parts of an answer, as the preview delivers them. `answers`: to `bodies_of`. Pure. Raises FtError for choices without
     tokens."""
     choices = answers[0]
-    if order["temperature"] == 0:
+    if order["temperature"] < GREEDY:
         choices = [choices[0]] * order["n"]
     if order["scored"]:
         first = len(order["prompt"]) - order["scored"]

@@ -21,7 +21,7 @@ from __future__ import annotations
 from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
 from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
-from ft_service.spec.option_types import Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
+from ft_service.spec.option_types import GREEDY, Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
 from ft_service.spec.options import (
     LEARNING_RATE,
     CheckpointOptions,
@@ -55,6 +55,7 @@ __all__ = [
     "AS_PUBLISHED",
     "AUTO",
     "FORMATS",
+    "GREEDY",
     "LEARNING_RATE",
     "LEARNING_RATES",
     "NOT_YET",

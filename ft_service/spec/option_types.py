@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 _Patterns = TypeVar("_Patterns", bound=Collection[str])
 
+GREEDY = 1e-5
+"""Temperatures below are 0, here and in vLLM: logits divided by them would be infinite in fp32."""
 TrainOn = Literal["all_assistant", "last_assistant", "everything"]
 
 

@@ -53,6 +53,10 @@ class PreviewWorker:
     def __init__(self, wire: RequestChannel) -> None:
         self._wire = wire
         self._engine: Any = None
+        self._base = ""
+        """The base that the engine has, with its formats."""
+        self._parked: dict[str, Any] = {}
+        """Engines without their bases, whose answers go on when these are loaded again."""
         self._failure: dict[str, Any] = {}
         """Answer to all requests while there is no base."""
         self._threads: dict[str, int] = {}
@@ -72,8 +76,11 @@ class PreviewWorker:
                 self._load(message)
             case "threads":
                 _set_threads(message["n"])
-            case "cancel" if self._engine is not None:
-                self._engine.drop(message["id"])
+            case "cancel":
+                for engine in (self._engine, *self._parked.values()):
+                    if engine is not None:
+                        engine.drop(message["id"])
+                self._parked = {base: engine for base, engine in self._parked.items() if engine.busy}
             case "adapter" if self._engine is not None:
                 self._engine.prepare(**message)
             case "complete" if self._engine is not None:
@@ -86,21 +93,28 @@ class PreviewWorker:
                 self._wire.say({"kind": "error", "id": message["id"], **self._failure})
 
     def _load(self, wanted: dict[str, Any]) -> None:
-        """Replace the base; the memory of the former one is freed first."""
-        self._engine = None
+        """Replace the base; the memory of the former one is freed first. Its answers go on when it is loaded again."""
+        if self.busy:
+            self._engine.park()
+            self._parked[self._base] = self._engine
+        self._engine, self._base = None, json.dumps([wanted["path"], wanted["precision"]], sort_keys=True)
+        parked = self._parked.pop(self._base, None)
         try:
             _return_memory()
-            self._engine = self._built(wanted)
+            self._engine = self._built(wanted, parked)
         except Exception as error:  # every error is sent to the server
             import traceback
 
             traceback.print_exc()
             self._failure = _told(error)
+            for request in parked.requests if parked is not None else ():
+                self._wire.say({"kind": "error", "id": request, **self._failure})
             self._wire.say({"kind": "failed", "load": wanted["load"], **self._failure})
             return
         self._wire.say({"kind": "ready", "load": wanted["load"]})
 
-    def _built(self, wanted: dict[str, Any]) -> Any:
+    def _built(self, wanted: dict[str, Any], parked: Any) -> Any:
+        """The engine of a base. `parked`: that of its earlier answers, if they go on."""
         with quick_imports():
             import torch
 
@@ -113,7 +127,7 @@ class PreviewWorker:
         path, most = wanted["path"], wanted["threads"]
         torch.set_num_threads(most)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        chats = Chats(path)
+        chats = None if parked else Chats(path)
         precision = PrecisionOptions.model_validate(wanted["precision"])
         if device.type == "cpu":
             precision = precision.model_copy(update={"compute": _compute(path, wanted["memory"])})
@@ -122,6 +136,9 @@ class PreviewWorker:
             if path not in self._threads:
                 self._threads[path] = model.settle_threads(most)
             torch.set_num_threads(min(most, self._threads[path]))
+        if chats is None:
+            parked.resume(model)
+            return parked
         return Engine(model, chats, self._wire.say)
 
 

@@ -2,17 +2,20 @@
 
 All of that is one row of one forward, whatever the adapters. A new answer joins at the next step, and a long prompt is read in
 parts, so that no request delays the others. Several answers to one prompt read it once.
+
+Projects have places, the reading of prompts, and memory in turn. A request whose tokens cannot be computed fails alone: if that
+is not known of a forward of several requests, these run one by one from then on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ft_service.errors import FtError, SpecError
+from ft_service.shared_work.turns import Turn, Turns
 from workers.serving.answers import Answer, ChatAnswer, Say, TokenAnswer
 from workers.serving.batched_adapters import Adapter
 from workers.serving.cached_attention import KeyValueCache, Span
@@ -29,9 +33,11 @@ from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
 from workers.serving.room import Room, same_errors
 from workers.serving.sampling import Sampling, choose, scores
 
-MOST_SEQUENCES = 32
+MOST_SEQUENCES = 40
 """Most answers at a time; more wait."""
-MOST_OF_REQUEST = MOST_SEQUENCES // 2
+MOST_OF_PROJECT = 32
+"""Most answers of one project at a time: others find a place whenever they come."""
+MOST_OF_REQUEST = 16
 """Most answers of one request at a time while others wait."""
 PROMPT_TOKENS = 512
 """Most tokens of prompts that are read in one step."""
@@ -47,12 +53,15 @@ DEFAULT_MAX_TOKENS = 2048
 class _Sequence:
     """One answer of a request."""
 
+    project: str
     request_id: str
     ids: list[int]
     """Prompt and answer; while it waits, the prompt that all answers of its request share."""
     prompt: int
     limit: int
     """Tokens of the answer at most."""
+    folder: str | None
+    """Folder of the adapter."""
     adapter: Adapter | None
     sampling: Sampling
     generator: torch.Generator
@@ -72,10 +81,22 @@ class _Sequence:
     """Set of rotary frequencies by which it knows them (ServedModel.rotation)."""
     first: Tensor | None = None
     """Logits of the first token, fp32 [words], and `memory` is to be forked, if another answer has read the prompt."""
+    turn: Turn[_Sequence] | None = None
+    """Its place while it runs."""
+    work: int = 0
+    """Tokens that were read since it has that place."""
 
     @property
     def answered(self) -> int:
         return len(self.ids) - self.prompt
+
+    @property
+    def unread(self) -> int:
+        return len(self.ids) - self.read
+
+    def forget(self) -> None:
+        """Read all tokens anew: some layers may know the newest, and others not."""
+        self.memory, self.read, self.first = KeyValueCache(), 0, None
 
     @property
     def unscored(self) -> int:
@@ -91,42 +112,47 @@ class Engine:
         self._rendering: dict[str, tuple[ChatRequest, ChatTokenizer]] = {}
         """Requests whose prompts are being rendered."""
         self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
-        self._waiting: deque[_Sequence] = deque()
+        self._turns = Turns[_Sequence](MOST_SEQUENCES, MOST_OF_PROJECT)
+        """The places of answers. What waits costs the tokens that it reads, and more at its end, when more were read."""
         self._running: list[_Sequence] = []
         """In the order in which they began."""
         self._tokens: dict[str, int] = {}
         """Request → tokens of its finished answers."""
         self._probed: set[str] = set()
         """Folders of adapters."""
+        self._apart: set[str] = set()
+        """Requests that run in forwards of their own, since one with others has failed, or ended the process."""
+        self._told: set[str] = set()
+        """Those of them of which it is told when the engine is at them."""
 
     @property
     def busy(self) -> bool:
-        return bool(self._rendering or self._waiting or self._running)
+        return bool(self._rendering or self._running or len(self._turns))
+
+    @property
+    def requests(self) -> list[str]:
+        """Requests without a whole answer."""
+        return [*self._rendering, *self._tokens]
 
     def add(self, request: ChatRequest) -> None:
         """Start to render a request's prompt, while current answers continue."""
-        try:
+        with self._at(request), self._answering(request.id):
             chat = self._chats.of(request.adapter)
             if request.tools and not chat.takes_tools:
                 raise SpecError("tools: the chat template has no place for tools, so they would be left out.", param="tools")
-        except FtError as error:
-            self._fail(request.id, error)
-            return
-        self._rendering[request.id] = request, chat
-        prompt = chat.prompt(request.messages, request.tools)
-        prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
+            prompt = chat.prompt(request.messages, request.tools)
+            self._rendering[request.id] = request, chat
+            prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
 
     def add_tokens(self, request: TokenRequest) -> None:
         """Queue a request of tokens, whose prompt needs no rendering."""
-        try:
+        with self._at(request), self._answering(request.id):
             self._queue(request, self._continuations(request))
-        except FtError as error:
-            self._fail(request.id, error)
 
     def add_text(self, request: TextRequest) -> None:
         """Queue a request to continue a text."""
         plain, top = self._chats.plain, request.top_logprobs
-        try:
+        with self._at(request), self._answering(request.id):
             prompt = plain.tokens(request.prompt) if isinstance(request.prompt, str) else request.prompt
             if not prompt:
                 raise SpecError("prompt: has no token.", param="prompt")
@@ -137,12 +163,10 @@ class Engine:
             if request.echo and top is not None:
                 sequences[0].scored, sequences[0].top, sequences[0].name = len(prompt) - 1, top, plain.text
             self._queue(request, sequences)
-        except FtError as error:
-            self._fail(request.id, error)
-            return
-        if request.echo:
-            text = request.prompt if isinstance(request.prompt, str) else plain.tokenizer.decode(prompt)
-            self._say({"id": request.id, "kind": "prompt", "text": text, "tokens": [plain.text(token) for token in prompt]})
+            if request.echo:
+                text = request.prompt if isinstance(request.prompt, str) else plain.tokenizer.decode(prompt)
+                tokens = [plain.text(token) for token in prompt]
+                self._say({"id": request.id, "kind": "prompt", "text": text, "tokens": tokens})
 
     def take_rendered(self, seconds: float = 0.0) -> None:
         """Queue the requests whose prompts are rendered, and report errors. `seconds`: wait so long for the first."""
@@ -156,10 +180,8 @@ class Engine:
                 self._begin(*request, prompt)
 
     def _begin(self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[str]) -> None:
-        try:
+        with self._at(request), self._answering(request.id):
             self._queue(request, self._answers(request, chat, chat.tokens(prompt.result())))
-        except FtError as error:
-            self._fail(request.id, error)
 
     def _queue(self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]) -> None:
         """Queue the answers of a request: the first of them reads the prompt for all."""
@@ -167,66 +189,169 @@ class Engine:
         first.others = others
         self._say({"id": request.id, "kind": "begun", "prompt_tokens": first.prompt})
         self._tokens[request.id] = 0
-        self._waiting.append(first)
+        self._wait(first)
 
     def drop(self, request_id: str) -> None:
         """Cancel a request."""
         self._rendering.pop(request_id, None)
-        self._waiting = deque(one for one in self._waiting if one.request_id != request_id)
-        self._running = [one for one in self._running if one.request_id != request_id]
+        for turn in [turn for turn in self._turns if turn.item.request_id == request_id]:
+            self._turns.drop(turn.item)
+        for one in [one for one in self._running if one.request_id == request_id]:
+            self._leave(one)
         self._tokens.pop(request_id, None)
+        self._apart.discard(request_id)
+        self._told.discard(request_id)
 
     def prepare(self, adapter: str, probes: Sequence[Sequence[int]]) -> None:
         """Load an adapter in advance; requests get the error if it does not fit."""
-        with contextlib.suppress(FtError):
+        try:
             self._chats.of(adapter)
             self._adapter(adapter, probes)
+        except FtError:
+            pass
+        except Exception as error:
+            self._failure(error)
+
+    def park(self) -> None:
+        """Let go of the base. What waits or runs goes on after `resume`, where it was: its tokens are read anew then."""
+        for one in self._running[::-1]:
+            self._put_back(one)
+        for one in self._all_waiting():
+            one.forget()
+            one.adapter = None
+        del self._model
+
+    def resume(self, model: ServedModel) -> None:
+        """Go on with the same base, loaded again."""
+        self._model = model
+        for one in self._all_waiting():
+            if one.folder is not None and one.request_id in self._tokens:
+                with self._answering(one.request_id):
+                    one.adapter = self._adapter(one.folder, ())
+
+    def _all_waiting(self) -> list[_Sequence]:
+        return [one for turn in self._turns for one in (turn.item, *turn.item.others)]
 
     def step(self) -> None:
         """Run one forward, or wait a little for a prompt if nothing else is to be done."""
-        self.take_rendered(0.0 if self._waiting or self._running else PROMPT_SECONDS)
+        self.take_rendered(0.0 if self._running or len(self._turns) else PROMPT_SECONDS)
         self._admit()
         self._hold_back()
         for group in self._groups():
-            try:
-                with same_errors():
-                    self._forward(group)
-            except torch.OutOfMemoryError:
-                self._make_room(group)
+            with self._telling(group[0].request_id):
+                self._run(group)
+
+    def _run(self, group: Sequence[_Sequence]) -> None:
+        """Run one forward. An error fails a request of it."""
+        try:
+            with same_errors():
+                self._forward(group)
+        except torch.OutOfMemoryError:
+            self._make_room(group)
+        except Exception as error:
+            self._part(group, error)
 
     def _make_room(self, group: Sequence[_Sequence]) -> None:
-        """Fail the request with most tokens of a forward that memory did not suffice for. Tokens of the others are read anew,
-        since some layers know the newest and others do not."""
+        """Fail the request with most tokens of a forward that memory did not suffice for."""
         held = Counter[str]()
-        for one in group:
-            if one.request_id in self._tokens:  # else it has ended in this step
-                held[one.request_id] += len(one.ids)
-                one.memory, one.read = KeyValueCache(), 0
+        for one in self._left(group):
+            held[one.request_id] += len(one.ids)
+            one.forget()
         for largest, _ in held.most_common(1):
-            text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
-            self._fail(largest, SpecError(text, code="out_of_memory"))
+            self._fail(largest, _no_memory())
+
+    def _part(self, group: Sequence[_Sequence], error: Exception) -> None:
+        """Fail the request of a forward that has failed; of several, one is at fault, so that each runs alone from now on."""
+        failure = self._failure(error)
+        left = self._left(group)
+        requests = {one.request_id for one in left}
+        if len(requests) == 1:
+            self._fail(requests.pop(), failure)
+            return
+        self._apart |= requests
+        for one in left:
+            one.forget()
+
+    def _left(self, group: Sequence[_Sequence]) -> list[_Sequence]:
+        """Those of a forward whose requests have not ended in it."""
+        return [one for one in group if one.request_id in self._tokens]
+
+    @contextmanager
+    def _at(self, request: ChatRequest | TextRequest | TokenRequest) -> Iterator[None]:
+        """While it is entered, the engine works on nothing but this new request."""
+        if request.apart:
+            self._apart.add(request.id)
+            self._told.add(request.id)
+        with self._telling(request.id):
+            yield
+
+    @contextmanager
+    def _telling(self, request_id: str) -> Iterator[None]:
+        """Tell that the engine is at a request while it is entered, if that is to be told. What leaves it by an error ends the
+        process."""
+        told = request_id in self._told
+        if told:
+            self._say({"kind": "at", "id": request_id})
+        yield
+        if told:
+            self._say({"kind": "at", "id": None})
+
+    @contextmanager
+    def _answering(self, request_id: str) -> Iterator[None]:
+        """While it is entered, an error is the answer to a request."""
+        try:
+            yield
+        except FtError as error:
+            self._fail(request_id, error)
+        except torch.OutOfMemoryError:
+            self._fail(request_id, _no_memory())
+        except Exception as error:
+            self._fail(request_id, self._failure(error))
+
+    def _failure(self, error: Exception) -> FtError:
+        """What is said of an error that nobody thought of. Raises the device's own if it cannot compute any more."""
+        traceback.print_exception(error)
+        self._model.require_device()
+        return FtError(f"The answer has failed ({type(error).__name__}); the service's log says how.", code="preview_failed")
+
+    def _wait(self, one: _Sequence, *, first: bool = False) -> None:
+        self._turns.put(one.project, one, one.unread + 1, first=first)
 
     def _admit(self) -> None:
-        """Let waiting answers run while there are places."""
-        while self._waiting and len(self._running) < MOST_SEQUENCES:
-            one = self._next()
-            if self._running and not self._has_room(one):
-                return
-            self._waiting.remove(one)
+        """Give free places to waiting answers, to each project's in turn."""
+        full: set[str] = set()
+        while (turn := self._next(full)) is not None:
+            one = turn.item
+            if not self._has_place(one):
+                self._turns.end(turn, cost=0.0)
+                self._wait(one, first=True)
+                full.add(one.project)
+                continue
+            one.turn, one.work = turn, 0
             one.ids = list(one.ids)
             self._running.append(one)
             if one.first is not None:
                 first, one.first = one.first, None
                 one.memory = _forked(one.memory)
-                self._advance(one, first)
+                with self._telling(one.request_id), self._answering(one.request_id):
+                    self._advance(one, first)
 
-    def _next(self) -> _Sequence:
-        """The first that waits, unless its request has many places already and another one waits."""
+    def _next(self, full: Collection[str]) -> Turn[_Sequence] | None:
+        """Take the turn of an answer whose request has few places, or else of any. `full`: projects that have their part of the
+        memory."""
         places = Counter(one.request_id for one in self._running)
-        for one in self._waiting:
-            if places[one.request_id] < MOST_OF_REQUEST:
-                return one
-        return self._waiting[0]
+        few = self._turns.take(lambda one: one.project not in full and places[one.request_id] < MOST_OF_REQUEST)
+        return few or self._turns.take(lambda one: one.project not in full)
+
+    def _has_place(self, one: _Sequence) -> bool:
+        """Whether there is memory for one more answer. Projects that know more than its own would then give some back."""
+        while self._running and not self._has_room(one):
+            known, own = self._known(), len(one.ids)
+            largest = max(known, key=lambda project: known[project])
+            if known[largest] <= known[one.project] + own:
+                return False
+            self._put_back(self._holders(largest)[-1])
+        return True
 
     def _has_room(self, one: _Sequence) -> bool:
         """Whether there is memory for one more answer, and for some tokens more than it has."""
@@ -235,21 +360,46 @@ class Engine:
 
     def _held(self, room: Room) -> int:
         """Bytes of what is known of all sequences; answers that wait share what is known of their prompt."""
-        tokens = {id(one.memory): one.read for one in self._waiting if one.first is not None}
+        tokens = {id(one.memory): one.read for one in self._holders() if one.turn is None}
         tokens |= {id(one.memory): len(one.ids) for one in self._running}
         return sum(map(room.taken, tokens.values()))
 
+    def _holders(self, project: str | None = None) -> list[_Sequence]:
+        """The sequences of which something is known, the last to be forgotten first. `project`: only its own."""
+        read = [turn.item for turn in self._turns if turn.item.first is not None]
+        return [one for one in (*self._running, *read) if project in (None, one.project)]
+
+    def _known(self) -> Counter[str]:
+        """Tokens that are known of each project's sequences."""
+        tokens = {id(one.memory): (one.project, len(one.ids)) for one in self._holders()}
+        known = Counter[str]()
+        for project, count in tokens.values():
+            known[project] += count
+        return known
+
     def _hold_back(self) -> None:
-        """Where memory does not suffice any more, let the answers that began last wait, and read their tokens anew then."""
+        """Where memory does not suffice any more, let answers wait, and read their tokens anew then: the newest of the project
+        of which most is known. The oldest of all goes on."""
         if (room := self._model.room) is None:
             return
-        holders = [*self._running[1:], *(one for one in self._waiting if one.first is not None)]
-        while holders and self._held(room) > room.bytes:
-            one = holders.pop()
-            one.memory, one.read, one.first = KeyValueCache(), 0, None
-            if one in self._running:
-                self._running.remove(one)
-                self._waiting.appendleft(one)
+        while len(self._holders()) > 1 and self._held(room) > room.bytes:
+            known, oldest = self._known(), self._running[:1]
+            most = max((one for one in self._holders() if one not in oldest), key=lambda one: known[one.project])
+            self._put_back(self._holders(most.project)[-1])
+
+    def _put_back(self, one: _Sequence) -> None:
+        """Let a sequence wait without what is known of it, before the others of its project."""
+        one.forget()
+        if one.turn is not None:
+            self._leave(one)
+            self._wait(one, first=True)
+
+    def _leave(self, one: _Sequence) -> None:
+        """Give the place of a running sequence back."""
+        assert one.turn is not None
+        self._running.remove(one)
+        self._turns.end(one.turn, cost=max(one.work, 1))
+        one.turn = None
 
     def _answers(self, request: ChatRequest, chat: ChatTokenizer, prompt: list[int]) -> list[_Sequence]:
         room = self._room(prompt, request.max_tokens, "messages", "the messages")
@@ -298,10 +448,12 @@ class Engine:
         seed = random.getrandbits(48) if request.seed is None else request.seed
         return [
             _Sequence(
+                request.project,
                 request.id,
                 prompt,
                 len(prompt),
                 limit,
+                request.adapter,
                 adapter,
                 request.sampling,
                 torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63)),
@@ -340,7 +492,12 @@ class Engine:
     def _groups(self) -> list[list[_Sequence]]:
         """The sequences of each forward of this step, those of one adapter side by side."""
         ordered = sorted(self._running, key=lambda one: id(one.adapter))
-        return [ordered] if self._model.mixes and ordered else [[one] for one in ordered]
+        if not self._model.mixes:
+            return [[one] for one in ordered]
+        groups: dict[str, list[_Sequence]] = {}
+        for one in ordered:
+            groups.setdefault(one.request_id if one.request_id in self._apart else "", []).append(one)
+        return list(groups.values())
 
     def _forward(self, sequences: Sequence[_Sequence]) -> None:
         taken = self._taken(sequences)
@@ -368,35 +525,42 @@ class Engine:
     def _forward_in_parts(self, one: _Sequence, piece: TokenSpan) -> None:
         """A forward of a prompt that is read whole, of which more log-probabilities are wanted than are computed at once."""
         place = len(one.ids) - piece.rows
-        with closing(self._model.forward_in_parts(piece, self._scored_at_once)) as parts:
+        parts = self._model.forward_in_parts(piece, self._scored_at_once)
+        with self._answering(one.request_id), same_errors(), closing(parts):
             for logits in parts:
                 if place + len(logits) == len(one.ids):
                     self._take(one, piece, logits, logits[-1].cpu())
-                elif not self._score(one, logits, place):
-                    return
+                else:
+                    self._score(one, logits, place)
                 place += len(logits)
 
     def _taken(self, sequences: Sequence[_Sequence]) -> dict[int, int]:
-        """Id of each sequence that runs in this forward → its next tokens that are read. Prompts are read in the order in which
-        they came, whatever their adapters: else those of one adapter could keep another's waiting for as long as more come.
+        """Id of each sequence that runs in this forward → its next tokens that are read. Each project's prompts have their
+        share. They are read in the order in which they came, whatever their adapters: else those of one adapter could keep
+        another's waiting for as long as more come.
         """
         taken: dict[int, int] = {}
-        budget, scored = PROMPT_TOKENS, self._scored_at_once
         by_arrival = {id(one): place for place, one in enumerate(self._running)}
-        for one in sorted(sequences, key=lambda one: by_arrival.get(id(one), 0)):
-            self._turn(one)
-            unread = len(one.ids) - one.read
-            count = unread
+        ordered = sorted(sequences, key=lambda one: by_arrival.get(id(one), 0))
+        tokens, rows = Counter[str](), Counter[str]()
+        for one in ordered:
+            self._rotate(one)
+            tokens[one.project] += one.unread if one.unread > 1 else 0
+            rows[one.project] += one.scored
+        budget, scored = shares(tokens, PROMPT_TOKENS), shares(rows, self._scored_at_once)
+        for one in ordered:
+            count = unread = one.unread
             if unread > 1 and not self._model.by_state:
-                count = min(unread, budget, one.unscored + scored - one.read if one.scored else unread)
+                most = one.unscored + scored[one.project] - one.read if one.scored else unread
+                count = min(unread, budget[one.project], most)
             if count == 0:
                 continue
-            budget -= count if unread > 1 else 0
-            scored -= max(0, one.read + count - one.unscored) if one.scored else 0
+            budget[one.project] -= count if unread > 1 else 0
+            scored[one.project] -= max(0, one.read + count - one.unscored) if one.scored else 0
             taken[id(one)] = count
         return taken
 
-    def _turn(self, one: _Sequence) -> None:
+    def _rotate(self, one: _Sequence) -> None:
         """Read a sequence anew that has become so long that all its tokens are rotated by other frequencies (longrope)."""
         rotation = self._model.rotation(len(one.ids))
         if rotation != one.rotation:
@@ -411,42 +575,36 @@ class Engine:
         if one.request_id not in self._tokens:  # another of its answers has failed in this step
             return
         one.read = piece.first + len(piece.ids)
-        if one.scored and one.read > one.unscored and not self._score(one, logits, one.read - len(logits)):
-            return
-        if one.read == len(one.ids):
-            self._share(one, last)
-            self._advance(one, last)
+        one.work += len(piece.ids)
+        with self._answering(one.request_id):
+            if one.scored and one.read > one.unscored:
+                self._score(one, logits, one.read - len(logits))
+            if one.read == len(one.ids):
+                self._share(one, last)
+                self._advance(one, last)
 
-    def _score(self, one: _Sequence, logits: Tensor, place: int) -> bool:
+    def _score(self, one: _Sequence, logits: Tensor, place: int) -> None:
         """Report the log-probabilities of a prompt's tokens behind those from `place` on, whose logits these are, fp32 [tokens,
-        words]. False: the request has failed."""
+        words]. Raises SpecError."""
         after = one.ids[place + 1 : min(place + 1 + len(logits), one.prompt)]
-        try:
-            logprobs, top = scores(logits[: len(after)], after, one.top)
-        except FtError as error:
-            self._fail(one.request_id, error)
-            return False
+        logprobs, top = scores(logits[: len(after)], after, one.top)
         one.scored -= len(after)
         said = {"id": one.request_id, "kind": "scores", "place": place + 1, "logprobs": logprobs}
         named = [[(one.name(token), logprob) for token, logprob in own] for own in top] if one.name else top
         self._say({**said, "top": named} if one.top else said)
-        return True
 
     def _share(self, one: _Sequence, last: Tensor) -> None:
-        """Queue the other answers to a prompt that is read now, ahead of what waits: so few prompts are kept for answers."""
+        """Queue the other answers to a prompt that is read now, before the others of its project: so few prompts are kept."""
         others, one.others = one.others, []
         kept = _forked(one.memory) if others else one.memory
         for other in others:
             other.memory, other.read, other.rotation, other.first = kept, one.read, one.rotation, last
-        self._waiting.extendleft(reversed(others))
+        for other in reversed(others):
+            self._wait(other, first=True)
 
     def _advance(self, one: _Sequence, logits: Tensor) -> None:
-        """Draw a sequence's next token."""
-        try:
-            choice = choose(logits, one.sampling, one.generator)
-        except FtError as error:
-            self._fail(one.request_id, error)
-            return
+        """Draw a sequence's next token. Raises SpecError."""
+        choice = choose(logits, one.sampling, one.generator)
         one.ids.append(choice.token)
         if one.answer.push(choice):
             self._finish(one, "stop")
@@ -455,10 +613,13 @@ class Engine:
 
     def _finish(self, one: _Sequence, reason: str) -> None:
         one.answer.end(reason)
-        self._running.remove(one)
+        self._leave(one)
         self._tokens[one.request_id] += one.answered
-        if not any(other.request_id == one.request_id for other in (*self._running, *self._waiting)):
+        waiting = (turn.item for turn in self._turns)
+        if not any(other.request_id == one.request_id for other in (*self._running, *waiting)):
             self._say({"id": one.request_id, "kind": "done", "completion_tokens": self._tokens.pop(one.request_id)})
+            self._apart.discard(one.request_id)
+            self._told.discard(one.request_id)
 
     def _fail(self, request_id: str, error: FtError) -> None:
         self.drop(request_id)
@@ -469,3 +630,16 @@ class Engine:
 @torch.inference_mode()
 def _forked(memory: KeyValueCache) -> KeyValueCache:
     return memory.fork()
+
+
+def _no_memory() -> SpecError:
+    text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
+    return SpecError(text, code="out_of_memory")
+
+
+def shares(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
+    """What each project gets of a budget: as much as it wants, or as any other gets, and at least 1."""
+    given: dict[str, int] = {}
+    for place, (project, most) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
+        given[project] = min(most, max(1, (budget - sum(given.values())) // (len(wanted) - place)))
+    return given

@@ -141,6 +141,11 @@ class ServedModel:
         after = torch.tensor(tokens[1:], device=self.device)[:, None]
         return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
 
+    def require_device(self) -> None:
+        """Raise the error of a GPU that cannot compute any more: after some, every further operation fails."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _row(self, pieces: Sequence[TokenSpan]) -> Tensor:
         """The logits at the places of `_last`, fp32 [places, words]."""
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)

@@ -1,4 +1,8 @@
-"""The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens."""
+"""The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens.
+
+Projects share the engine's places: each request names its own. One that is `apart` has ended a process before, or was beside
+one that has: it runs in forwards of its own, and it is told when the engine is at it.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ class ChatRequest:
     probes: list[list[int]] = field(default_factory=list)
     """Tokens whose log-probabilities show that the adapter's model answers."""
     parallel_tool_calls: bool = True
+    project: str = ""
+    apart: bool = False
 
     @property
     def sampling(self) -> Sampling:
@@ -50,6 +56,8 @@ class TextRequest:
     echo: bool = False
     """Whether the prompt is reported too, as tokens; with `top_logprobs`, with the log-probabilities of all but the first."""
     probes: list[list[int]] = field(default_factory=list)
+    project: str = ""
+    apart: bool = False
     tools: ClassVar[tuple[()]] = ()
     parallel_tool_calls: ClassVar[bool] = True
 
@@ -82,6 +90,8 @@ class TokenRequest:
     texts: bool = False
     """Whether a continuation's text, with special tokens, is reported too, at its end."""
     probes: list[list[int]] = field(default_factory=list)
+    project: str = ""
+    apart: bool = False
 
     @property
     def sampling(self) -> Sampling:

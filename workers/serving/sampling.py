@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from ft_service.errors import SpecError
-
-_GREEDY = 1e-5
-"""Temperatures below are 0: logits divided by them would be infinite."""
+from ft_service.spec import GREEDY
 
 Likeliest = list[tuple[int, float]]
 """Tokens with their log-probabilities in nats, the likeliest first."""
@@ -48,7 +46,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Ch
     filtered, and would be infinite for all other tokens at temperature 0.
     """
     _require_finite(logits)
-    if sampling.temperature < _GREEDY:
+    if sampling.temperature < GREEDY:
         token = int(logits.argmax())
     else:
         shares, tokens = distribution(logits, sampling)
@@ -74,7 +72,9 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | N
     if sampling.top_p >= 1:
         return ordered, tokens
     ordered = ordered / ordered.sum()
-    return ordered * (ordered.cumsum(dim=-1) - ordered < sampling.top_p), tokens  # the first one always
+    kept = ordered.cumsum(dim=-1) - ordered < sampling.top_p
+    kept[0] = True  # the first one always: the least of top_p are 0 in fp32
+    return ordered * kept, tokens
 
 
 def scores(logits: Tensor, targets: Sequence[int], top: int) -> tuple[list[float], list[Likeliest]]:

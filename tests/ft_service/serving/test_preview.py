@@ -15,22 +15,30 @@ from typing import Any
 
 import pytest
 
+from ft_service.bases.catalogue import Catalogue
+from ft_service.control.tinker_samples import SampleLoop
 from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, State
 from ft_service.launcher.local_launcher import host_id
+from ft_service.meters import Meters
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
+from ft_service.serving import base_turns
 from ft_service.serving import preview as preview_module
 from ft_service.serving.preview import Preview, PreviewModel
 from ft_service.serving.preview_process import PreviewProcess, ProjectFullError, Ticket
+from ft_service.serving.token_sampler import TokenSampler
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange
 from ft_service.store.sql import Store, migrate, open_store
+from ft_service.store.tinker import TinkerSample, TinkerSampler
+from ft_service.tinker.sample_calls import parse_sample_request
 from tests.support.attempts import HANG_SECONDS, wait_for
-from tests.support.bases import save_base
+from tests.support.bases import SAMPLE, save_base
 from tests.support.creating import create_job
+from tests.support.programs.scripted_preview import POISON
 from tests.support.reconciling import spec_of
 from tests.support.records import PROJECT, new_job, place
 
@@ -81,10 +89,12 @@ class Answer:
         adapter: Any = None,
         job: Job | None = None,
         beside: bool = False,
+        project: str = "",
     ) -> None:
         self._parts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         order = {"messages": [{"role": "user", "content": wanted}], "adapter": adapter}
-        self.ticket = preview.submit(PreviewModel(base, precision, job), order, self._parts.put, on_processor=beside)
+        model = PreviewModel(base, precision, job)
+        self.ticket = preview.submit(model, order, self._parts.put, project_id=project, on_processor=beside)
 
     def part(self, kind: str) -> dict[str, Any]:
         while (part := self._parts.get(timeout=HANG_SECONDS))["kind"] != kind:
@@ -247,6 +257,100 @@ def test_whoever_waits_for_a_base_too_long_is_told(make: Make, monkeypatch: pyte
     preview = make()
     Answer(preview, "hang").part("begun")
     assert Answer(preview, base="/b").error().code == "preview_busy"
+
+
+def test_bases_have_turns_whatever_is_being_answered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_turns, "TURN_SECONDS", 0.0)
+    preview = make()
+    hanging = Answer(preview, "hang", project="b")
+    hanging.part("begun")
+    assert Answer(preview, "loads", base="/b", project="a").text() == "2"
+    assert Answer(preview, "loads", project="b").text() == "3", "its answer goes on"
+    assert Answer(preview, "loads", base="/b", project="a").text() == "4"
+    assert hanging.ticket.id in (preview._process.tickets if preview._process else {})
+
+
+def test_once_another_base_is_waited_for_nothing_new_goes_before_it(make: Make) -> None:
+    preview = make()
+    hanging = Answer(preview, "hang", project="b")
+    hanging.part("begun")
+    assert preview._process is not None
+    preview._process.load_seconds = 0.0  # it is held for longer than it took to load
+    other = Answer(preview, "loads", base="/b", project="a")
+    new = Answer(preview, "loads", project="b")
+    assert [ticket.project_id for ticket in preview._waiting] == ["a", "b"]
+    preview.cancel(hanging.ticket)
+    assert (other.text(), new.text()) == ("2", "3")
+
+
+def test_what_ends_the_process_twice_is_asked_no_more(make: Make) -> None:
+    preview = make()
+    assert Answer(preview, "die").error().code == "preview_busy"
+    assert Answer(preview, "die").error().code == "ends_preview"
+    with pytest.raises(SpecError) as refused:
+        Answer(preview, "die")
+    assert refused.value.code == "ends_preview"
+    assert Answer(preview, "loads").text() == "1", "the process is a third one, and stays"
+
+
+def test_what_is_beside_a_request_that_ends_the_process_is_asked_again(make: Make) -> None:
+    preview = make()
+    for _ in range(2):
+        beside = Answer(preview, "hang", project="other")
+        beside.part("begun")
+        Answer(preview, "die").error()
+        assert beside.error().code == "preview_busy"
+    again = Answer(preview, "hang", project="other")
+    again.part("begun")
+    assert again.ticket.is_suspect
+    again.ticket.deliver({"kind": "done"})
+    assert again.ticket.work not in preview._suspects, "it is done"
+    preview.cancel(again.ticket)
+
+
+def test_what_was_under_way_when_the_host_killed_it_is_never_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview_module, "PAUSE_SECONDS", 0.01)
+    preview = make()
+    for _ in range(4):
+        hanging = Answer(preview, "hang")
+        hanging.part("begun")
+        os.kill(preview.pid or 0, signal.SIGKILL)
+        assert hanging.error().code == "preview_busy"
+    assert preview._losses.count(preview_module.PAUSED) == 4
+    assert Answer(preview).text() == "a bf16 None"
+
+
+def test_a_stored_request_that_ends_the_process_twice_is_answered_with_an_error(make: Make, store: Store) -> None:
+    preview, stop = make(), threading.Event()
+    store.tinker.create_session("s", PROJECT, None, None)
+    sampler = TinkerSampler(id="s:sample:0", project_id=PROJECT, session_id="s", base=SAMPLE.name, model_path=None)
+    store.tinker.put_sampler(sampler)
+    for number, token in enumerate((POISON, 5)):
+        body = {"prompt": {"chunks": [{"tokens": [token]}]}, "sampling_params": {"max_tokens": 1}}
+        store.tinker.put_sample(TinkerSample(id=f"{number}", project_id=PROJECT, sampler_id=sampler.id, request=body))
+    loop = SampleLoop(store, preview, Places(Path("/nowhere")), Catalogue([SAMPLE.parent]), Meters())
+    thread = threading.Thread(target=loop.run, args=(stop,))
+    thread.start()
+    try:
+        wait_for(lambda: store.tinker.answered(["0", "1"]) == {"0", "1"})
+    finally:
+        stop.set()
+        thread.join()
+    poison = store.tinker.get_sample(PROJECT, "0").error
+    assert poison is not None
+    assert poison["category"] == "user"
+    assert store.tinker.get_sample(PROJECT, "1").answer is not None
+
+
+def test_a_jobs_sampler_is_told_which_request_is_asked_no_more(make: Make) -> None:
+    refused: list[str] = []
+    sampler = TokenSampler(make(), "p", PreviewModel("/a"), lambda: False, lambda error, _: refused.append(error.code))
+    requests = [parse_sample_request({"prompt": {"chunks": [{"tokens": [token]}]}}) for token in (5, POISON)]
+    with pytest.raises(SpecError) as error:
+        sampler.sample("/adapter", requests)
+    assert error.value.code == "ends_preview"
+    assert {*refused} == {"preview_busy"}
+    assert [one.tokens for one in sampler.sample("/adapter", requests[:1])] == [[[5]]]
 
 
 def test_it_is_gone_when_nobody_asks(make: Make) -> None:
@@ -419,13 +523,14 @@ def test_one_project_does_not_take_all_places(make: Make, monkeypatch: pytest.Mo
         order = {"messages": [{"content": "slow"}], "adapter": None}
         return preview.submit(PreviewModel("/a"), order, lambda _: None, project_id=project)
 
-    monkeypatch.setattr(preview, "_load_next", lambda: None)  # all wait
+    monkeypatch.setattr(preview, "_load_next", lambda now: None)  # all wait
     tickets = [ask("rival"), ask("rival")]
     with pytest.raises(ProjectFullError, match="2 requests of this project"):
         ask("rival")
-    tickets += [ask("default"), ask("third")]
+    tickets += [ask("default"), ask("third"), ask("second")]
     with pytest.raises(UnavailableError, match="4 requests are") as refused:
-        ask("second")
-    assert not isinstance(refused.value, ProjectFullError), "another project's would be refused too"
+        ask("default")
+    assert not isinstance(refused.value, ProjectFullError), "it has its share of them"
+    tickets.append(ask("fourth"))
     for ticket in tickets:
         preview.cancel(ticket)

@@ -2,7 +2,8 @@
 
 A base whose folder is called `bad` cannot be loaded. Each token of a probe is thought to have -1 nat. The last message says
 what to do: `hang` begins an answer and leaves it at that, `die` ends the process, `say …` is answered with the rest of it, word
-by word, `loads` with how many bases were loaded, and anything else with the base's folder, its formats and the adapter.
+by word, `loads` with how many bases were loaded, and anything else with the base's folder, its formats and the adapter. A
+prompt of tokens is answered with its first token, but for POISON, which ends the process as an error that nobody catches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+POISON = 666
 
 
 def main() -> None:
@@ -29,6 +32,15 @@ def main() -> None:
         if message.get("probes"):
             thought = [[-1.0] * (len(tokens) - 1) for tokens in message["probes"]]
             say("probed", adapter=message["adapter"], logprobs=thought)
+        if message.get("apart"):
+            say("at", id=message["id"])
+        if message["op"] == "sample":
+            if message["prompt"][0] == POISON:
+                os._exit(1)
+            say("tokens", id=message["id"], index=0, tokens=message["prompt"][:1], logprobs=[0.0])
+            say("end", id=message["id"], index=0, reason="stop")
+            say("done", id=message["id"], completion_tokens=1)
+            say("at", id=None)
         if message["op"] != "complete":
             continue
         if bad:

@@ -235,3 +235,110 @@ def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
     heard.ask("again")
     heard.run()
     assert heard.of("again", "done")
+
+
+def test_a_request_that_breaks_a_forward_fails_alone(
+    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of a forward's requests is at fault is not known, and some layers have taken its tokens."""
+    forward, rows = served.forward, list[int]()
+
+    def broken(pieces: Any) -> torch.Tensor:
+        rows.append(len(pieces))
+        logits = forward(pieces)
+        if any(piece.length > 20 and piece.ids[0] == 7 for piece in pieces):
+            raise RuntimeError("an operation has failed")
+        return logits
+
+    for number in (0, 1):
+        heard.ask(str(number), CHATS[number])
+    heard.engine.step()
+    heard.engine.add_text(TextRequest("poison", [7] * 40, LIMIT))
+    monkeypatch.setattr(served, "forward", broken)
+    heard.run()
+    (error,) = heard.of("poison", "error")
+    assert (error["code"], error["wrong"]) == ("preview_failed", False)
+    for number in (0, 1):
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+    assert rows.count(3) == 1, "it is not tried beside others again"
+    heard.ask("next")
+    heard.ask("beside")
+    heard.run()
+    assert rows[-1] == 2, "others share forwards"
+
+
+@pytest.mark.parametrize("place", ["choose", "scores"])
+def test_an_error_in_what_is_drawn_is_the_answer_of_its_request(
+    heard: Heard, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    stock = getattr(engine_module, place)
+
+    def broken(logits: torch.Tensor, *given: Any) -> Any:
+        if place == "scores" or given[0].temperature == 2.0:
+            raise RuntimeError("invalid multinomial distribution")
+        return stock(logits, *given)
+
+    monkeypatch.setattr(engine_module, place, broken)
+    heard.ask("0")
+    heard.engine.add_text(TextRequest("poison", [7] * 4, LIMIT, temperature=2.0, echo=True, top_logprobs=1))
+    heard.run()
+    assert heard.of("poison", "error")[0]["code"] == "preview_failed"
+    assert heard.text("0") == chat.tokenizer.decode(expected[0], skip_special_tokens=True)
+
+
+def test_a_gpu_that_cannot_go_on_ends_the_process(heard: Heard, served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    heard.ask("0")
+    monkeypatch.setattr(served, "forward", gone)
+    monkeypatch.setattr(served, "require_device", gone)
+    with pytest.raises(RuntimeError, match="device-side"):
+        heard.engine.step()
+
+
+def test_answers_go_on_where_they_were_when_their_base_is_back(
+    heard: Heard, chat: ChatTokenizer, expected: list[list[int]]
+) -> None:
+    again = ServedModel(str(SAMPLE), PrecisionOptions(compute="fp32"), torch.device("cpu"), None)
+    for number in (0, 1):
+        heard.ask(str(number), CHATS[number], n=2)
+    for _ in range(3):
+        heard.engine.step()
+    heard.ask("2", CHATS[2])
+    heard.engine.add(ChatRequest("3", CHATS[3], temperature=0.0, max_tokens=LIMIT))  # is rendered meanwhile
+    heard.engine.park()
+    assert sorted(heard.engine.requests) == ["0", "1", "2", "3"]
+    heard.engine.drop("2")
+    said = len(heard.of("0", "text"))
+    heard.engine.resume(again)
+    heard.run()
+    assert said > 0, "some of it had been said"
+    for number in (0, 1, 3):
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+        assert heard.of(str(number), "done")
+    assert not heard.of("2", "done")
+
+
+def test_it_is_told_when_a_request_is_run_that_may_end_the_process(
+    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at() -> Any:
+        return next((message["id"] for message in heard.said[::-1] if message["kind"] == "at"), None)
+
+    forward, seen = served.forward, list[tuple[Any, int]]()
+
+    def watched(pieces: Any) -> torch.Tensor:
+        seen.append((at(), len(pieces)))
+        return forward(pieces)
+
+    monkeypatch.setattr(served, "forward", watched)
+    heard.ask("0")
+    heard.ask("1", CHATS[1], apart=True)
+    heard.engine.add_text(TextRequest("2", [7] * 4, LIMIT))
+    heard.run()
+    assert {(who, rows) for who, rows in seen if who is not None} == {("1", 1)}
+    assert (None, 2) in seen
+    assert at() is None
+    for number in (0, 1):
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)

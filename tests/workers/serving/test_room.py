@@ -29,7 +29,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def held_bytes(engine: Engine) -> int:
     """Bytes that are taken by all that is known, spare capacity included."""
-    memories = {id(one.memory): one.memory for one in (*engine._running, *engine._waiting)}.values()
+    memories = {id(one.memory): one.memory for one in (*engine._running, *engine._all_waiting())}.values()
     tensors = {tensor.data_ptr(): tensor for memory in memories for tensor in tensors_in((memory._layers, memory.state))}
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 

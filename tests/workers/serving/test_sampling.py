@@ -30,6 +30,7 @@ def shares_of(sampling: Sampling, logits: torch.Tensor | None = None) -> list[fl
         (Sampling(top_p=0.64), {1: 0.4, 3: 0.25}),
         (Sampling(top_p=0.66), {1: 0.4, 3: 0.25, 4: 0.2}),
         (Sampling(top_p=1e-9), {1: 1.0}),
+        (Sampling(top_p=1e-320), {1: 1.0}),  # 0 in fp32
         (Sampling(top_k=3, top_p=0.75), {1: 0.4, 3: 0.25}),  # their shares among the three are 0.76; of all, 0.65
         (Sampling(temperature=0.5), {0: 0.0025, 1: 0.16, 2: 0.01, 3: 0.0625, 4: 0.04}),
         (Sampling(temperature=2.0, top_k=2), {1: 0.4**0.5, 3: 0.5}),

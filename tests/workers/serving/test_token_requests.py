@@ -191,7 +191,7 @@ def test_layers_that_keep_a_state_give_the_same_log_probabilities(
 def test_several_continuations_read_the_prompt_once_and_differ(
     sampler: Sampler, base: ServedModel, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "MOST_SEQUENCES", 3)
+    sampler.engine._turns.places = 3
     monkeypatch.setattr(engine_module, "MOST_OF_REQUEST", 2)
     read: list[int] = []
     forward = base.forward
@@ -296,7 +296,7 @@ def test_a_conversation_is_answered_beside_tokens(sampler: Sampler, plain: Any) 
 
 
 def test_a_cancelled_request_gives_its_places_to_others(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MOST_SEQUENCES", 2)
+    sampler.engine._turns.places = 2
     sampler.ask("long", n=5, max_tokens=300)
     sampler.engine.step()
     sampler.engine.step()
@@ -309,7 +309,7 @@ def test_a_cancelled_request_gives_its_places_to_others(sampler: Sampler, monkey
 
 
 def test_a_request_with_many_continuations_leaves_room_for_others(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MOST_SEQUENCES", 4)
+    sampler.engine._turns.places = 4
     monkeypatch.setattr(engine_module, "MOST_OF_REQUEST", 2)
     sampler.ask("many", n=7, max_tokens=8, ends=False)
     sampler.engine.step()

@@ -49,6 +49,7 @@ from ft_service.serving.preview import Preview
 from ft_service.serving.server_samples import ServerSampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
+from ft_service.store.database import DatabaseLimits
 from ft_service.store.sql import Store, migrate, open_store
 from ft_service.traces import Traces
 
@@ -163,7 +164,7 @@ def _prepare_process(settings: Settings) -> None:
 @contextlib.contextmanager
 def _opened(settings: Settings) -> Iterator[Store]:
     """Yield the store of a database that has this version's schema."""
-    store = open_store(settings.resolved_database_url())
+    store = open_store(settings.resolved_database_url(), DatabaseLimits.of(settings))
     try:
         store.check()
         yield store

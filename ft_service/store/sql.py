@@ -144,7 +144,7 @@ def migrate(url: str) -> None:
             except UnavailableError as error:
                 if not database.is_shared or error.code != "database_locked" or time.monotonic() > ends:
                     raise
-                log.warning("the migration waits for a table that a transaction uses; the next try is in %g s", _TRY_AGAIN_SECONDS)
+                log.warning("the migration waits for a table that a transaction uses: %s", error.message)
             time.sleep(_TRY_AGAIN_SECONDS)
     finally:
         database.close()

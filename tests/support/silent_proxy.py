@@ -3,6 +3,7 @@ pooler whose server is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -75,11 +76,12 @@ class SilentProxy:
 
     def _pass_on(self, selector: selectors.BaseSelector, ready: socket.socket) -> None:
         other = self._pairs[ready]
-        try:
-            if data := ready.recv(65536):
-                return other.sendall(data)
-        except OSError:
-            pass
+        data = b""
+        with contextlib.suppress(OSError):
+            data = ready.recv(65536)
+            other.sendall(data)
+        if data:
+            return
         for one in (ready, other):
             selector.unregister(one)
             del self._pairs[one]

@@ -19,7 +19,7 @@ from ft_service.store.database import DatabaseLimits
 from ft_service.store.sql import Store, open_store
 from tests.support.attempts import HANG_SECONDS
 from tests.support.fake_launcher import FakeLauncher
-from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, step_until
+from tests.support.reconciling import PROJECT, add_job, new_reconciler, step_until
 from tests.support.silent_proxy import SilentProxy, silent_proxy
 
 
@@ -135,7 +135,9 @@ def test_limits_end_with_their_transaction_since_a_pooler_hands_sessions_on(empt
 def test_libpqs_parameters_in_the_url_go_before_ours(proxy: SilentProxy) -> None:
     store = open_store(f"{proxy.url}?keepalives_idle=77&connect_timeout=9")
     with store.reading() as connection:
-        used = connection.connection.dbapi_connection.info.get_parameters()
+        driver = connection.connection.dbapi_connection
+        assert driver is not None
+        used = driver.info.get_parameters()
         assert used["keepalives_idle"] == "77"
         assert (used["connect_timeout"], used["tcp_user_timeout"]) == ("9", "30000")
     store.close()

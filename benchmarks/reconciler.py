@@ -52,7 +52,10 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = machine() | {"projects": options.projects, "waiting": options.waiting, "limit_s": LIMIT_SECONDS}
     result["rounds"] = [
-        _print(row) for kind in ("sqlite", "postgresql") for running in options.running for row in rounds_of(kind, running, options)
+        _print(row)
+        for kind in ("sqlite", "postgresql")
+        for running in options.running
+        for row in rounds_of(kind, running, options)
     ]
     save("reconciler", result)
 

@@ -273,9 +273,7 @@ class Reconciler:
 
     def _pass_over_idle(self) -> int:
         """Look at due jobs without a claim, which would write each twice. Return how many of them have something to do."""
-        found, now = self._store.leases.due_jobs(
-            host=self._launcher.host, idle_seconds=self._options.idle_seconds, most=LOOKS
-        )
+        found, now = self._store.leases.due_jobs(host=self._launcher.host, idle_seconds=self._options.idle_seconds, most=LOOKS)
         idle = [job.id for job in found if self._is_idle(job, now)]
         if idle:
             self._store.leases.looked_at(idle)

@@ -155,9 +155,7 @@ class DatabaseLimits:
 
     @classmethod
     def of(cls, settings: Settings) -> DatabaseLimits:
-        return cls(
-            connections=settings.database_connections, statement_seconds=settings.database_statement_seconds
-        )
+        return cls(connections=settings.database_connections, statement_seconds=settings.database_statement_seconds)
 
 
 class Database:

@@ -50,8 +50,11 @@ from ft_service.serving.preview import Preview
 from ft_service.serving.server_samples import ServerSampler
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
+from ft_service.store.database import DatabaseLimits
 from ft_service.store.sql import Store, migrate, open_store
 from ft_service.traces import Traces
+
+log = logging.getLogger(__name__)
 
 Work = Callable[[Settings, Store, Meters, threading.Event], None]
 """Runs in its own thread until the event is set."""
@@ -59,6 +62,8 @@ Work = Callable[[Settings, Store, Meters, threading.Event], None]
 _STREAM_GRACE_SECONDS = 3
 """Time that running answers (downloads) have after the server was asked to stop."""
 _THREAD_GRACE_SECONDS = 10.0
+_END_SECONDS = 28.0
+"""How long a process may take to end by a signal, whatever hangs: less than the 30 after which Kubernetes kills it."""
 _SLICE_SECONDS = 0.0005
 """Longest time that a thread keeps the interpreter while others wait for it. A request changes threads some ten times: with
 Python's 5 ms, each thread that computes would cost every request of all projects 50 ms."""
@@ -116,19 +121,22 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
 
         def end() -> None:
             web.should_exit = True
+            store.hurry()
 
         stack.enter_context(_ended_by_signals(end))
         if not api_only:
             if preview is not None:
-                stack.enter_context(_in_thread("preview", preview.run, end))
+                stack.enter_context(_in_threads({"preview": preview.run}, end))
             reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview, traces=traces)
-            for name, work in _background_work(settings, descriptions, reconcile, preview).items():
-                stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
+            work = _background_work(settings, descriptions, reconcile, preview)
+            given = {name: partial(one, settings, store, meters) for name, one in work.items()}
+            stack.enter_context(_in_threads(given, end))
         _greet(url, key, as_json, _link(settings, store))
         _warn_of(others, settings, store, as_json)
         web.run(sockets=[listener])
         if not api_only:
-            _print_running_jobs(store, as_json)
+            with contextlib.suppress(UnavailableError):  # which jobs run is not known then
+                _print_running_jobs(store, as_json)
 
 
 def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json: bool = False) -> None:
@@ -138,10 +146,14 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
     the work has failed.
     """
     _prepare_process(settings)
-    ended = SimpleQueue[None]()  # unlike an Event, it may be used in a signal handler
-    end = partial(ended.put, None)
+    ended = SimpleQueue[None]()  # as in _ended_by_signals
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_opened(settings))
+
+        def end() -> None:
+            ended.put(None)
+            store.hurry()
+
         stack.enter_context(_ended_by_signals(end))
         meters = Meters()
         if settings.metrics_port is not None:
@@ -149,8 +161,8 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
         descriptions = service_descriptions(settings, makes=True)
         traces = stack.enter_context(_traced())
         reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, traces=traces)
-        for name, work in _background_work(settings, descriptions, reconcile).items():
-            stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
+        work = _background_work(settings, descriptions, reconcile)
+        stack.enter_context(_in_threads({name: partial(one, settings, store, meters) for name, one in work.items()}, end))
         _print("reconciling", "Moving jobs.", as_json)
         ended.get()
 
@@ -169,7 +181,7 @@ def _prepare_process(settings: Settings) -> None:
 @contextlib.contextmanager
 def _opened(settings: Settings) -> Iterator[Store]:
     """Yield the store of a database that has this version's schema."""
-    store = open_store(settings.resolved_database_url())
+    store = open_store(settings.resolved_database_url(), DatabaseLimits.of(settings))
     try:
         store.check()
         yield store
@@ -259,14 +271,26 @@ def _url(settings: Settings, listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` at SIGINT and SIGTERM, also before the web server has started, and let the process clean up afterwards.
+    """Call `end` at SIGINT and SIGTERM, also before the web server has started, and let the process clean up afterwards, for
+    _END_SECONDS.
 
     uvicorn handles both while it runs, and raises them again afterwards, which would kill the process during the clean-up.
     """
 
+    told = SimpleQueue[None]()  # unlike an Event, it may be used in a signal handler
+
     def handle(number: int, frame: FrameType | None) -> None:
+        told.put(None)
         end()
 
+    def watch() -> None:  # to the end of the process, which may wait for threads of others
+        told.get()
+        time.sleep(_END_SECONDS)
+        living = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
+        log.error("the process was told to end %g seconds ago, and hangs in a thread: %s", _END_SECONDS, living)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end", daemon=True).start()
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -276,29 +300,33 @@ def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_thread(name: str, work: Callable[[threading.Event], None], end: Callable[[], None]) -> Iterator[None]:
-    """Run background work while the block runs. If the work fails, `end` is called: a server whose jobs do not move must not
-    look healthy. Raises UnavailableError afterwards if it has failed.
+def _in_threads(work: Mapping[str, Callable[[threading.Event], None]], end: Callable[[], None]) -> Iterator[None]:
+    """Run background work, by name, while the block runs. If one fails, `end` is called: a server whose jobs do not move must
+    not look healthy. Afterwards all are told to stop at once, and waited for together. Raises UnavailableError if one has
+    failed.
     """
     stop = threading.Event()
-    failures: list[Exception] = []
+    failures: dict[str, Exception] = {}
 
-    def run() -> None:
+    def run(name: str, work: Callable[[threading.Event], None]) -> None:
         try:
             work(stop)
         except Exception as error:
-            failures.append(error)
+            failures[name] = error
             end()
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=run, args=one, name=one[0], daemon=True) for one in work.items()]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join(_THREAD_GRACE_SECONDS)
-    if failures:
-        raise UnavailableError(f"The thread {name} has failed, so the server has ended: {failures[0]!r}") from failures[0]
+        ends = time.monotonic() + _THREAD_GRACE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+    for name, error in failures.items():
+        raise UnavailableError(f"The thread {name} has failed, so the server has ended: {error!r}") from error
 
 
 def _print(event: str, text: str, as_json: bool, **values: object) -> None:

@@ -12,6 +12,11 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+STALLED_SECONDS = 300.0
+"""Age of the reconciler's last turn at which a process counts as not ready. Turns that store large results take minutes."""
+HANGING_SECONDS = 900.0
+"""Age at which it does not count as alive any more, and its cluster restarts it."""
+
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
 _NATS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _LONG = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
@@ -96,6 +101,11 @@ class Meters:
     def turn(self, host: str = "") -> None:
         """Record that the loop of a host's reconciler begins a turn."""
         self._turned[host] = self._clock()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a reconciler of this process has begun no turn for STALLED_SECONDS."""
+        return bool(self._turned) and self.turn_age() >= STALLED_SECONDS
 
     def turn_age(self) -> float:
         """Return the seconds since the slowest loop last began a turn; before its first, since this process began."""

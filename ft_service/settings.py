@@ -58,6 +58,11 @@ class Settings(BaseSettings):
     """SQLAlchemy URL; empty: SQLite in FT_HOME. PostgreSQL: postgresql+psycopg://user:password@host/name."""
     database_url_file: Path | None = None
     """File that contains the URL, for a password outside the environment."""
+    database_connections: int = Field(default=24, ge=4, le=1000)
+    """Most connections of each process to the database; whoever finds none free waits for one, 10 seconds at most."""
+    database_statement_seconds: float = Field(default=30.0, ge=1, le=3600, allow_inf_nan=False)
+    """Seconds after which PostgreSQL ends a statement, or a transaction whose process does nothing; without an answer 5 seconds
+    later, the service gives the connection up and makes another."""
     models: Annotated[list[Path], NoDecode] = []
     """Folders of base models in Hugging Face layout, separated as in PATH; empty: FT_HOME/models."""
     model_aliases: Path | None = None

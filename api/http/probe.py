@@ -1,4 +1,4 @@
-"""HTTP endpoints of a process without the API: `/livez` for its cluster, and metrics at every other path."""
+"""HTTP endpoints of a process without the API: `/livez` and `/readyz` for its cluster, and metrics at every other path."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from ft_service.errors import SpecError
 from ft_service.host.port_owner import holder
-from ft_service.meters import Meters
+from ft_service.meters import HANGING_SECONDS, STALLED_SECONDS, Meters
 
-STALE_SECONDS = 900.0
-"""Age of the reconciler's last turn at which its loop counts as hanging. Reading a large checkpoint takes minutes."""
+_LIMITS = {"/livez": HANGING_SECONDS, "/readyz": STALLED_SECONDS}
+"""Path → age of the reconciler's last turn from which it answers 503."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -50,10 +50,11 @@ def application(meters: Meters) -> Application:
     metrics = make_wsgi_app(meters.registry)
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != "/livez":
+        limit = _LIMITS.get(environ["PATH_INFO"])
+        if limit is None:
             return metrics(environ, start_response)
         age = meters.turn_age()
-        status = "200 OK" if age < STALE_SECONDS else "503 Service Unavailable"
+        status = "200 OK" if age < limit else "503 Service Unavailable"
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [f"The reconciler's last turn began {age:.0f} seconds ago.\n".encode()]
 

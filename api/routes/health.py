@@ -12,6 +12,7 @@ from api.http.auth import may_scrape
 from api.http.dependencies import Svc, binary
 from api.http.prometheus import exposition
 from api.http.routing import ERRORS
+from ft_service.errors import UnavailableError
 
 router = APIRouter(tags=["health"], responses=ERRORS)
 
@@ -26,10 +27,14 @@ def live() -> dict[str, str]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 def ready(services: Svc) -> dict[str, str]:
-    """Not in OpenAI's API. The database answers, has this version's schema, and can be written; otherwise a 503 says why. While
-    only writing fails, requests that read still work."""
+    """Not in OpenAI's API. The database answers, has this version's schema, and can be written, and if this process moves jobs,
+    it does so; otherwise a 503 says why. While only writing fails, or jobs do not move, requests that read still work."""
     services.store.check()
     services.store.check_writable()
+    if services.meters.stalled:
+        age = services.meters.turn_age()
+        message = f"Jobs do not move: the reconciler's last turn began {age:.0f} seconds ago. The service's log may say why."
+        raise UnavailableError(message, code="reconciler_stalled")
     return {"status": "ok"}
 
 

@@ -25,13 +25,14 @@ MAKES = ".ft"
 @contextlib.contextmanager
 def local_store(settings: Settings) -> Iterator[Store]:
     """Open the store of FT_HOME or FT_DATABASE_URL, migrated to this version's schema."""
+    from ft_service.store.database import DatabaseLimits
     from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for few rare commands
 
     create_home(settings.home)
     require_writable(settings.home)
     url = settings.resolved_database_url()
     migrate(url)
-    store = open_store(url)
+    store = open_store(url, DatabaseLimits.of(settings))
     try:
         store.projects.ensure_project(PROJECT, settings.organization)
         yield store

@@ -26,6 +26,8 @@ TOO_LARGE_SECONDS = 5.0
 """Interval of the search for jobs that need more slots than this place has."""
 PREEMPT_SECONDS = 1.0
 """Interval of the search for jobs to preempt."""
+SEARCH_SHARE = 0.1
+"""Most of the time that searches of the queue take which find no job to start."""
 
 
 class Interval:
@@ -59,8 +61,13 @@ class JobPlacement:
         self._owner, self._lease_seconds = owner, rules.lease_seconds
         self._preempt_after = rules.preempt_after
         self._too_large, self._preemption = Interval(TOO_LARGE_SECONDS), Interval(PREEMPT_SECONDS)
+        self._search = Interval(0.0)
         self._announcement, self._measurement = Interval(HOST_SECONDS / 6), Interval(0.0)
         self._paces = Paces()
+
+    def search_again(self) -> None:
+        """Search the queue the next time, though the last search found nothing a moment ago: something has changed."""
+        self._search.restart(0.0)
 
     def claim(self) -> tuple[Claim, ExpectedStart | None] | None:
         """The next job of the queue with the start that it may make now, or a job that is too large for this place, without."""
@@ -76,8 +83,9 @@ class JobPlacement:
         may_preempt = self._preempt_after is not None and self._preemption.is_due
         shares = self._engines.options.most_seats > 0
         may_start = self._store.leases.free_slots(place, total) or (shares and self._store.engines.live_engines(host=place))
-        if not may_preempt and not may_start:
+        if not self._search.is_due or (not may_preempt and not may_start):
             return None
+        began = time.monotonic()
         if self._measurement.is_due:
             self._paces = Paces(self._store.queue.measured_jobs())
             self._measurement.restart(self._paces.good_seconds)
@@ -89,6 +97,7 @@ class JobPlacement:
                 self._engines.close(engine.id, if_idle=True)
             if may_preempt:
                 self._preempt(snapshot)
+            self._search.restart((time.monotonic() - began) / SEARCH_SHARE)
             return None
         claimed = self._store.leases.claim_queued(start.job.id, **claimant)
         return (claimed, start) if claimed else None

@@ -61,6 +61,8 @@ CANCELLED_UNOBSERVED = (
     "The job is cancelled, though it cannot be looked after as it should: its slots are free. The service's log says why; look "
     "at its host for processes that may be left."
 )
+LOOKS = 64
+"""Most jobs that are looked at without a claim before others get their turn."""
 SLOT_USER_SECONDS = 0.05
 """Interval at which a slot user is asked whether it has left a job's slots."""
 
@@ -135,6 +137,8 @@ class Reconciler:
             store, places, self.wake, options.check, options.admission, shares_adapters=not options.engines.mounts
         )
         self._queue_first = self._new_first = False
+        self._looked = self._busy = 0
+        """Jobs that the last look without a claim was at, and those of them that are still to be claimed."""
         self._orphan_count = Interval(COUNT_SECONDS)
         self._failed_turns: dict[str, int] = {}
         """Job → number of its turns that failed in a row."""
@@ -170,17 +174,21 @@ class Reconciler:
             failures += 1
         if not busy:
             self._store.changed.wait(min(POLL_SECONDS * 2**failures, MAX_POLL_SECONDS))
-            self._store.changed.clear()
         return failures
 
     def step(self) -> bool:
-        """Give one job its turn. True if one was due. Raises UnavailableError if the database does not answer."""
+        """Give one job its turn, and look at those for which there is nothing to do. True if one was due. Raises
+        UnavailableError if the database does not answer."""
+        self._looked = 0
+        if self._store.changed.is_set():
+            self._store.changed.clear()
+            self._placement.search_again()
         self._validation.attend()
         self._engines.attend()
         self._count_orphans()
         claimed = self._claim()
         if claimed is None:
-            return False
+            return self._looked > 0
         claim, start = claimed
         with about(job_id=claim.job.id, attempt=claim.job.attempt), self._meters.turns.time():
             try:
@@ -251,6 +259,8 @@ class Reconciler:
 
     def _claim_active(self) -> tuple[Claim, None] | None:
         self._new_first = not self._new_first
+        if not self._busy:
+            self._busy = self._pass_over_idle()
         claim = self._store.leases.claim(
             host=self._launcher.host,
             owner=self._owner,
@@ -258,15 +268,42 @@ class Reconciler:
             idle_seconds=self._options.idle_seconds,
             new_first=self._new_first,
         )
+        self._busy = self._busy - 1 if claim and self._busy else 0
         return (claim, None) if claim else None
 
-    def _reconcile(self, claim: Claim, start: ExpectedStart | None) -> None:
-        run = self._places.run(claim.job.id)
-        seen = result_seen(run, self._launcher.observe(_attempt(run, claim.job))) if claim.job.attempt else Absent()
+    def _pass_over_idle(self) -> int:
+        """Look at due jobs without a claim, which would write each twice. Return how many of them have something to do."""
+        found, now = self._store.leases.due_jobs(host=self._launcher.host, idle_seconds=self._options.idle_seconds, most=LOOKS)
+        idle = [job.id for job in found if self._is_idle(job, now)]
+        if idle:
+            self._store.leases.looked_at(idle)
+        self._looked = len(found)
+        return len(found) - len(idle)
+
+    def _is_idle(self, job: Job, now: float) -> bool:
+        """Whether a turn of a job would change nothing. What fails here fails again in its turn, which tells it."""
+        try:
+            with about(job_id=job.id, attempt=job.attempt):
+                _, seen, report = self._observe(job, now)
+                reported = report.job != job or report.events or report.checkpoints or report.more
+                idle = not reported and isinstance(decisions.decide(job, seen, now), Wait)
+        except Exception:
+            return False
+        if idle:
+            self._failed_turns.pop(job.id, None)
+        return idle
+
+    def _observe(self, job: Job, now: float) -> tuple[RunDir, Observation, Intake]:
+        run = self._places.run(job.id)
+        seen = result_seen(run, self._launcher.observe(_attempt(run, job))) if job.attempt else Absent()
         # Read after observing: all that an attempt wrote before it ended is then there.
-        report = read_report(run, claim.job, claim.now)
+        report = read_report(run, job, now)
         if isinstance(seen, Running) and seen.note:
             report = replace(report, events=[*report.events, note_event(seen.note, seen.level)])
+        return run, seen, report
+
+    def _reconcile(self, claim: Claim, start: ExpectedStart | None) -> None:
+        run, seen, report = self._observe(claim.job, claim.now)
         turn = _Turn(claim, report, run, seen, start)
         if isinstance(seen, Ended) and report.more:
             self._apply(turn, JobChange(job=report.job))
@@ -380,6 +417,8 @@ class Reconciler:
         change = replace(change, events=[*report.events, *change.events], checkpoints=report.checkpoints)
         if not self._store.leases.apply(turn.claim, change):
             return False
+        if change.release_slots or change.job.state is not turn.claim.job.state:
+            self._placement.search_again()
         self._count_and_log(turn.claim.job, change)
         self._trace(turn, change)
         return True

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import random
 import re
 import sqlite3
 import threading
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import (
     JSON,
@@ -28,6 +29,7 @@ from sqlalchemy import (
     Engine,
     Table,
     Text,
+    Transaction,
     TypeDecorator,
     create_engine,
     event,
@@ -43,13 +45,21 @@ from sqlalchemy.sql.functions import FunctionElement
 from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.host.disk import FileReserve, state_of
 from ft_service.host.home import create_home, create_private_file
+from ft_service.settings import Settings
 from ft_service.store.database_errors import DAMAGED, DATABASE_DISK, fault_of, locked
+from ft_service.store.postgresql_engine import ANSWER_SECONDS, Patience, begin_statement, is_full, new_engine
 
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 10
-"""How long a write waits for another one on SQLite, and how long a connection to PostgreSQL may take."""
-
+"""How long a write waits for another one, and how long a connection to PostgreSQL, and the begin of a transaction there, may
+take."""
+LEAVING_SECONDS = 3.0
+"""How long an answer of PostgreSQL is waited for once the process was asked to end."""
+_KEPT_CONNECTIONS = 8
+"""Of a process's connections, those that stay open."""
+_PAUSES = (0.05, 1.0)
+"""Shortest and longest pause before PostgreSQL is asked again for a connection that it has refused for their number."""
 
 CHECK_SECONDS = 5.0
 """Age up to which the last write tells whether the database can be written."""
@@ -136,13 +146,30 @@ class StorableJson(TypeDecorator[Any]):
         return self.impl_instance.coerce_compared_value(op, value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatabaseLimits:
+    """What a process may ask of its database. As in Settings."""
+
+    connections: int = Settings.model_fields["database_connections"].default
+    statement_seconds: float = Settings.model_fields["database_statement_seconds"].default
+    """Of PostgreSQL alone, like the next one."""
+    lock_seconds: float = BUSY_SECONDS
+
+    @classmethod
+    def of(cls, settings: Settings) -> DatabaseLimits:
+        return cls(connections=settings.database_connections, statement_seconds=settings.database_statement_seconds)
+
+
 class Database:
     """An engine with transactions for reading and writing. Errors of the driver are raised as this service's own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limits: DatabaseLimits | None = None) -> None:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
-        parsed = _parse(url)
-        self._engine = _create_engine(parsed)
+        parsed, limits = _parse(url), limits or DatabaseLimits()
+        self._patience = Patience(BUSY_SECONDS, limits.statement_seconds + ANSWER_SECONDS)
+        self._engine = _create_engine(parsed, limits, self._patience)
+        self._begin = begin_statement(limits.statement_seconds, limits.lock_seconds)
+        """Of PostgreSQL; those of SQLite differ in what they do."""
         self._file = Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
         self._reserve = None if self._file is None else FileReserve(self._file.with_name(f"{self._file.name}-reserve"))
         self._last_write: _Write | None = None
@@ -165,6 +192,10 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def hurry(self) -> None:
+        """Let no thread wait long for a database that does not answer, since the process ends."""
+        self._patience.end_within(LEAVING_SECONDS)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -206,10 +237,37 @@ class Database:
 
     @contextlib.contextmanager
     def _begun(self, sqlite_begin: str) -> Iterator[Connection]:
-        with self._engine.begin() as connection:
-            if connection.dialect.name == "sqlite":  # whose driver begins no transaction by itself
-                connection.exec_driver_sql(sqlite_begin)
+        begin = self._begin if self.is_shared else sqlite_begin
+        with self._connected(begin) as connection, cast(Transaction, connection.get_transaction()):
             yield connection
+
+    def _connected(self, begin: str) -> Connection:
+        """Return a connection in a new transaction, which neither driver begins by itself. Its begin shows whether a connection
+        that was kept still lives; if not, none of its age is used again. If the server has no connection free, wait for one."""
+        began, pause, (_, longest) = time.monotonic(), _PAUSES[0], _PAUSES
+        dead = False
+        while True:
+            try:
+                return self._new_transaction(begin)
+            except DBAPIError as error:
+                if error.connection_invalidated and not dead:
+                    dead = True
+                    continue
+                if not is_full(error.orig) or time.monotonic() - began > BUSY_SECONDS:
+                    raise
+                log.info("database: %s", error.orig)
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, longest)
+
+    def _new_transaction(self, begin: str) -> Connection:
+        connection = self._engine.connect()
+        try:
+            connection.begin()
+            connection.exec_driver_sql(begin)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -292,15 +350,11 @@ def _parse(url: str) -> URL:
     return parsed
 
 
-def _create_engine(url: URL) -> Engine:
-    # More connections than threads of web server and reconciler, so that no thread waits for one.
-    pool = {"pool_size": 8, "max_overflow": 56, "pool_timeout": BUSY_SECONDS}
+def _create_engine(url: URL, limits: DatabaseLimits, patience: Patience) -> Engine:
+    kept = min(_KEPT_CONNECTIONS, limits.connections)
+    pool = {"pool_size": kept, "max_overflow": limits.connections - kept, "pool_timeout": BUSY_SECONDS}
     if url.get_backend_name() == "postgresql":
-        # The encoding: of a database in SQL_ASCII, as initdb makes them without a locale, the driver would read bytes.
-        # Nothing prepared on the server: behind a pooler that gives each transaction another connection (pgbouncer), the name
-        # of a prepared statement is unknown, or another client's statement has it.
-        connect_args = {"connect_timeout": BUSY_SECONDS, "client_encoding": "utf8", "prepare_threshold": None}
-        return create_engine(url, pool_pre_ping=True, connect_args=connect_args, **pool)
+        return new_engine(url, patience, BUSY_SECONDS, **pool)
     assert url.database, "checked by _parse"
     create_home(Path(url.database).parent)
     with contextlib.suppress(OSError):  # SQLite then reports the cause

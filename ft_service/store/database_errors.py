@@ -13,6 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ft_service.errors import UnavailableError
 from ft_service.host import disk
+from ft_service.store.postgresql_engine import is_full
 
 DATABASE_DISK = "The disk that holds the database"
 DAMAGED = "database_damaged"
@@ -77,13 +78,20 @@ def _has_locks(folder: Path) -> bool:
 
 def _of_postgresql(cause: BaseException | None) -> UnavailableError:
     state = getattr(cause, "sqlstate", None)
+    if is_full(cause):
+        message = (
+            "The database has no connection free: it has as many as it takes. The operator can let it take more, or set "
+            "FT_DATABASE_CONNECTIONS lower."
+        )
+        return _fault(message, "too_many_connections", retry_after=1)
     match state:
         case "53100":
             return disk.full(DATABASE_DISK)
         case "25006":
             return disk.read_only("The database")
-        case "53300":
-            return _fault("The database takes no more connections.", "database_busy", retry_after=1)
+        case "57014":
+            message = "The database has not ended a statement in the time that it may take (FT_DATABASE_STATEMENT_SECONDS)."
+            return _fault(message, "database_slow", retry_after=1)
         case "55P03" | "40P01" | "40001":
             return _fault("Another transaction holds what this one needs. Try again.", "database_locked", retry_after=1)
         case "XX001" | "XX002":
@@ -92,7 +100,7 @@ def _of_postgresql(cause: BaseException | None) -> UnavailableError:
             return _fault(f"{DATABASE_DISK} cannot be read or written (58030).", "disk_error")
         case None:
             return _fault("The database cannot be reached; the service's log says why.", "database_unreachable", retry_after=1)
-        case _ if state.startswith(("08", "57P")):
+        case _ if state.startswith(("08", "57P", "25P03")):
             return _fault("The database cannot be reached; the service's log says why.", "database_unreachable", retry_after=1)
     return _fault(_UNKNOWN, UnavailableError.code, retry_after=1)
 

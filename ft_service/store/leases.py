@@ -103,6 +103,12 @@ def _claim_active(*kinds: ColumnElement[bool]) -> ReturningUpdate[Any]:
 _HAS_PROCESSES = jobs.c.phase.is_not(None)
 _CLAIM = _claim_active(_HAS_PROCESSES, ~_HAS_PROCESSES)
 _CLAIM_NEW_FIRST = _claim_active(~_HAS_PROCESSES, _HAS_PROCESSES)
+_DUE_WITH_PROCESSES = (
+    select(*JOB, database_time().label("now"))
+    .where(_MINE, _IDLE, jobs.c.looked_at > 0.0, _HAS_PROCESSES)
+    .order_by(jobs.c.looked_at)
+    .limit(bindparam("most"))
+)
 _CLAIM_QUEUED = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], DUE)
 _CLAIM_TOO_LARGE = _claim_first(
     [select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position)], _TOO_LARGE
@@ -146,6 +152,21 @@ class LeaseStore(StorePart):
         found = dict(row)
         now = found.pop("looked_at")
         return Claim(job=to_job(found), token=token, now=now)
+
+    def due_jobs(self, *, host: str, idle_seconds: float, most: int) -> tuple[list[Job], float]:
+        """Return jobs with processes that `claim` would give too, those looked at longest ago first, and the time. Nobody has
+        claimed them: whoever finds nothing to do for one says so by `looked_at`, and claims the others."""
+        values = {"for_host": host, "idle_seconds": idle_seconds, "most": most}
+        with self._database.reading() as connection:
+            rows = [dict(row) for row in connection.execute(_DUE_WITH_PROCESSES, values).mappings()]
+        now = max((row.pop("now") for row in rows), default=0.0)
+        return [to_job(row) for row in rows], now
+
+    def looked_at(self, job_ids: Sequence[str]) -> None:
+        """Note that nothing is to be done now for jobs of `due_jobs`, unless a user has asked something of them since."""
+        mine = (jobs.c.id.in_(job_ids), jobs.c.looked_at > 0.0)
+        with self._database.writing() as connection:
+            connection.execute(update(jobs).where(*mine).values(looked_at=database_time()))
 
     def look_again(self, job_id: str) -> None:
         """Let the next `claim` find a job, however recently it was looked at."""

@@ -5,12 +5,25 @@ A reconciler's turn reads only the first jobs of each project, however many wait
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, bindparam, func, literal_column, or_, select
+from sqlalchemy import (
+    CTE,
+    ColumnElement,
+    Connection,
+    FromClause,
+    RowMapping,
+    Select,
+    bindparam,
+    func,
+    literal_column,
+    or_,
+    select,
+    true,
+)
 
 from ft_service.jobs.estimates import ENOUGH, Effort, MeasuredJob, Paces
 from ft_service.jobs.queue_snapshot import (
@@ -36,32 +49,54 @@ OF_EACH_PROJECT = 16
 _MEASURED_JOBS = 200
 """Number of newest jobs from which durations of others are estimated."""
 
-_EFFORT = [jobs.c[name] for name in ("base", "slots", "work", "planned_seconds", "left_seconds")]
-_WAITING = [
-    *(
-        jobs.c[name]
-        for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
-    ),
-    *(jobs.c[name] for name in ("share_key", "fault_group", "sweep_id", "seat")),
-    jobs.c.request["method"]["type"].as_string().label("method"),
-]
+_EFFORT = ("base", "slots", "work", "planned_seconds", "left_seconds")
+_OF_WAITING = ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
+_OF_SHARING = ("share_key", "fault_group", "sweep_id", "seat")
 
 
-def _projects_in_queue() -> Select[Any]:
-    """Return a query of the projects with queued jobs. Each takes one step in the index, whatever the number of its jobs."""
+def _columns_of_waiting(table: FromClause) -> list[ColumnElement[Any]]:
+    method = table.c.request["method"]["type"].as_string().label("method")
+    return [*(table.c[name] for name in (*_OF_WAITING, *_OF_SHARING, *_EFFORT)), method]
+
+
+def _projects_in_queue() -> CTE:
+    """Return a query of the projects with queued jobs, and NULL. Each takes one step in the index, whatever the number of its
+    jobs."""
     first = select(func.min(jobs.c.project_id).label("project")).where(QUEUED).cte("waiting", recursive=True)
     following = select(func.min(jobs.c.project_id)).where(QUEUED, jobs.c.project_id > first.c.project).scalar_subquery()
-    in_queue = first.union_all(select(following).where(first.c.project.is_not(None)))
-    return select(in_queue.c.project).where(in_queue.c.project.is_not(None))
+    return first.union_all(select(following).where(first.c.project.is_not(None)))
 
 
-_PROJECTS = _projects_in_queue()
-_FIRST_OF_PROJECT = (
-    select(*_WAITING, *_EFFORT)
-    .where(DUE, jobs.c.project_id == bindparam("of_project"), jobs.c.slots <= bindparam("project_slots"))
-    .order_by(jobs.c.priority.desc(), jobs.c.position)
-    .limit(OF_EACH_PROJECT)
-)
+def _first_of_each_project(*, lateral: bool) -> Select[Any]:
+    """Return a query of the first due jobs of each project: for each, one step to the project in the index of its queue.
+    `lateral`: for PostgreSQL, which would compare a list of each project's with all jobs; SQLite knows no other way."""
+    in_queue, job = _projects_in_queue(), jobs.alias("job")
+    may_have = or_(
+        projects.c.max_slots.is_(None),
+        jobs.c.slots <= projects.c.max_slots,
+        projects.c.id.in_(bindparam("unlimited", expanding=True)),
+    )
+    first = (
+        select(jobs.c.position)
+        .where(DUE, jobs.c.project_id == projects.c.id, may_have)
+        .order_by(jobs.c.priority.desc(), jobs.c.position)
+        .limit(OF_EACH_PROJECT)
+        .correlate(projects)
+    )
+    waiting = in_queue.join(projects, projects.c.id == in_queue.c.project)
+    if lateral:
+        position = first.lateral("first")
+        waiting = waiting.join(position, true()).join(job, job.c.position == position.c.position)
+    else:
+        waiting = waiting.join(job, job.c.position.in_(first))
+    return select(*_columns_of_waiting(job)).select_from(waiting)
+
+
+_FIRST_OF_EACH_PROJECT = {
+    "postgresql": _first_of_each_project(lateral=True),
+    "sqlite": _first_of_each_project(lateral=False),
+}
+_EFFORTS = [jobs.c[name] for name in _EFFORT]
 _RUNNING = (
     select(
         slots.c.host,
@@ -78,14 +113,14 @@ _RUNNING = (
     .group_by(slots.c.host, jobs.c.id, jobs.c.project_id, jobs.c.priority, jobs.c.ends_at, jobs.c.phase)
 )
 _MEASURED = (
-    select(*_EFFORT, jobs.c.held_seconds, jobs.c.slot_seconds)
+    select(*_EFFORTS, jobs.c.held_seconds, jobs.c.slot_seconds)
     .where(MEASURED)
     .order_by(jobs.c.finished_at.desc())
     .limit(_MEASURED_JOBS)
 )
 _UNDER_WAY = (
     select(
-        *_EFFORT,
+        *_EFFORTS,
         (jobs.c.held_seconds + jobs.c.ends_at - jobs.c.taken_at).label("held_seconds"),
         (jobs.c.slot_seconds + jobs.c.slots * (jobs.c.ends_at - jobs.c.taken_at)).label("slot_seconds"),
     )
@@ -137,19 +172,12 @@ class QueueStore(StorePart):
         """Return the first due jobs of each project that may start on a host and are not claimed; without those that need more
         slots than their project may have, which would hide the jobs behind them. `new_engines`: whether jobs may start engines
         there, and join them."""
-        values = {"for_host": name, "host_slots": host.slots}
-        waiting: list[QueuedJob] = []
         with self._database.reading() as connection:
             now, running, shares, live = _read_running(connection)
-            sharing = {engine.sharing.project for engine in live}  # whose jobs may need no slots, within the project's limit
-            for project in connection.scalars(_PROJECTS).all():
-                limit = shares[project].max_slots if project in shares else None
-                held = sum(job.slots for job in running if job.project == project)
-                if limit is not None and project in sharing and held <= limit:
-                    limit = None
-                of_project = {"of_project": project, "project_slots": host.slots if limit is None else limit}
-                rows = connection.execute(_FIRST_OF_PROJECT, {**values, **of_project}).mappings()
-                waiting += [_waiting(row, paces) for row in rows]
+            unlimited = _within_limits({engine.sharing.project for engine in live}, running, shares)
+            first = _FIRST_OF_EACH_PROJECT[connection.dialect.name]
+            rows = connection.execute(first, {"for_host": name, "host_slots": host.slots, "unlimited": unlimited}).mappings()
+            waiting = [_waiting(row, paces) for row in rows]
             if new_engines and any(job.sharing is not None for job in waiting):
                 waiting = _with_company(connection, waiting)
         return QueueSnapshot(
@@ -164,7 +192,7 @@ class QueueStore(StorePart):
 
     def snapshot(self, paces: Paces) -> QueueSnapshot:
         """Return all waiting jobs and all hosts that were announced recently."""
-        query = select(*_WAITING, *_EFFORT).where(QUEUED).order_by(jobs.c.position)
+        query = select(*_columns_of_waiting(jobs)).where(QUEUED).order_by(jobs.c.position)
         with self._database.reading() as connection:
             now, running, shares, live = _read_running(connection)
             lately = hosts.c.seen_at.between(now - HOST_SECONDS, now + HOST_SECONDS)
@@ -181,6 +209,15 @@ class QueueStore(StorePart):
             if len(rows) < ENOUGH:  # less exact: the time after the last step is unknown
                 rows += connection.execute(_UNDER_WAY).mappings()
         return [MeasuredJob(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
+
+
+def _within_limits(sharing: set[str], running: Sequence[RunningJob], shares: Mapping[str, Share]) -> list[str]:
+    """Of the projects with live engines, whose jobs may need no slots, those that hold no more than they may."""
+    held = Counter[str]()
+    for job in running:
+        held[job.project] += job.slots
+    limits = {project: shares[project].max_slots for project in sharing if project in shares}
+    return sorted(project for project, limit in limits.items() if limit is None or held[project] <= limit)
 
 
 _Running = tuple[float, list[RunningJob], dict[str, Share], list[LiveEngine]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import func, select, text
+from sqlalchemy import Connection, func, select, text
 
 from ft_service.errors import UnavailableError
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import Database, DatabaseLimits, database_time
 from ft_service.store.engines import EngineStore
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
@@ -49,6 +50,11 @@ log = logging.getLogger(__name__)
 
 MIGRATION_LOCK = 7_316_004_150
 """Any number that no other application uses as an advisory lock in the same PostgreSQL database."""
+MIGRATION_SECONDS = 3600.0
+"""How long a statement of a migration may take, and how long one waits for another process's, or for tables in use."""
+TABLE_LOCK_SECONDS = 5.0
+"""How long a migration waits for a table that a transaction uses; everybody else waits behind it. Then it begins again."""
+_TRY_AGAIN_SECONDS = 5.0
 
 
 class Store(Database):
@@ -58,9 +64,9 @@ class Store(Database):
     database does not answer. Every read by a user names the project.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limits: DatabaseLimits | None = None) -> None:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
-        super().__init__(url)
+        super().__init__(url, limits)
         self.projects = ProjectStore(self)
         self.keys = KeyStore(self)
         self.sessions = SessionStore(self)
@@ -118,27 +124,42 @@ class Store(Database):
             )
 
 
-def open_store(url: str) -> Store:
-    """A store on a database URL (see Settings.database_url). It connects on first use."""
-    return Store(url)
+def open_store(url: str, limits: DatabaseLimits | None = None) -> Store:
+    """A store on a database URL (see Settings.database_url). It connects on first use. `limits`: None: the defaults."""
+    return Store(url, limits)
 
 
 def migrate(url: str) -> None:
     """Bring a database to this version's schema; without effect if it has that or a newer one. Of several processes one does it
-    while the others wait. A process killed half-way leaves the schema unchanged."""
-    database = Database(url)
+    while the others wait. A process killed half-way leaves the schema unchanged. Raises UnavailableError if the database does
+    not answer, or its tables are in use for MIGRATION_SECONDS."""
+    limits = DatabaseLimits(statement_seconds=MIGRATION_SECONDS, lock_seconds=MIGRATION_SECONDS)
+    database, ends = Database(url, limits), time.monotonic() + MIGRATION_SECONDS
     try:
-        with database.writing() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
-            if _is_newer(MigrationContext.configure(connection).get_current_heads()):
-                log.warning("the database has the schema of a newer version of the service; it stays as it is")
+        while True:
+            try:
+                with database.writing() as connection:
+                    _upgrade(connection)
                 return
-            config = alembic_config()
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            except UnavailableError as error:
+                if not database.is_shared or error.code != "database_locked" or time.monotonic() > ends:
+                    raise
+                log.warning("the migration waits for a table that a transaction uses: %s", error.message)
+            time.sleep(_TRY_AGAIN_SECONDS)
     finally:
         database.close()
+
+
+def _upgrade(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
+        connection.execute(text(f"SET LOCAL lock_timeout = {round(1000 * TABLE_LOCK_SECONDS)}"))
+    if _is_newer(MigrationContext.configure(connection).get_current_heads()):
+        log.warning("the database has the schema of a newer version of the service; it stays as it is")
+        return
+    config = alembic_config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
 
 
 def alembic_config() -> Config:

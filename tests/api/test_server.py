@@ -21,9 +21,13 @@ from ft_service.jobs.states import State
 from ft_service.settings import Settings
 from ft_service.store.sql import migrate, open_store
 from tests.support.bases import save_base
+from tests.support.databases import new_postgres_database, postgres_url
 from tests.support.reconciling import new_store
 from tests.support.rest.process import ended, read, server, started
 from tests.support.rest.service import TRAINING, put_state, wait_until
+from tests.support.silent_proxy import silent_proxy
+
+__all__ = ["postgres_url"]
 
 SERVE_AND_RUN = """
 from api.server import serve
@@ -276,3 +280,18 @@ def test_its_start_tells_what_python_graders_would_see(tmp_path: Path, caplog: p
     [told] = caplog.messages
     assert told.startswith("Graders of type python are refused")
     assert f"FT_CACHE = {library}/cache" in told
+
+
+@pytest.mark.slow
+def test_a_server_whose_database_has_fallen_silent_ends_by_a_signal(tmp_path: Path, postgres_url: str) -> None:
+    """Also connections that are made meanwhile: every thread waits for an answer, or is about to."""
+    with (
+        silent_proxy(new_postgres_database(postgres_url)) as proxy,
+        server(tmp_path, SERVE_AND_RUN, FT_DATABASE_URL=proxy.url) as serving,
+    ):
+        started(tmp_path, serving).close()
+        proxy.silence(later_too=True)
+        serving.process.send_signal(signal.SIGTERM)
+        _, err = serving.printed()
+    assert serving.process.returncode == 0, err
+    assert "hangs in a thread" not in err

@@ -13,7 +13,7 @@ import pytest
 from api.http import probe
 from ft_service.control.reconciler import Reconciler
 from ft_service.errors import SpecError
-from ft_service.meters import Meters
+from ft_service.meters import HANGING_SECONDS, STALLED_SECONDS, Meters
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import new_reconciler, new_store
@@ -85,12 +85,16 @@ def loop(tmp_path: Path, meters: Meters, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_a_loop_that_hangs_is_found_and_one_that_turns_again_is_well(
     get: Callable[[str], httpx2.Response], clock: Clock, loop: Loop
 ) -> None:
-    clock.now += probe.STALE_SECONDS + 1
+    clock.now += HANGING_SECONDS + 1
     wait_for(lambda: get("/livez").status_code == 200)
     loop.free.clear()
     assert loop.hangs.wait(30)
-    clock.now += probe.STALE_SECONDS - 1
-    assert get("/livez").status_code == 200, "a turn may take its time"
+    clock.now += STALLED_SECONDS - 1
+    assert get("/readyz").status_code == 200, "a turn may take its time"
+    clock.now += 1
+    assert get("/readyz").status_code == 503
+    clock.now += HANGING_SECONDS - STALLED_SECONDS - 1
+    assert get("/livez").status_code == 200
     clock.now += 1
     answer = get("/livez")
     assert (answer.status_code, answer.text) == (503, "The reconciler's last turn began 900 seconds ago.\n")
@@ -103,14 +107,14 @@ def test_a_loop_whose_thread_is_gone_is_found(get: Callable[[str], httpx2.Respon
     wait_for(lambda: "turn_age_seconds 0.0" in get("/metrics").text)
     loop.fails = SystemExit()
     assert loop.hangs.wait(30)
-    clock.now += probe.STALE_SECONDS
+    clock.now += HANGING_SECONDS
     assert get("/livez").status_code == 503
 
 
 def test_a_loop_that_never_begins_is_found(get: Callable[[str], httpx2.Response], clock: Clock) -> None:
     assert get("/livez").status_code == 200
     assert "ft_reconciler_turn_age_seconds NaN" in get("/").text
-    clock.now += probe.STALE_SECONDS
+    clock.now += HANGING_SECONDS
     assert get("/livez").status_code == 503
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
+from ft_service.control import job_placement
 from ft_service.control.checks.data_checks import Checked
 from ft_service.control.ingest import SEGMENTS_PER_PASS
 from ft_service.control.reconciler import POLL_SECONDS, Reconciler
@@ -538,11 +539,13 @@ def test_a_change_of_mind_during_a_turn_is_not_overwritten(
     run = run_of(tmp_path)
     run.put("metrics.csv", b"step\n")
     run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
-    observe = launcher.observe
+    observe, looks = launcher.observe, []
 
     def cancelling(attempt: Attempt) -> Any:
-        store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
-        monkeypatch.setattr(launcher, "observe", observe)
+        looks.append(attempt)
+        if len(looks) == 2:  # the first is without a claim
+            store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
+            monkeypatch.setattr(launcher, "observe", observe)
         return Ended(SUCCEEDED)
 
     monkeypatch.setattr(launcher, "observe", cancelling)
@@ -835,3 +838,49 @@ def test_no_attempt_starts_on_slots_that_are_still_in_use(tmp_path: Path, store:
     assert not user.preloaded
     step_until(reconciler, store)
     assert user.preloaded == ["ftjob-1"]
+
+
+def test_looks_that_change_nothing_are_one_write_of_all_and_no_claim(tmp_path: Path, store: Store) -> None:
+    launcher = FakeLauncher(6)
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    for name in ("a", "b", "c"):
+        add_job(store, name)
+        start_running(reconciler, store, launcher, name)
+        launcher.report(name, 1)
+    wait_for(lambda: not reconciler.step() or {get(store, name).phase for name in "abc"} == {Phase.TRAINING})
+    before = [get(store, name) for name in "abc"]
+    with store.writing() as connection:
+        connection.execute(text("UPDATE jobs SET looked_at = 1"))
+    statements: list[str] = []
+    event.listen(store._engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    assert new_reconciler(tmp_path, store, launcher, idle_seconds=3600.0).step()
+    written = [statement.partition(" WHERE ")[0] for statement in statements if statement.startswith("UPDATE jobs SET ")]
+    assert sum("lease_owner" not in statement for statement in written) == 1, "the others are claims that find none"
+    assert not any("version" in statement for statement in written)
+    assert [get(store, name) for name in "abc"] == before
+
+
+def test_a_queue_that_was_searched_in_vain_is_searched_again_once_something_changes(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_placement, "SEARCH_SHARE", 1e-9)
+    launcher = FakeLauncher(3)
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    add_job(store, "runs")
+    start_running(reconciler, store, launcher, "runs")
+    add_job(store, "waits")
+    wait_for(lambda: not reconciler.step() or get(store, "waits").state is State.QUEUED)
+    searched: list[str] = []
+    snapshot_for = store.queue.snapshot_for
+
+    def counted(name: str, *given: Any, **options: Any) -> Any:
+        searched.append(name)
+        return snapshot_for(name, *given, **options)
+
+    monkeypatch.setattr(store.queue, "snapshot_for", counted)
+    for _ in range(10):
+        reconciler.step()
+    assert len(searched) <= 2
+    launcher.end("runs", 1, SUCCEEDED)
+    run_of(tmp_path, "runs").write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
+    step_until(reconciler, store, State.RUNNING, job_id="waits")

@@ -322,11 +322,11 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
 @pytest.mark.parametrize(
     ("statement", "index", "values"),
     [
-        (queue._FIRST_OF_PROJECT, "ix_jobs_queue", {"of_project": "p1", "host_slots": 8, "project_slots": 8}),
-        (queue._PROJECTS, "ix_jobs_queue_of_project", {}),
+        (queue._FIRST_OF_EACH_PROJECT, "ix_jobs_queue_of_project", {"host_slots": 8, "unlimited": ["p1"]}),
         (queue._MEASURED, "ix_jobs_measured", {}),
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
         (leases._CLAIM_NEW_FIRST, "ix_jobs_attention", {"idle_seconds": 0.5}),
+        (leases._DUE_WITH_PROCESSES, "ix_jobs_attention", {"idle_seconds": 0.5, "most": 64}),
         (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
         (jobs_of_users._running_on(jobs_of_users._has_key("k")), "ix_jobs_attention", {}),
     ],
@@ -335,18 +335,19 @@ def test_claims_go_by_their_index(store, store_url, statement, index, values):
     """What keeps them quick with many ended jobs: only rows of the partial index are read, in its order."""
     create_job(store, new_job(state=State.SUCCEEDED))
     engine = create_engine(store_url)
-    compiled = statement.compile(engine)
     parameters = {"for_host": "h1", "owner": "o", "token": "t", "lease_seconds": 60.0} | values
+    if isinstance(statement, dict):  # one for each kind of database
+        statement = statement[engine.dialect.name]
+    compiled = statement.compile(engine)
+    expanded = compiled.construct_expanded_state(parameters)
     explain = "EXPLAIN QUERY PLAN" if engine.dialect.name == "sqlite" else "EXPLAIN"
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":  # plans by what the table holds, and reads a small one whole
             _fill_with_ended_and_waiting(connection)
             connection.execute(text("SET LOCAL enable_seqscan = off"))
             connection.execute(text("SET LOCAL enable_sort = off"))
-        arguments = compiled.construct_params(parameters)
-        if compiled.positional:
-            arguments = tuple(arguments[name] for name in compiled.positiontup)
-        plan = str(connection.exec_driver_sql(f"{explain} {compiled}", arguments).all())
+        arguments = expanded.positional_parameters if compiled.positional else expanded.parameters
+        plan = str(connection.exec_driver_sql(f"{explain} {expanded.statement}", arguments).all())
         connection.rollback()
     engine.dispose()
     assert index in plan

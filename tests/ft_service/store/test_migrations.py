@@ -6,12 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Column, MetaData, create_engine, inspect, text
 
 from ft_service.errors import UnavailableError
+from ft_service.store import sql
 from ft_service.store.database import StorableText
 from ft_service.store.migrations import revise
 from ft_service.store.sql import alembic_config, migrate, open_store
@@ -154,6 +156,29 @@ def test_who_is_killed_while_it_migrates_leaves_the_next_one_its_turn(postgres_u
 def _somebody_waits(engine) -> bool:
     with engine.connect() as connection:
         return bool(connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")))
+
+
+def test_a_migration_lets_others_at_a_table_that_it_waits_for(postgres_url, monkeypatch, caplog):
+    """A lock that is waited for stands before those of all who come later: one long report would stop the whole service."""
+    monkeypatch.setattr(sql, "TABLE_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(sql, "_TRY_AGAIN_SECONDS", 0.1)
+    url = new_postgres_database(postgres_url)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+    with ThreadPoolExecutor(1) as pool, engine.connect() as reader:
+        reader.execute(text("SELECT count(*) FROM jobs"))
+        migrating = pool.submit(migrate, url)
+        wait_for(lambda: "waits for a table" in caplog.text, 60)
+        assert not migrating.done()
+        reader.rollback()
+        migrating.result(timeout=60)
+    engine.dispose()
+    store = open_store(url)
+    store.check()
+    store.close()
 
 
 def test_a_revision_is_written_for_what_the_tables_have_and_the_newest_revision_has_not(tmp_path, monkeypatch):

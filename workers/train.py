@@ -230,6 +230,8 @@ def _carry_out_commands(
     watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
     loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
     finished, checkpoint = loop.run()
+    if not finished and loop.left_alone is not None:
+        reporter.warn(f"The ranks leave: for {loop.left_alone:g} seconds there was no sign of the service.")
     if not finished:
         return _stopped(context, f"after step {job.step}", checkpoint)
     who = "The client has finished" if runtime.spec.reinforcement is None else "The last step is done"

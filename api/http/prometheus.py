@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from ft_service.control.capacity import total_slots
 from ft_service.errors import UnavailableError
-from ft_service.jobs.reasons import Reason, Retry
+from ft_service.jobs.reasons import Reason, may_fail
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.meters import Meters
 from ft_service.settings import Settings
@@ -24,11 +24,7 @@ _TERMINAL = {state.value for state in TERMINAL}
 _ENDS = {
     State.SUCCEEDED: [Reason.SUCCEEDED],
     State.CANCELLED: [Reason.USER_CANCELLED],
-    State.FAILED: [
-        reason
-        for reason in Reason
-        if reason.retry in (Retry.NEVER, Retry.COUNTED) and reason not in (Reason.SUCCEEDED, Reason.USER_CANCELLED)
-    ],
+    State.FAILED: [reason for reason in Reason if may_fail(reason) and reason not in (Reason.SUCCEEDED, Reason.USER_CANCELLED)],
 }
 _NONE = {(state.value, reason.value): 0 for state, reasons in _ENDS.items() for reason in reasons}
 """Counts before the first job: Prometheus' `increase` does not see what a new series begins with."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import platform
+import secrets
 import threading
 import time
 from collections.abc import Collection
@@ -39,6 +40,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Start
+from ft_service.rundir.presence import LEAVE_AFTER_SECONDS, SIGNS, Presence
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Claim, JobChange, NewEvent
@@ -57,6 +59,8 @@ LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
 FAILED_TURNS = 3
 """Number of failed turns in a row from which a job reports them."""
+TOLD_LOSSES = 3
+"""Number of attempts in a row that a host or a place ended, or did not start, from which the operator is told."""
 CANCELLED_UNOBSERVED = (
     "The job is cancelled, though it cannot be looked after as it should: its slots are free. The service's log says why; look "
     "at its host for processes that may be left."
@@ -96,6 +100,8 @@ class ReconcilerOptions:
     admission: LateAdmission | None = None
     """Admission of jobs on bases that are described later; None: no job waits for its base, and the ranks choose what is
     "auto"."""
+    leave_after_seconds: float = LEAVE_AFTER_SECONDS
+    """Time without a sign of the service after which ranks that live by commands leave."""
     idle_seconds: float = IDLE_SECONDS
     lease_seconds: float = LEASE_SECONDS
 
@@ -142,6 +148,8 @@ class Reconciler:
         self._orphan_count = Interval(COUNT_SECONDS)
         self._failed_turns: dict[str, int] = {}
         """Job → number of its turns that failed in a row."""
+        self._next_signs: dict[str, float] = {}
+        """Job whose ranks live by commands → time of its next sign (monotonic clock)."""
 
     def wake(self) -> None:
         """End the loop's pause, since there may be something to do."""
@@ -305,10 +313,24 @@ class Reconciler:
     def _reconcile(self, claim: Claim, start: ExpectedStart | None) -> None:
         run, seen, report = self._observe(claim.job, claim.now)
         turn = _Turn(claim, report, run, seen, start)
+        if isinstance(seen, Running) and claim.job.stored_spec.by_commands:
+            self._give_sign(turn)
         if isinstance(seen, Ended) and report.more:
             self._apply(turn, JobChange(job=report.job))
         else:
             self._act(turn)
+
+    def _give_sign(self, turn: _Turn) -> None:
+        """Let ranks know that somebody looks after them, a few times within the time after which they would leave."""
+        now, seconds = time.monotonic(), self._options.leave_after_seconds
+        if now < self._next_signs.get(turn.job.id, now):
+            return
+        self._next_signs = {job_id: at for job_id, at in self._next_signs.items() if at > now}
+        try:
+            turn.attempt.write_presence(Presence(sign=secrets.token_hex(8), leave_after_seconds=seconds))
+        except OSError as error:  # a full disk must not keep the job from its turn
+            log.warning("the job's ranks get no sign of the service: %s", error)
+        self._next_signs[turn.job.id] = now + seconds / SIGNS
 
     def _act(self, turn: _Turn) -> None:
         job = turn.job
@@ -440,6 +462,9 @@ class Reconciler:
         newest = max((event.created_at for event in change.events if event.source and event.created_at), default=None)
         if newest is not None:
             self._meters.event_lag.observe(max(0.0, time.time() - newest))
+        if job.losses > before.losses and job.losses >= TOLD_LOSSES:
+            lost = fields(losses=job.losses, reason=job.reason and job.reason.value, host=before.host)
+            log.error("a job's attempts end through no fault of its own: %s", job.pending or "its log says why", extra=lost)
         if (before.state, before.phase) != (job.state, job.phase):
             moved = fields(state=job.state.value, phase=job.phase and job.phase.value, reason=job.reason and job.reason.value)
             log.info("job moved from %s to %s", _state_text(before), _state_text(job), extra=moved)

@@ -147,6 +147,25 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = CONTR
     return available
 
 
+def own_group(groups: Path = CONTROL_GROUPS, listed: Path = Path("/proc/self/cgroup")) -> Path:
+    """Return the folder of this process's control group (version 2); `groups` where that is not seen, as in a container."""
+    with contextlib.suppress(OSError):
+        for line in listed.read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::/") and (group := groups / line[len("0::/") :]).is_dir():
+                return group
+    return groups
+
+
+def memory_kills(group: Path | None = None, counters: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has killed for want of memory: of this control group, else of this host."""
+    for file in ((own_group() if group is None else group) / "memory.events", counters):
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split() for line in file.read_text(encoding="utf-8").splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
 def memory_bytes(groups: Path = CONTROL_GROUPS) -> int:
     """Return the bytes of memory of this host, or the limit of this container."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, QueuedJob, is_ahead
-from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of
+from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of, retry_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
 from ft_service.wording import counted
@@ -25,6 +25,8 @@ from ft_service.wording import counted
 MAX_FAILURES = 3
 BACKOFF_SECONDS = 1.0
 """Pause before the second attempt; doubled before each further one."""
+MOST_PAUSE_SECONDS = 600.0
+"""Longest pause before another attempt, after many in a row that ended through no fault of the job."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ Action = Wait | Validate | Place | Launch | Signal | Kill | Become
 
 SILENCE_LIMIT_SECONDS = 1800.0
 REST_SECONDS = 120.0
-"""Pause before the next attempt of a job that found no room on a disk."""
+"""Pause before the next attempt of a job that found no room on a disk; doubled as BACKOFF_SECONDS."""
 OTHER_VERSION_SECONDS = 60.0
 """Interval at which it is tried to start a job that another version has made."""
 RECHECK_SECONDS = 5.0
@@ -83,7 +85,8 @@ RECHECK_SECONDS = 5.0
 UNSEEN_SECONDS = 10.0
 """How long a place may not answer before its jobs report it."""
 _TIME_IS_UP = "The job has held its slots for as long as it may (max_seconds)."
-_UNSEEN = "The job cannot be observed now; its processes keep running"
+_UNSEEN = "The job cannot be observed now; "
+_UNSEEN_RUNS, _UNSEEN_WAITS = f"{_UNSEEN}its processes keep running", f"{_UNSEEN}its next attempt has not started yet"
 
 
 def decide(job: Job, seen: Observation, now: float) -> Action:
@@ -126,7 +129,11 @@ def _is_newly_unseen(job: Job, seen: Unknown) -> bool:
 
 
 def _report_unseen(job: Job, seen: Unknown) -> Become:
-    job = replace(job, pending=f"{_UNSEEN}: {seen.why}")
+    """The job, with the reason why it cannot be observed. One whose attempt has not been started is shown as waiting."""
+    runs = job.state is State.RUNNING and (seen.begun or job.phase not in (Phase.LAUNCHING, Phase.WAITING))
+    job = replace(job, pending=f"{_UNSEEN_RUNS if runs else _UNSEEN_WAITS}: {seen.why}")
+    if job.phase is Phase.LAUNCHING and not runs:
+        job = replace(job, phase=Phase.WAITING)
     return Become(job, message=job.pending, level="warn")
 
 
@@ -200,13 +207,13 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     if reason is None:
         return _after_stop(job, seen, now)
     error = seen.exit.error if seen.exit else None
-    if reason.retry is Retry.NEVER:
-        return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
-    if reason.retry is Retry.LATER:
-        return _later(job, seen.checkpoint_step, reason, error, now)
-    if reason.retry is Retry.UNCOUNTED:
-        return _again(job, seen.checkpoint_step, reason, error, now)
-    return _after_failure(job, seen.checkpoint_step, reason, error, now)
+    match retry_of(reason, error):
+        case Retry.NEVER:
+            return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
+        case Retry.LATER | Retry.LOST | Retry.UNCOUNTED:
+            return _later(job, seen.checkpoint_step, reason, error, now)
+        case Retry.COUNTED:
+            return _after_failure(job, seen.checkpoint_step, reason, error, now)
 
 
 def _after_stop(job: Job, seen: Ended, now: float) -> Become:
@@ -271,36 +278,41 @@ def preempted_by(job: Job, head: QueuedJob) -> Job:
 def launch_failed(job: Job, message: str, checkpoint_step: int, now: float) -> Become:
     """The job after an attempt that could not be started; `message` says why. `checkpoint_step`: as in Ended."""
     error = ErrorInfo(code=Reason.LAUNCH_FAILED.code, message=message)
-    return _after_failure(job, checkpoint_step, Reason.LAUNCH_FAILED, error, now)
+    return _later(job, checkpoint_step, Reason.LAUNCH_FAILED, error, now)
 
 
 def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
-    progressed = checkpoint_step > job.failed_at_step
-    failures = 1 if progressed else job.failures + 1
-    job = replace(job, failures=failures, failed_at_step=max(checkpoint_step, job.failed_at_step))
+    job = _since_checkpoint(job, checkpoint_step)
+    job = replace(job, failures=job.failures + 1)
     text = failure_text(reason, error)
-    if failures >= MAX_FAILURES:
-        text += f" {failures} attempts in a row failed without reaching a new checkpoint."
+    if job.failures >= MAX_FAILURES:
+        text += f" {job.failures} attempts failed without reaching a new checkpoint."
         return Become(fail(job, reason, error, now, text), release=True, message=text)
-    delay = BACKOFF_SECONDS * 2 ** (failures - 1)
+    delay = BACKOFF_SECONDS * 2 ** (job.failures - 1)
     where, rest = _continued(job, checkpoint_step, reason, now + delay)
     return Become(rest, release=True, message=f"{text} The job continues {where}.", level="error")
 
 
 def _later(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
-    """The job after an attempt whose host lacked something: it tries again until that is there, without counting failures."""
-    where, rest = _continued(job, checkpoint_step, reason, now + REST_SECONDS)
-    text = (
-        f"{failure_text(reason, error)} The job continues {where} in {REST_SECONDS:g} seconds, and waits as long as it takes."
-    )
-    return Become(replace(rest, pending=text), release=True, message=text, level="error")
+    """The job after an attempt that its host or its place has ended, or did not start: it tries again for as long as that
+    lasts, without counting failures."""
+    job = _since_checkpoint(job, checkpoint_step)
+    job = replace(job, losses=job.losses + 1)
+    first = REST_SECONDS if reason is Reason.DISK_FULL else BACKOFF_SECONDS
+    pause = min(first * 2.0 ** min(job.losses - 1, 30), MOST_PAUSE_SECONDS)
+    where, rest = _continued(job, checkpoint_step, reason, now + pause)
+    lost = f" That is {job.losses} times in a row without a new checkpoint." if job.losses > 1 else ""
+    text = f"{failure_text(reason, error)}{lost} This counts as no failure of the job, which continues {where}"
+    text += f" in {counted(pause, 'second')}."
+    rest = replace(rest, pending=text) if rest.state is State.QUEUED else rest
+    return Become(rest, release=True, message=text, level="error" if reason.retry is Retry.LATER else "warn")
 
 
-def _again(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
-    """The job after an attempt that ended through no known fault of its own."""
-    where, rest = _continued(job, checkpoint_step, reason, now + BACKOFF_SECONDS)
-    text = f"{failure_text(reason, error)} This counts as no failure of the job, which continues {where}."
-    return Become(rest, release=True, message=text, level="warn")
+def _since_checkpoint(job: Job, checkpoint_step: int) -> Job:
+    """The job with its failures and losses counted from the newest checkpoint. `checkpoint_step`: as in Ended."""
+    if checkpoint_step <= job.failed_at_step:
+        return job
+    return replace(job, failures=0, losses=0, failed_at_step=checkpoint_step)
 
 
 def _continued(job: Job, checkpoint_step: int, reason: Reason, not_before: float) -> tuple[str, Job]:

@@ -14,7 +14,9 @@ class Retry(StrEnum):
     UNCOUNTED = "uncounted"
     """Again as soon as slots are free: the attempt did not fail."""
     LATER = "later"
-    """Again after a pause, any number of times: the host lacks something for now; the job and its training are not at fault."""
+    """Again after a pause that grows, any number of times: the host, or its operator, lacks something for now."""
+    LOST = "lost"
+    """The same after processes that were killed from outside, or vanished: the host's doing, or that of others on it."""
     COUNTED = "counted"
     """Again while fewer than MAX_FAILURES attempts in a row ended without a new checkpoint."""
 
@@ -41,22 +43,18 @@ class Reason(StrEnum):
     """The worker says that trying again cannot help."""
     WORKER_ERROR = "worker_error", Retry.COUNTED, "training_failed", "Training stopped with an error."
     """A rank raised an error."""
-    WORKER_KILLED = (
-        "worker_killed",
-        Retry.COUNTED,
-        "worker_killed",
-        "A training process was killed from outside; often the host ran out of memory.",
-    )
+    WORKER_KILLED = "worker_killed", Retry.LOST, "worker_killed", "A training process was killed."
+    """COUNTED if its error says that the job did it itself (`retry_of`)."""
     SUPERVISOR_LOST = (
         "supervisor_lost",
-        Retry.COUNTED,
+        Retry.LOST,
         "worker_lost",
         "The training processes vanished; the host may have restarted.",
     )
     """The supervisor vanished without an exit record."""
-    HOST_LOST = "host_lost", Retry.COUNTED, "worker_lost", "A host that the job ran on was lost."
+    HOST_LOST = "host_lost", Retry.LOST, "worker_lost", "A host that the job ran on was lost."
     STALLED = "stalled", Retry.COUNTED, "worker_stalled", "Training reported nothing for too long and was stopped."
-    STOP_TIMEOUT = "stop_timeout", Retry.COUNTED, "worker_stalled", "Training did not stop when asked and was killed."
+    STOP_TIMEOUT = "stop_timeout", Retry.LOST, "worker_stalled", "Training did not stop when asked and was killed."
     PREEMPTED = (
         "preempted",
         Retry.UNCOUNTED,
@@ -75,11 +73,11 @@ class Reason(StrEnum):
         "sweep_stopped",
         "The job was stopped by its sweep. Its checkpoints stay.",
     )
-    LAUNCH_FAILED = "launch_failed", Retry.COUNTED, "launch_failed", "The training processes could not be started."
+    LAUNCH_FAILED = "launch_failed", Retry.LATER, "launch_failed", "The training processes could not be started."
     DISK_FULL = "disk_full", Retry.LATER, "disk_full", "Training found no room on the disk."
     ENGINE_LOST = (
         "engine_lost",
-        Retry.UNCOUNTED,
+        Retry.LOST,
         "worker_lost",
         "The engine that trained the job beside others was killed or failed.",
     )
@@ -98,6 +96,24 @@ class Reason(StrEnum):
         "What the training processes left cannot be read, and the attempt is lost.",
     )
     """A document of the attempt cannot be read."""
+
+
+CRASHED, OUT_OF_MEMORY = "worker_crashed", "out_of_memory"
+"""`error.code` of a process that a fault of its own has ended, and of one that needed more memory than there is."""
+_BY_ITSELF = frozenset({CRASHED, OUT_OF_MEMORY, "deadline_exceeded", "evicted"})
+"""`error.code` of a killed attempt that would end in the same way again: it crashed, or used more than its host or its place
+gives one job."""
+
+
+def retry_of(reason: Reason, error: ErrorInfo | None) -> Retry:
+    """Whether a job gets another attempt after one that ended so."""
+    by_itself = reason is Reason.WORKER_KILLED and error is not None and error.code in _BY_ITSELF
+    return Retry.COUNTED if by_itself else reason.retry
+
+
+def may_fail(reason: Reason) -> bool:
+    """Whether a job can fail for this reason."""
+    return reason.retry in (Retry.NEVER, Retry.COUNTED) or reason is Reason.WORKER_KILLED
 
 
 def failure_text(reason: Reason, error: ErrorInfo | None) -> str:

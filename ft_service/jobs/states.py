@@ -86,9 +86,11 @@ class Job:
     attempt: int = 0
     """Number of the newest attempt; 0: none yet."""
     failures: int = 0
-    """Number of attempts in a row that failed without a new checkpoint."""
+    """Number of attempts since the newest checkpoint that failed by themselves."""
+    losses: int = 0
+    """Number of attempts since then that their host or place has ended, or did not start."""
     failed_at_step: int = -1
-    """Step of the newest checkpoint when an attempt last failed; a later checkpoint resets `failures`."""
+    """Step of the newest checkpoint when an attempt last failed or was lost; a later one resets `failures` and `losses`."""
     not_before: float = 0.0
     """A queued job is not started before this time (back-off)."""
     ingested: int = -1
@@ -224,6 +226,8 @@ class Unknown:
     why: str
     seconds: float = 0.0
     """How long its place has not answered, on the observer's monotonic clock; 0: it answers, but does not know."""
+    begun: bool = True
+    """Whether it may have been started. False: it was not yet."""
 
 
 Observation = Absent | Running | Ended | Unknown

@@ -61,7 +61,7 @@ def request(
     if desired is Desired.PAUSE and job.state is State.QUEUED:
         return replace(job, state=State.PAUSED)
     if desired is Desired.RUN and job.state is State.PAUSED:
-        return replace(job, state=State.QUEUED, not_before=0.0, failures=0)
+        return replace(job, state=State.QUEUED, not_before=0.0, failures=0, losses=0)
     return job
 
 

@@ -27,7 +27,7 @@ from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import killed_exit, succeeded_exit
+from ft_service.supervisor.attempt_outcome import killed_exit, signal_name, succeeded_exit
 from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, program
 from ft_service.supervisor.torchrun import tail
 
@@ -138,6 +138,8 @@ class LocalLauncher:
                 ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"The supervisor could not be started: {error}.") from error
+        if code < 0:
+            raise LaunchError(f"The supervisor was killed by {signal_name(-code)} while it started.")
         if code:
             said = tail(output, 3).strip()
             raise LaunchError(f"The supervisor could not be started (exit code {code}){f': {said}' if said else '.'}")

@@ -23,6 +23,7 @@ from ft_service.rundir.documents import (
     Start,
     Stop,
 )
+from ft_service.rundir.presence import Presence
 
 ATTEMPTS = "attempts"
 """Folder of all attempts."""
@@ -56,6 +57,7 @@ class AttemptKeys:
         self.start = f"{folder}/start.json"
         self.control = f"{folder}/control.json"
         self.stop = f"{folder}/stop.json"
+        self.presence = f"{folder}/presence.json"
         self.outcome = f"{folder}/outcome.json"
         self.exit = f"{folder}/{_EXIT}"
         self.launched = f"{folder}/launched.json"
@@ -164,6 +166,13 @@ class Attempt(_ExitRecord):
 
     def write_stop(self, stop: Stop) -> bool:
         return self.run.write_if_absent(self.keys.stop, stop)
+
+    def read_presence(self) -> Presence | None:
+        return self.run.read(self.keys.presence, Presence, MOST_BYTES)
+
+    def write_presence(self, presence: Presence) -> None:
+        """Write presence.json, replacing an earlier one."""
+        self.run.write(self.keys.presence, presence)
 
     def read_outcome(self) -> Outcome | None:
         """Read the ranks' outcome; an unreadable one counts as a failure whose error names the file."""

@@ -10,6 +10,7 @@ checkpoints.py.)
     attempts/<n>/start.json               Start, by the launcher, before anything runs; it may name an engine, which then does
                                           what ranks and supervisor do (an engine's own directory: see engine.py)
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
+    attempts/<n>/presence.json            Presence, by the reconciler, rewritten now and then while ranks live by commands
     attempts/<n>/supervisor.lock          held by the supervisor while it is alive
     attempts/<n>/launched.json            Launched, by the launcher of a cluster, once the attempt's Job was created
     attempts/<n>/supervisor.json          ProcessIdentity, by the supervisor, once it holds the attempt

@@ -100,6 +100,11 @@ class StoredSpec:
         return self.document.get("training_data") is not None
 
     @property
+    def by_commands(self) -> bool:
+        """As of JobSpec."""
+        return not self.has_training_data or self.document.get("reinforcement") is not None
+
+    @property
     def adapts_experts(self) -> bool:
         """Whether its adapters are on stacks of experts, too."""
         return bool(self.document.get("lora", {}).get("target_parameters"))

@@ -154,6 +154,7 @@ jobs = Table(
     Column("host", StorableText),
     Column("attempt", Integer, nullable=False),
     Column("failures", Integer, nullable=False),
+    Column("losses", Integer, nullable=False, server_default="0"),
     Column("failed_at_step", Integer, nullable=False),
     Column("not_before", Double, nullable=False),
     Column("ingested", Integer, nullable=False),

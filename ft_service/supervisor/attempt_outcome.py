@@ -15,7 +15,7 @@ from typing import Literal
 
 from ft_service.host import missing_package
 from ft_service.host.disk import DISK_FULL
-from ft_service.jobs.reasons import Reason
+from ft_service.jobs.reasons import CRASHED, OUT_OF_MEMORY, Reason
 from ft_service.rundir.attempt import Attempt, unreadable_exit
 from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
@@ -38,9 +38,28 @@ _REASON_OF_CODE: dict[str | None, ExitReason] = {
 }
 """`error.code` of an outcome → exit reason."""
 
+_CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
+"""Signals by which a process ends for a fault of its own."""
+OWN_SHARE = 0.8
+"""Part of the memory from which on an attempt was too large by itself when the memory ran out: two such cannot be at once."""
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")
 _FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _RANK_NUMBERS = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)", re.MULTILINE)
+_KILLED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-9)\b")
+
+
+@dataclass(frozen=True)
+class Starved:
+    """Memory of a host, or of its container, that had run out while an attempt ran there."""
+
+    held: int
+    """Most bytes that the attempt's processes held together."""
+    limit: int
+    """Bytes that there are."""
+
+    def __str__(self) -> str:
+        held, limit = (f"{size / 2**30:.1f}" for size in (self.held, self.limit))
+        return f"The memory had run out: the job's processes held up to {held} of {limit} GiB."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +81,8 @@ class Evidence:
     failed_rank: FailedRank | None = None
     log_tail: str = ""
     """Last lines of the failed rank's stderr, or of torchrun's output."""
+    starved: Starved | None = None
+    """None: the kernel has killed no process for want of memory meanwhile."""
     nccl_gave_up: str | None = None
     """NCCL's message if it aborted the failed rank; None: it did not."""
 
@@ -79,7 +100,8 @@ class FailedRank:
 
 
 def find_failed_rank(torchrun_log: str, first_rank: int = 0) -> FailedRank | None:
-    """Return the first failed rank that torchrun's output names; None: it names none.
+    """Return the first failed rank that torchrun's output names, one that was killed before those that lost it; None: it names
+    none.
 
     `first_rank`: number of the node's first rank, used where torchrun did not print the rank's global number. torchrun numbers
     nodes in the order in which they meet, so its own number comes first.
@@ -87,9 +109,10 @@ def find_failed_rank(torchrun_log: str, first_rank: int = 0) -> FailedRank | Non
     match = _FAILED_RANK.search(torchrun_log)
     if match is None:
         return None
-    local = int(match[2])
+    killed = _KILLED_RANK.search(torchrun_log)
+    exitcode, local = (int(match[1]), int(match[2])) if killed is None else (int(killed[2]), int(killed[1]))
     numbers = {int(match[2]): int(match[1]) for match in _RANK_NUMBERS.finditer(torchrun_log)}
-    return FailedRank(rank=numbers.get(local, first_rank + local), exitcode=int(match[1]), local=local)
+    return FailedRank(rank=numbers.get(local, first_rank + local), exitcode=exitcode, local=local)
 
 
 def exit_of(reason: ExitReason, message: str, error: ErrorInfo | None = None) -> Exit:
@@ -106,8 +129,8 @@ def killed_exit(reason: Reason) -> Exit:
     """Return the exit record of an attempt that the service has killed."""
     if reason is Reason.USER_CANCELLED:
         return exit_of(ExitReason.CANCELLED, "The attempt was cancelled.")
-    reasons = {Reason.STALLED: ExitReason.STALLED, Reason.STOP_TIMEOUT: ExitReason.STOP_TIMEOUT}
-    return exit_of(reasons.get(reason, ExitReason.WORKER_KILLED), f"The service ended the attempt ({reason.value}).")
+    same = {ExitReason.STALLED, ExitReason.STOP_TIMEOUT, ExitReason.LAUNCH_FAILED} & {reason.value}
+    return exit_of(next(iter(same), ExitReason.WORKER_KILLED), f"The service ended the attempt ({reason.value}).")
 
 
 def decide_exit(seen: Evidence) -> Exit:
@@ -141,7 +164,7 @@ def decide_exit(seen: Evidence) -> Exit:
 def without_room(ended: Exit, room: str) -> Exit:
     """Return a DISK_FULL record in place of one that only says that a worker failed or was killed. `room`: sentence for the
     user."""
-    if ended.reason not in (ExitReason.WORKER_ERROR, ExitReason.WORKER_KILLED):
+    if ended.reason not in (ExitReason.WORKER_ERROR, ExitReason.WORKER_KILLED, ExitReason.LAUNCH_FAILED):
         return ended
     traceback, rank = (ended.error.traceback, ended.error.rank) if ended.error else (None, None)
     return exit_of(ExitReason.DISK_FULL, room, ErrorInfo(code=DISK_FULL, message=room, traceback=traceback, rank=rank))
@@ -228,7 +251,7 @@ def _node(seen: Evidence) -> str:
 def _exit_unreported(seen: Evidence) -> Exit:
     """Return the exit record of an attempt whose ranks left no outcome."""
     if seen.returncode < 0:
-        return exit_of(ExitReason.WORKER_KILLED, f"torchrun{_node(seen)} was killed by {_signal_name(-seen.returncode)}.")
+        return _killed(seen, f"torchrun{_node(seen)}", -seen.returncode)
     if seen.failed_rank is not None:
         return _exit_of_rank(seen, seen.failed_rank)
     if seen.returncode == 0 and seen.nodes > 1:  # rank 0 writes the outcome, perhaps on another node
@@ -242,13 +265,27 @@ def _exit_of_rank(seen: Evidence, failed: FailedRank) -> Exit:
     who = f"Rank {failed.rank}" + (f" (node {seen.node})" if seen.nodes > 1 else "")
     if failed.exitcode >= 0:
         return _exit_by_log(seen, who, failed.rank)
-    name = _signal_name(-failed.exitcode)
     if failed.exitcode == -signal.SIGABRT and seen.nccl_gave_up is not None:
+        name = signal_name(-failed.exitcode)
         message = f"{who} waited for another rank in vain, and NCCL aborted it ({name}): {seen.nccl_gave_up}"
         error = ErrorInfo(code=COLLECTIVE_TIMEOUT, message=message, traceback=seen.log_tail, rank=failed.rank)
         return exit_of(ExitReason.WORKER_ERROR, message, error)
+    return _killed(seen, who, -failed.exitcode, failed.rank)
+
+
+def _killed(seen: Evidence, who: str, number: int, rank: int | None = None) -> Exit:
+    """Return the exit record of an attempt of which a process was ended by a signal: from outside, or because it crashed, or
+    took all the memory that there is."""
+    name, code, starved = signal_name(number), Reason.WORKER_KILLED.code, seen.starved
     message = f"{who} was killed by {name}."
-    return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code="worker_killed", message=message, rank=failed.rank))
+    if name in _CRASHES:
+        code = CRASHED
+    elif number == signal.SIGKILL and starved is not None:
+        message += f" {starved}"
+        if starved.held >= OWN_SHARE * starved.limit:
+            code = OUT_OF_MEMORY
+            message += " It needs fewer ranks on this host, or smaller micro-batches: `ft plan` shows what it takes."
+    return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message, rank=rank))
 
 
 def _exit_by_log(seen: Evidence, who: str, rank: int | None) -> Exit:
@@ -274,7 +311,8 @@ def _last_line(text: str) -> str:
     return lines[-1][:300] if lines else "it printed nothing."
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:

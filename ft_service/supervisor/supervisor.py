@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,18 +24,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft_service.host import disk, processes
+from ft_service.host import disk, hardware, processes
 from ft_service.host.lifetime import die_with_parent, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.rundir.attempt import RESULT, Attempt, AttemptNode, unreadable_exit
 from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
-from ft_service.rundir.documents import Desired, Exit, ExitReason, OutcomeKind, Result, Start, Stop
+from ft_service.rundir.documents import Desired, ErrorInfo, Exit, ExitReason, OutcomeKind, Result, Start, Stop
 from ft_service.rundir.failure_origin import nccl_gave_up
 from ft_service.supervisor import command_line, torchrun
 from ft_service.supervisor.attempt_outcome import (
     AttemptRecords,
     Evidence,
     Forced,
+    Starved,
     conclude,
     decide_exit,
     exit_of,
@@ -109,6 +111,7 @@ class Supervisor:
         self._reserve: disk.UnnamedReserve | None = None
         self._deadline: float | None = None
         self._ranks_gone_since: float | None = None
+        self._memory_kills = hardware.memory_kills()
 
     def ask_to_stop(self, number: int, frame: object) -> None:
         """Handle a signal: the main loop sees it at its next turn."""
@@ -205,7 +208,7 @@ class Supervisor:
             )
         if not wait_unlocked(self.node.ranks_lock(self.run_dir, start), EARLIER_RANKS_SECONDS):
             waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
-            return exit_of(ExitReason.WORKER_ERROR, f"Processes of an earlier attempt are still alive after {waited}.")
+            return _unstarted(f"Processes of an earlier attempt are still alive after {waited}.")
         result = self.run_dir.readable(RESULT, Result)  # one that cannot be read is replaced by this attempt's
         if result is not None:
             return exit_of(ExitReason.SUCCEEDED, f"Training had finished in attempt {result.attempt} already.")
@@ -218,7 +221,7 @@ class Supervisor:
         try:
             process = self._spawn(start)
         except OSError as error:
-            unstarted = exit_of(ExitReason.WORKER_ERROR, f"torchrun could not be started: {error}.")
+            unstarted = _unstarted(f"torchrun could not be started: {error}.")
             return without_room(unstarted, disk.no_room(self.run_dir.root, error)) if disk.is_no_room(error) else unstarted
         if self.mirror is not None:
             self.mirror.follow()
@@ -328,9 +331,18 @@ class Supervisor:
                 forced=self.forced,
                 failed_rank=failed,
                 log_tail=torchrun.guilty_tail(logs, guilty),
+                starved=self._starved(start),
                 nccl_gave_up=nccl_gave_up(torchrun.guilty_tail(logs, guilty, torchrun.SEARCHED_LINES)),
             )
         )
+
+    def _starved(self, start: Start) -> Starved | None:
+        """Return what this node's ranks took of the memory, if the kernel has killed a process for want of it meanwhile."""
+        if hardware.memory_kills() <= self._memory_kills:
+            return None
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of torchrun and its ranks
+        limit = hardware.memory_bytes(hardware.own_group())
+        return Starved(min(limit, largest * start.world_size // start.nodes), limit)
 
     def _room(self, log_tail: str) -> str | None:
         """Return the sentence for the user if a rank reports a full disk or hardly anything is free; None: the disk has
@@ -354,6 +366,10 @@ class Supervisor:
     def _desired(self) -> Desired:
         control = self.documents.read_control()
         return control.desired if control else Desired.RUN
+
+
+def _unstarted(message: str) -> Exit:
+    return exit_of(ExitReason.LAUNCH_FAILED, message, ErrorInfo(code=ExitReason.LAUNCH_FAILED.value, message=message))
 
 
 def _become_child(supervisor: int) -> None:

@@ -141,7 +141,7 @@ class _Strikes:
         due = time.monotonic() + (blow.after or 0.0)
         while not self._story.finished:
             self._check_one_attempt_lives()
-            # Three failures in a row without a checkpoint further on are what ends a job, and rightly so.
+            # With every loss without a checkpoint further on the pauses grow, and the test with them.
             if newest_step(self._run) > self._reached:
                 self._failures = 0
             ready = time.monotonic() >= due if blow.after is not None else self._has_saved(last_attempt(self._run))

@@ -20,6 +20,8 @@ import pytest
 from safetensors.torch import load_file
 
 from docs.site.tinker_page import CLIENTS, NOT_HERE, methods
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.documents import OutcomeKind
 from ft_service.tinker.commands import CommandLog
 from ft_service.tinker.names import job_id_of
 from tests.support.service import Server, eventually, send, wait_until
@@ -47,6 +49,35 @@ def test_every_method(server: Server, tmp_path: Path) -> None:
     assert {method for method, error in errors.items() if error} == refused, {m: e for m, e in errors.items() if e}
     for job in server.client().fine_tuning.jobs.list():
         assert str(job.status) in ("running", "queued", "paused", "succeeded"), job
+
+
+@pytest.mark.parametrize("engine_jobs", ["0", pytest.param("8", marks=pytest.mark.slow)])
+def test_ranks_whose_server_is_gone_leave_and_go_on_when_it_is_back(tmp_path: Path, engine_jobs: str) -> None:
+    """An engine then ends, too, once it has had no job for a minute."""
+    save_chat_base(tmp_path / "models" / "tiny")
+    settings = {"FT_UNATTENDED_SECONDS": "10", "FT_TINKER_IDLE_SECONDS": "600", "FT_ENGINE_JOBS": engine_jobs}
+    with serving(tmp_path, tmp_path / "models", slots=2, ranks=1, **settings) as server:
+        command = [sys.executable, str(PROGRAMS / "tinker_pause.py"), "tiny"]
+        pipe, environment = subprocess.PIPE, environment_of(server)
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as client:
+            assert client.stdout is not None
+            first = json.loads(client.stdout.readline())
+            job_id = job_id_of(first["model"])
+            attempts = server.run(job_id).path("attempts")
+            assert trainers_of(server)
+            server.stop()
+            eventually(lambda: not trainers_of(server))
+            last = max(int(path.name) for path in attempts.iterdir())
+            outcome = Attempt(server.run(job_id), last).read_outcome()
+            assert (outcome and outcome.kind) is OutcomeKind.STOPPED
+            server.start()
+            second, _ = client.communicate("\n")
+            assert client.returncode == 0
+        assert json.loads(second)["loss:sum"] < first["loss:sum"], "it has learnt what it was told before"
+        wait_until(server.client(), job_id, "succeeded")
+        events = server.client().fine_tuning.jobs.list_events(job_id, limit=100).data
+        assert any("no sign of the service" in event.message for event in events)
+        assert max(int(path.name) for path in attempts.iterdir()) > last
 
 
 STEPS, LOOPS, VARIANTS = 9, 20, 5

@@ -34,12 +34,10 @@ from workers.engine.seat_thread import SeatState, SeatThread, over_ranks
 from workers.model.probes import Probed
 from workers.ranks.runtime import Groups, Runtime, enter, report_failure, surroundings, watch_seal
 from workers.ranks.sharding import reshard
+from workers.tinker.attendance import pause_after
 from workers.train import cached_description
 from workers.training.context import POLL_SECONDS, StopRequest
 from workers.training.packing import TOKENS
-
-LOOK_SECONDS = 0.005
-"""Pause of an engine whose seats all wait for their clients, or for files, between two looks for what they wait for."""
 
 
 def main(run: RunDir, attempt: int) -> int:
@@ -98,7 +96,7 @@ class TrainingEngine:
         self._budget = TOKENS if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
         self._free_groups: list[Groups] = []
         self._taken: set[str] = set()
-        self._looked_at = self._idle_since = time.monotonic()
+        self._looked_at = self._idle_since = self._busy_at = time.monotonic()
         self._stopping = False
         self._left: list[SeatThread] = []
         """Seats that have ended and have no exit record yet, on rank 0."""
@@ -158,13 +156,17 @@ class TrainingEngine:
         return None if decision == RoundOrders() else decision
 
     def _due_seats(self) -> tuple[str, ...]:
-        """The seats that have waited and can go on; waits for one, up to the next look, if no other seat computes."""
+        """The seats that have waited and can go on; waits for one, up to the next look, if no other seat computes, and ever
+        more patiently."""
         while True:
             due = tuple(seat.key for seat in self.seats if seat.is_due())
             computes = any(seat.state is not SeatState.WAITS for seat in self.seats)
-            if due or computes or time.monotonic() >= self._looked_at + POLL_SECONDS:
+            now = time.monotonic()
+            if due or computes:
+                self._busy_at = now
+            if due or computes or now >= self._looked_at + POLL_SECONDS:
                 return due
-            time.sleep(LOOK_SECONDS)
+            time.sleep(pause_after(now - self._busy_at))
 
     def _new_orders(self) -> tuple[SeatOrder, ...]:
         run, found = self.runtime.run, []

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.errors import FtError, SpecError
+from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import checkpoint_key, complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
@@ -39,6 +40,7 @@ from workers.output.outcome import export_adapter
 from workers.output.served_probes import measure
 from workers.ranks.runtime import ExportError, TrainingError
 from workers.ranks.sharding import reshard
+from workers.tinker.attendance import Attendance, pause_after
 from workers.tinker.loss_batches import loss_and_logprobs, make_loss_batch, share_out
 from workers.training.context import TrainingContext, Wait
 from workers.training.guards import AdapterWatch
@@ -49,9 +51,8 @@ KEEP_RESULT_SECONDS = 3600.0
 """Time for which a client can ask for a result."""
 TICK_SECONDS = 0.2
 """How often ranks that wait for a command hear of each other: a collective may not take longer than the job's limit for it."""
-LOOK_SECONDS = 0.005
-MOST_WAIT_SECONDS = 4 * 3600.0
-"""Time without a command after which an attempt ends, so that ranks whose service is gone for good free what they hold."""
+MOST_TICK_SECONDS = 2.0
+"""The same after they have waited for long."""
 LEAST_RATE = 1e-9
 """Learning rate below which fp32 weights may stay as they are."""
 
@@ -104,7 +105,10 @@ class CommandLoop:
         self._log = CommandLog(runtime.run)
         self._next = self.job.command + 1
         self._sums = StepSums()
-        self._saved_at = self._waits_since = time.monotonic()
+        self._saved_at = time.monotonic()
+        self._attendance = Attendance(Attempt(runtime.run, runtime.start.attempt))
+        self.left_alone: float | None = None
+        """Seconds without a sign of the service for which the loop has ended, on rank 0; None: for another reason."""
         self._reported: Metrics | None = None
         """Metrics of the newest step."""
         self._saved: tuple[int, str] | None = None
@@ -118,8 +122,8 @@ class CommandLoop:
             )
 
     def run(self) -> tuple[bool, str | None]:
-        """Carry out commands until the client has finished, a stop is requested, or none has come for long. Returns whether it
-        has finished, and the newest checkpoint, which after a stop is that of the state; None: nothing has been changed yet."""
+        """Carry out commands until the client has finished, a stop is requested, or the service is gone. Returns whether it has
+        finished, and the newest checkpoint, which after a stop is that of the state; None: nothing has been changed yet."""
         self._answer_loaded()
         while True:
             order = self._next_order()
@@ -140,13 +144,15 @@ class CommandLoop:
 
     def _next_order(self) -> Order:
         runtime = self.context.runtime
-        self._waits_since = time.monotonic()
+        self._attendance.wait()
         if self.wait is not None:
             self.wait(self._is_due)
         while not self._stops_or_is_due():
             pass
         if runtime.rank == 0:
-            command = None if self.context.stop.is_requested else self._log.command(self._next)
+            stops = self.context.stop.is_requested
+            command = None if stops else self._log.command(self._next)
+            self.left_alone = self._attendance.limit if command is None and not stops else None
             timed = runtime.spec.reinforcement is None  # whose commands say when
             due = timed and time.monotonic() - self._saved_at >= SAVE_SECONDS
             order = Order(command, command is not None and self._log.has_result(command.seq), due)
@@ -156,10 +162,11 @@ class CommandLoop:
 
     def _stops_or_is_due(self) -> bool:
         """Whether there is something to do, on any rank; looked for during a tick."""
-        until = time.monotonic() + TICK_SECONDS
+        waited = self._attendance.waited
+        until = time.monotonic() + min(max(TICK_SECONDS, waited / 20), MOST_TICK_SECONDS)
         rank, due = self.context.runtime.rank, self._is_due()
         while rank == 0 and not due and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(pause_after(waited))
             due = self._is_due()
         if not self._anywhere(due):
             return False
@@ -168,8 +175,9 @@ class CommandLoop:
 
     def _is_due(self) -> bool:
         self.context.reporter.heartbeat()
-        is_over = time.monotonic() - self._waits_since > MOST_WAIT_SECONDS
-        return self.context.stop.is_requested or (self.context.runtime.rank == 0 and (is_over or self._log.has(self._next)))
+        if self.context.stop.is_requested:
+            return True
+        return self.context.runtime.rank == 0 and (self._log.has(self._next) or self._attendance.is_over)
 
     def _anywhere(self, here: bool) -> bool:
         """Whether something holds on any rank."""

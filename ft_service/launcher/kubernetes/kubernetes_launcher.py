@@ -206,7 +206,7 @@ class KubernetesLauncher:
             seen = self._snapshot(_name(attempt))
         except (ClusterAwayError, RefusedError) as error:
             self._outage.failed(error)
-            return Unknown(f"the cluster does not answer: {error}", self._outage.seconds)
+            return Unknown(f"the cluster does not answer: {error}", self._outage.seconds, begun=attempt.has_launched())
         if seen.job is None and not any(map(status.is_alive, seen.pods)):
             return self._gone(attempt)
         if seen.job is not None:

@@ -271,6 +271,7 @@ def _by_rule(failed: Object | None) -> Exit | None:
 
 
 def _killed(code: str, message: str) -> Exit:
+    """Return an exit record; reasons.retry_of reads its code."""
     return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message))
 
 
@@ -341,7 +342,7 @@ def _without_record(pods: Sequence[Object]) -> Exit | None:
 
 
 def _failed(message: str) -> Exit:
-    return exit_of(ExitReason.WORKER_ERROR, message, ErrorInfo(code="pod_failed", message=message))
+    return exit_of(ExitReason.LAUNCH_FAILED, message, ErrorInfo(code="pod_failed", message=message))
 
 
 def _end(ended: Object) -> str:

@@ -148,7 +148,7 @@ class SlurmLauncher:
                 jobs = self._jobs(attempt, fresh=True)
         except (SlurmAwayError, SlurmRefusedError) as error:
             self._outage.failed(error)
-            return Unknown(f"Slurm does not answer: {error}", self._outage.seconds)
+            return Unknown(f"Slurm does not answer: {error}", self._outage.seconds, begun=attempt.has_launched())
         if not jobs:
             return self._gone(attempt)
         by_standing = {standing(job.state): job for job in jobs}

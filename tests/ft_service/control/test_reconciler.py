@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Control, Desired, ErrorInfo, ExitReason, Result, Start
 from ft_service.rundir.events import Event, Metrics, write_segment
+from ft_service.rundir.presence import Presence
 from ft_service.spec import DistributedOptions, JobSpec
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.sql import Store
@@ -336,9 +338,9 @@ def test_a_lost_attempt_goes_on_from_its_checkpoint_after_a_back_off(
     write_checkpoint(run_of(tmp_path), 5)
     launcher.end("ftjob-1", 1, None, checkpoint_step=5)
     job = step_until(reconciler, store, State.QUEUED)
-    assert (job.reason, job.failures, job.failed_at_step) == (Reason.SUPERVISOR_LOST, 1, 5)
+    assert (job.reason, job.failures, job.losses, job.failed_at_step) == (Reason.SUPERVISOR_LOST, 0, 1, 5)
     assert job.not_before > store.now() - 5
-    assert messages(store)[-1].endswith("The job continues from step 5.")
+    assert messages(store)[-1].endswith("continues from step 5 in 1 second.")
     start_running(reconciler, store, launcher, attempt=2)
     start = run_of(tmp_path).read("attempts/2/start.json", Start)
     assert start is not None
@@ -380,17 +382,19 @@ def test_a_stalled_attempt_is_killed_and_tried_again(store: Store, launcher: Fak
     assert job.reason is Reason.STALLED
 
 
-def test_a_start_that_fails_is_tried_again_and_then_given_up(
+def test_a_start_that_fails_is_tried_again_until_the_operator_has_mended_it(
     store: Store, launcher: FakeLauncher, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "BACKOFF_SECONDS", 0.0)
-    launcher.refusal = "There is no python."
+    launcher.refusal = "There is no such partition."
     add_job(store)
-    job = step_until(reconciler, store)
-    assert (job.state, job.reason, job.attempt) == (State.FAILED, Reason.LAUNCH_FAILED, 3)
-    assert job.error is not None
-    assert "There is no python." in job.error["message"]
+    wait_for(lambda: reconciler.step() and get(store).losses > decisions.MAX_FAILURES)
+    job = get(store)
+    assert (job.state, job.reason, job.failures) == (State.QUEUED, Reason.LAUNCH_FAILED, 0)
+    assert launcher.refusal in (job.pending or "")
     assert store.leases.free_slots("fake", 2) == [0, 1]
+    launcher.refusal = None
+    start_running(reconciler, store, launcher, attempt=job.attempt + 1)
 
 
 def test_training_is_shown_once_the_first_event_is_there(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
@@ -884,3 +888,41 @@ def test_a_queue_that_was_searched_in_vain_is_searched_again_once_something_chan
     launcher.end("runs", 1, SUCCEEDED)
     run_of(tmp_path, "runs").write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
     step_until(reconciler, store, State.RUNNING, job_id="waits")
+
+
+def test_ranks_that_live_by_commands_get_signs_and_what_trains_by_itself_gets_none(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
+    reconciler = new_reconciler(tmp_path, store, launcher, leave_after_seconds=0.5)
+    add_job(store, "ftjob-model", slots=1, training_data=None)
+    add_job(store, "ftjob-trains", slots=1)
+    for job_id in ("ftjob-model", "ftjob-trains"):
+        start_running(reconciler, store, launcher, job_id)
+    attempt = Attempt(run_of(tmp_path, "ftjob-model"), 1)
+    signs: set[str] = set()
+
+    def several() -> bool:
+        reconciler.step()
+        presence = attempt.read_presence()
+        if presence is not None:
+            assert presence.leave_after_seconds == 0.5
+            signs.add(presence.sign)
+        return len(signs) >= 3
+
+    wait_for(several)
+    assert Attempt(run_of(tmp_path, "ftjob-trains"), 1).read_presence() is None
+    launcher.end("ftjob-model", 1, STOPPED)
+    assert start_running(reconciler, store, launcher, "ftjob-model", attempt=2).failures == 0, "it goes on by itself"
+
+
+def test_a_sign_that_the_disk_refuses_keeps_no_job_from_its_turn(
+    tmp_path: Path, store: Store, launcher: FakeLauncher, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(attempt: Attempt, presence: Presence) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Attempt, "write_presence", full)
+    add_job(store, training_data=None)
+    start_running(reconciler, store, launcher)
+    launcher.report("ftjob-1", 1)
+    wait_for(lambda: reconciler.step() and get(store).phase is Phase.TRAINING)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.control.reconciler import TOLD_LOSSES
 from ft_service.host import processes
 from ft_service.jobs import decisions
 from ft_service.jobs.reasons import Reason
@@ -156,3 +157,45 @@ def test_a_job_that_keeps_failing_is_given_up_with_its_error(folder: Path, store
     assert (job.state, job.attempt, job.reason) == (State.FAILED, decisions.MAX_FAILURES, Reason.WORKER_ERROR)
     assert job.error is not None
     assert "ValueError: the loss is not a number" in job.error["message"]
+
+
+def test_a_supervisor_that_is_killed_while_it_starts_costs_time_alone(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_job(store)
+    reconciler = steps(folder, store, "event,succeed")
+    killed = folder / "killed"
+    killed.write_text(f'#!/bin/sh\nkill -KILL $$ & exec {sys.executable} "$@"\n')
+    killed.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(killed))
+        wait_while_stepping(reconciler, lambda: get(store).losses > decisions.MAX_FAILURES)
+    job = get(store)
+    assert (job.failures, job.reason) == (0, Reason.LAUNCH_FAILED)
+    assert any("SIGKILL" in message for message in messages(store))
+    told = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == job.losses - TOLD_LOSSES + 1, "the operator is told, though not of the first ones"
+    assert step_until(reconciler, store).state is State.SUCCEEDED
+
+
+def test_kills_before_the_first_checkpoint_end_no_job(folder: Path, store: Store, run: RunDir) -> None:
+    add_job(store)
+    victims = ["supervisor", "torchrun", "0", "1"]
+    assert len(victims) > decisions.MAX_FAILURES
+    reconciler = steps(folder, store, "/".join(["event,hang"] * len(victims) + ["event,succeed"]))
+    for attempt, victim in enumerate(victims, 1):
+        wait_while_stepping(reconciler, lambda: run.get(f"pids/{attempt}-1"))  # noqa: B023
+        everything = all_processes(run, attempt)
+        name = f"{attempt}-{victim}"
+        processes.kill(supervisor_of(run, attempt) if victim == "supervisor" else process_of(run, name))
+        wait_while_stepping(reconciler, lambda: gone(everything))  # noqa: B023
+    job = step_until(reconciler, store)
+    assert (job.state, job.failures, job.losses) == (State.SUCCEEDED, 0, len(victims))
+
+
+def test_a_job_that_crashes_again_and_again_is_given_up(folder: Path, store: Store) -> None:
+    add_job(store)
+    job = step_until(steps(folder, store, "event,crash"), store)
+    assert (job.state, job.attempt, job.reason) == (State.FAILED, decisions.MAX_FAILURES, Reason.WORKER_KILLED)
+    assert job.error is not None
+    assert job.error["code"] == "worker_crashed"

@@ -202,7 +202,7 @@ def test_the_job_that_ends_its_engines_fails_and_the_others_succeed(folder: Path
     assert {(get(store, job_id).state, get(store, job_id).failures) for job_id in others} == {(State.SUCCEEDED, 0)}
 
 
-def test_who_was_alone_in_a_lost_engine_has_failed_and_goes_on_alone(folder: Path, store: Store) -> None:
+def test_who_was_alone_in_a_lost_engine_goes_on_alone(folder: Path, store: Store) -> None:
     reconciler = engine_reconciler(
         folder, store, "ftjob-1:event,succeed;*:event,hold,checkpoint=4,hold,succeed", idle_seconds=30.0
     )
@@ -214,7 +214,7 @@ def test_who_was_alone_in_a_lost_engine_has_failed_and_goes_on_alone(folder: Pat
     processes.kill(supervisor_of(RunDir(folder / "engines" / engine.id)))
     turn_until(reconciler, lambda: get(store, "ftjob-2").attempt == 2 and phases(store, "ftjob-2") == [Phase.TRAINING])
     job = get(store, "ftjob-2")
-    assert (job.failures, job.engine_id, job.fault_group) == (1, None, ALONE)
+    assert (job.failures, job.losses, job.engine_id, job.fault_group) == (0, 1, None, ALONE)
     assert (job.reason, engines(store)) == (Reason.WORKER_KILLED, [])
     (folder / "go").touch()
     job = step_until(reconciler, store, job_id="ftjob-2")

@@ -13,6 +13,8 @@ from ft_service.host.hardware import (
     core_count,
     counted_gpus,
     memory_bytes,
+    memory_kills,
+    own_group,
     torch_build,
     visible_gpus,
     wsl_models,
@@ -190,3 +192,18 @@ def test_available_memory_within_a_limit_of_the_older_control_groups(tmp_path: P
     for limit, available in {50_000: 20_000, 2**63 - 4096: 65_536}.items():
         (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
         assert available_memory(meminfo, tmp_path) == available
+
+
+def test_kills_for_want_of_memory_are_those_of_the_own_group_or_else_of_the_host(tmp_path: Path) -> None:
+    listed, counters = tmp_path / "cgroup", tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 1\noom_kill 7\n")
+    group = tmp_path / "system.slice/ft.service"
+    group.mkdir(parents=True)
+    assert memory_kills(group, counters) == 7
+    assert memory_kills(group, tmp_path / "absent") == 0
+    (group / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert memory_kills(group, counters) == 2
+    for text, own in {"0::/system.slice/ft.service\n": group, "0::/gone\n": tmp_path, "1:memory:/a\n": tmp_path}.items():
+        listed.write_text(text)
+        assert own_group(tmp_path, listed) == own
+    assert memory_kills() >= 0, "this host's"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,6 +9,7 @@ from ft_service.errors import SpecError
 from ft_service.jobs.decisions import (
     BACKOFF_SECONDS,
     MAX_FAILURES,
+    MOST_PAUSE_SECONDS,
     RECHECK_SECONDS,
     REST_SECONDS,
     SILENCE_LIMIT_SECONDS,
@@ -60,6 +61,7 @@ OBSERVATIONS: dict[str, Observation] = {
 #   wait, validate, place, launch, signal, kill    the actions of those names
 #   training, queued, paused, succeeded, failed    the job becomes this
 #   again                                          it is queued with one more failure, after a back-off
+#   lost                                           it is queued with one more loss, after a pause, and no more failures
 #   later                                          it stays queued and is looked at again after a while
 #   over                                           a cancelled job's slots are free
 TABLE = """
@@ -68,13 +70,13 @@ validating_files    run     -    | validate
 validating_files    pause   -    | validate
 queued              run     -    | place   kill    kill     kill    later   place  place     place   place     place  place
 paused              pause   -    | wait    kill    kill     kill    wait    wait   wait      wait    wait      wait   wait
-running/launching   run     told | launch  wait    training kill    wait    again  succeeded queued  queued    again  failed
-running/launching   run     new  | launch  signal  signal   signal  wait    again  succeeded queued  queued    again  failed
+running/launching   run     told | launch  wait    training kill    wait    lost   succeeded queued  queued    again  failed
+running/launching   run     new  | launch  signal  signal   signal  wait    lost   succeeded queued  queued    again  failed
 running/launching   pause   new  | paused  signal  signal   signal  wait    paused succeeded paused  paused    paused failed
-running/training    run     told | launch  wait    wait     kill    wait    again  succeeded queued  queued    again  failed
-running/training    run     new  | launch  signal  signal   signal  wait    again  succeeded queued  queued    again  failed
+running/training    run     told | launch  wait    wait     kill    wait    lost   succeeded queued  queued    again  failed
+running/training    run     new  | launch  signal  signal   signal  wait    lost   succeeded queued  queued    again  failed
 running/training    pause   new  | paused  signal  signal   signal  wait    paused succeeded paused  paused    paused failed
-running/stopping    run     new  | launch  signal  signal   signal  wait    again  succeeded queued  queued    again  failed
+running/stopping    run     new  | launch  signal  signal   signal  wait    lost   succeeded queued  queued    again  failed
 running/stopping    pause   told | paused  wait    wait     kill    wait    paused succeeded paused  paused    paused failed
 running/stopping    pause   new  | paused  signal  signal   signal  wait    paused succeeded paused  paused    paused failed
 cancelled/stopping  cancel  new  | over    signal  signal   signal  wait    over   over      over    over      over   over
@@ -149,6 +151,9 @@ def word_for(action: Action, job: Job) -> str:
     if job.state is State.QUEUED:
         assert after.not_before == NOW + RECHECK_SECONDS
         return "later"
+    if after.state is State.QUEUED and after.losses:
+        assert (after.losses, after.failures, after.not_before) == (1, 0, NOW + BACKOFF_SECONDS)
+        return "lost"
     if after.state is State.QUEUED and after.failures:
         return "again"
     return str(after.state)
@@ -305,31 +310,102 @@ def test_failures_without_progress_end_the_job() -> None:
     assert (last.job.state, last.job.reason) == (State.FAILED, Reason.WORKER_ERROR)
     assert last.job.error is not None
     assert "the loss is not a number" in last.job.error["message"]
-    assert f"{MAX_FAILURES} attempts in a row" in last.job.error["message"]
+    assert f"{MAX_FAILURES} attempts failed" in last.job.error["message"]
 
 
 def test_a_new_checkpoint_starts_the_count_anew() -> None:
     job = running_job(failures=MAX_FAILURES - 1, failed_at_step=10)
-    further = ended_job(job, "worker_killed", checkpoint_step=11)
+    further = ended_job(job, "worker_error", checkpoint_step=11)
     assert (further.job.state, further.job.failures, further.job.failed_at_step) == (State.QUEUED, 1, 11)
     assert "from step 11" in (further.message or "")
-    assert ended_job(job, "worker_killed", checkpoint_step=10).job.state is State.FAILED
+    assert ended_job(job, "worker_error", checkpoint_step=10).job.state is State.FAILED
 
 
 def test_progress_is_counted_from_the_furthest_checkpoint_ever() -> None:
     """The newest one was damaged and set aside: to reach its step again is no progress."""
-    back = ended_job(running_job(failed_at_step=10), "worker_killed", checkpoint_step=4).job
+    back = ended_job(running_job(failed_at_step=10), "worker_error", checkpoint_step=4).job
     assert (back.failures, back.failed_at_step) == (1, 10)
-    assert ended_job(placed(back, "h"), "worker_killed", checkpoint_step=8).job.failures == 2
+    assert ended_job(placed(back, "h"), "worker_error", checkpoint_step=8).job.failures == 2
 
 
-def test_a_failed_start_counts_as_a_failure() -> None:
-    job = replace(running_job(), phase=Phase.LAUNCHING, failures=MAX_FAILURES - 2, failed_at_step=4)
-    again = launch_failed(job, "no such program", 4, NOW)
-    assert (again.job.state, again.release, again.job.failures) == (State.QUEUED, True, MAX_FAILURES - 1)
-    assert "no such program" in (again.message or "")
-    assert "from step 4" in (again.message or "")
-    assert launch_failed(placed(again.job, "h"), "no such program", 4, NOW).job.state is State.FAILED
+def error_of(code: str) -> ErrorInfo:
+    return ErrorInfo(code=code, message="what happened")
+
+
+def launched_in_vain(job: Job, checkpoint_step: int) -> Become:
+    return launch_failed(job, "no such partition", checkpoint_step, NOW)
+
+
+def vanished(job: Job, checkpoint_step: int) -> Become:
+    action = decide(job, Ended(None, checkpoint_step), NOW)
+    assert isinstance(action, Become)
+    return action
+
+
+OUTSIDE: dict[str, Callable[[Job, int], Become]] = {
+    "not launched": launched_in_vain,
+    "supervisor gone": vanished,
+    "launch_failed": lambda job, step: ended_job(job, "launch_failed", step),
+    "host_lost": lambda job, step: ended_job(job, "host_lost", step),
+    "stop_timeout": lambda job, step: ended_job(job, "stop_timeout", step),
+    "engine_lost": lambda job, step: ended_job(job, "engine_lost", step, error_of("out_of_memory")),
+    "killed": lambda job, step: ended_job(job, "worker_killed", step, error_of("worker_killed")),
+    "pod gone": lambda job, step: ended_job(job, "worker_killed", step, error_of("pod_gone")),
+}
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_what_host_or_operator_does_is_never_counted_and_is_tried_again_ever_more_rarely(outside: str) -> None:
+    job, pauses = running_job(failures=MAX_FAILURES - 1, failed_at_step=4), []
+    for loss in range(1, 31):
+        action = OUTSIDE[outside](job, 4)
+        assert (action.job.state, action.release) == (State.QUEUED, True)
+        assert (action.job.failures, action.job.losses) == (MAX_FAILURES - 1, loss)
+        assert action.job.pending == action.message, "the job says what it waits for"
+        pauses.append(action.job.not_before - NOW)
+        job = placed(action.job, "h")
+        assert job.pending is None
+    assert pauses[:4] == [BACKOFF_SECONDS * 2**n for n in range(4)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == MOST_PAUSE_SECONDS < LONGEST_WAIT_SECONDS
+    further = OUTSIDE[outside](job, 5).job
+    assert (further.failures, further.losses, further.not_before) == (0, 1, NOW + BACKOFF_SECONDS), "it has got on"
+    assert ended_job(job, "worker_error", 4).job.state is State.FAILED, "its own failures still count"
+
+
+@pytest.mark.parametrize("code", ["out_of_memory", "worker_crashed", "deadline_exceeded", "evicted"])
+def test_a_death_that_the_job_causes_itself_counts(code: str) -> None:
+    job = running_job(failures=MAX_FAILURES - 2)
+    again = ended_job(job, "worker_killed", error=error_of(code)).job
+    assert (again.state, again.failures, again.losses) == (State.QUEUED, MAX_FAILURES - 1, 0)
+    last = ended_job(placed(again, "h"), "worker_killed", error=error_of(code)).job
+    assert last.state is State.FAILED
+    assert last.error is not None
+    assert last.error["code"] == code
+
+
+def test_a_paused_job_whose_attempt_is_lost_waits_for_its_user_alone() -> None:
+    paused = ended_job(running_job(desired=Desired.PAUSE), "host_lost").job
+    assert (paused.state, paused.pending, paused.losses) == (State.PAUSED, None, 1)
+    resumed = request(paused, Verb.RESUME, NOW)
+    assert (resumed.state, resumed.not_before, resumed.losses) == (State.QUEUED, 0.0, 0)
+
+
+def test_a_job_that_was_never_launched_is_not_said_to_run() -> None:
+    job = replace(running_job(), phase=Phase.LAUNCHING)
+    told = decide(job, replace(AWAY, begun=False), NOW)
+    assert isinstance(told, Become)
+    assert (told.job.phase, told.release) == (Phase.WAITING, False), "users see it as queued"
+    assert "keep running" not in (told.message or "")
+    back = decide(told.job, Absent(), NOW)
+    assert isinstance(back, Become)
+    assert isinstance(decide(back.job, Absent(), NOW), Launch)
+    begun = decide(job, AWAY, NOW)
+    assert isinstance(begun, Become)
+    assert (begun.job.phase, "keep running" in (begun.message or "")) == (Phase.LAUNCHING, True)
+    queued = decide(replace(job, state=State.QUEUED, phase=None), AWAY, NOW)
+    assert isinstance(queued, Become)
+    assert "keep running" not in (queued.message or "")
 
 
 def test_a_permanent_failure_keeps_the_workers_error() -> None:
@@ -363,7 +439,7 @@ def test_a_job_that_the_cluster_keeps_waiting_says_why_until_it_has_a_place() ->
     placed_at_last = decide(other.job, Running(), NOW)
     assert isinstance(placed_at_last, Become)
     assert (placed_at_last.job.phase, placed_at_last.job.pending) == (Phase.LAUNCHING, None)
-    assert ended_job(other.job, "worker_killed").job.pending is None, "it waits for its turn again"
+    assert ended_job(other.job, "worker_error").job.pending is None, "it waits for its turn again"
 
 
 AWAY = Unknown("the cluster cannot be asked: connection refused", seconds=UNSEEN_SECONDS)
@@ -535,7 +611,7 @@ def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
     assert action.message == action.job.pending
     assert action.message is not None
     assert action.message.startswith("Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there.")
-    assert "The job continues from step 4 in 120 seconds" in action.message
+    assert "continues from step 4 in 120 seconds" in action.message
     assert decide(action.job, Absent(), NOW) == Wait()
 
 

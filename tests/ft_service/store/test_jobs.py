@@ -36,6 +36,7 @@ def test_every_field_comes_back(store):
         host="h",
         attempt=6,
         failures=7,
+        losses=3,
         failed_at_step=8,
         not_before=9.5,
         ingested=10,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ft_service.supervisor.attempt_outcome import (
     AttemptRecords,
     Evidence,
     FailedRank,
+    Starved,
     conclude,
     decide_exit,
     exit_of,
@@ -128,6 +130,7 @@ def test_nodes_without_an_exit_record_are_named() -> None:
         (Reason.STALLED, "stalled"),
         (Reason.STOP_TIMEOUT, "stop_timeout"),
         (Reason.SUPERVISOR_LOST, "worker_killed"),
+        (Reason.LAUNCH_FAILED, "launch_failed"),
     ],
 )
 def test_an_attempt_that_the_service_ended_says_why(reason: Reason, word: str) -> None:
@@ -145,6 +148,36 @@ def test_the_first_failed_rank_in_torchruns_log() -> None:
     told = "Root Cause (first observed failure):\n[0]:\n  rank      : 7 (local_rank: 1)\n  exitcode  : -9 (pid: 42)\n"
     assert find_failed_rank(log + told, first_rank=4) == FailedRank(rank=7, exitcode=-9, local=1), "torchrun knows better"
     assert find_failed_rank("all is well") is None
+
+
+def test_of_two_failed_ranks_the_killed_one_is_told_not_the_one_that_lost_it() -> None:
+    log = (
+        "failed (exitcode: 1) local_rank: 0 (pid: 41) of binary: /usr/bin/python\n"
+        "Failures:\n[1]:\n  time      : 2026\n  host      : a\n  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 42)\n"
+        "Root Cause:\n[0]:\n  time      : 2026\n  host      : a\n  rank      : 4 (local_rank: 0)\n  exitcode  : 1 (pid: 41)\n"
+    )
+    assert find_failed_rank(log) == FailedRank(rank=5, exitcode=-9, local=1)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("ended", "starved", "code"),
+    [
+        ({"failed_rank": FailedRank(0, -9)}, None, "worker_killed"),
+        ({"failed_rank": FailedRank(0, -9)}, Starved(5 * GIB, 16 * GIB), "worker_killed"),
+        ({"failed_rank": FailedRank(0, -9)}, Starved(15 * GIB, 16 * GIB), "out_of_memory"),
+        ({"failed_rank": FailedRank(0, -15)}, Starved(15 * GIB, 16 * GIB), "worker_killed"),
+        ({"failed_rank": FailedRank(0, -11)}, None, "worker_crashed"),
+        ({"failed_rank": FailedRank(0, -6)}, Starved(15 * GIB, 16 * GIB), "worker_crashed"),
+        ({"returncode": -9}, None, "worker_killed"),
+        ({"returncode": -11}, None, "worker_crashed"),
+    ],
+)
+def test_a_process_is_killed_from_outside_or_ends_by_itself(ended: dict[str, Any], starved: Starved | None, code: str) -> None:
+    found = decide_exit(Evidence(**{"outcome": None, "result": None, "returncode": 1, "starved": starved, **ended}))
+    assert (found.reason, found.error and found.error.code) == ("worker_killed", code)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from its first step on: one that is to have a checkpoint by then writes that fir
 
     hold         wait until there is a file `go` in the home or the run directory, or the seat is stopped
     read=FILE    fail unless the file, in the home, can be read and not written
-    die          be killed, with every seat
+    die          crash, with every seat
 
 The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's control.json and its own, and
 ends when it was idle for as long as engine.json says.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import resource
 import sys
 import time
 from pathlib import Path
@@ -93,7 +93,8 @@ def _round(seat: Attempt, steps: list[str]) -> ExitReason | None:
         time.sleep(ROUND_SECONDS)
         return None
     if step == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.abort()
     if step == "refuse":
         seat.write_outcome(Outcome(kind=OutcomeKind.FAILED, permanent=True))
     elif step.startswith("read="):

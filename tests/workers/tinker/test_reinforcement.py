@@ -31,7 +31,7 @@ from tests.support.training.engine_runs import engine_on_rank, new_engine, prepa
 from tests.support.training.models import VOCABULARY, reference, save_chat_base, save_chats, spec_for
 from workers.base.load import initial_adapter, plain_name
 from workers.output import report
-from workers.tinker import command_loop
+from workers.tinker import attendance
 
 PRECISION = {"default": "nf4", "compute": "fp32"}
 RATE = 2e-3
@@ -155,7 +155,7 @@ def test_what_the_ranks_tell_and_offer(on_two: RunDir, base: Path) -> None:
 
 
 def attempt_with_short_wait_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
-    command_loop.MOST_WAIT_SECONDS = 0.5
+    attendance.LEAVE_AFTER_SECONDS = 0.5
     return attempt_on_rank(rank, world, root, attempt)
 
 

@@ -115,12 +115,12 @@ RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob 
         ({"exits": {0: RAISED}, "trained": True}, "worker_error", "training_failed"),
         ({"job": failed("PodFailurePolicy", RULE.format(64, 0))}, "permanent_error", None),
         ({"job": failed("PodFailurePolicy", RULE.format(75, 1))}, "stopped", None),
-        ({"pods": [INIT_FAILED]}, "worker_error", "pod_failed"),
-        ({"exits": {0: LOST_PEER}, "pods": [indexed(0), INIT_FAILED]}, "worker_error", "pod_failed"),
-        ({"pods": [ended_by("StartError", 128)]}, "worker_error", "pod_failed"),
+        ({"pods": [INIT_FAILED]}, "launch_failed", "pod_failed"),
+        ({"exits": {0: LOST_PEER}, "pods": [indexed(0), INIT_FAILED]}, "launch_failed", "pod_failed"),
+        ({"pods": [ended_by("StartError", 128)]}, "launch_failed", "pod_failed"),
         ({"pods": [NODE_REFUSES]}, "stopped", None),
         ({"exits": {0: LOST_PEER}, "pods": [indexed(0), NODE_REFUSES]}, "stopped", None),
-        ({"pods": [ended_by("Error", 1)]}, "worker_error", "pod_failed"),
+        ({"pods": [ended_by("Error", 1)]}, "launch_failed", "pod_failed"),
     ],
 )
 def test_how_an_attempt_ended(seen: dict[str, Any], reason: str, code: str | None) -> None:

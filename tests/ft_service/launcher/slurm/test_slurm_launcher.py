@@ -204,7 +204,7 @@ def test_an_attempt_whose_node_is_lost_is_tried_again(tmp_path: Path, cluster: S
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     try:
         wait_for(
-            lambda: reconciler.step() and get(store, "ftjob-lost").attempt == 1 and get(store, "ftjob-lost").failures == 1,
+            lambda: reconciler.step() and get(store, "ftjob-lost").attempt == 1 and get(store, "ftjob-lost").losses == 1,
             SECONDS,
             every=0.1,
         )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.jobs.reasons import Reason, Retry, reason_of
+from ft_service.jobs.reasons import Reason, Retry, reason_of, retry_of
 from ft_service.launcher.slurm.slurm_states import is_lasting, judge_exit, standing, waiting_text
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
@@ -30,16 +30,16 @@ def test_every_state_is_waiting_alive_over_or_not_known(state: str, said: str) -
 @pytest.mark.parametrize(
     ("state", "reason", "retry"),
     [
-        ("COMPLETED", Reason.SUPERVISOR_LOST, Retry.COUNTED),
-        ("FAILED", Reason.SUPERVISOR_LOST, Retry.COUNTED),
-        (None, Reason.SUPERVISOR_LOST, Retry.COUNTED),
+        ("COMPLETED", Reason.SUPERVISOR_LOST, Retry.LOST),
+        ("FAILED", Reason.SUPERVISOR_LOST, Retry.LOST),
+        (None, Reason.SUPERVISOR_LOST, Retry.LOST),
         ("TIMEOUT", Reason.WORKER_KILLED, Retry.COUNTED),
         ("DEADLINE", Reason.WORKER_KILLED, Retry.COUNTED),
         ("OUT_OF_MEMORY", Reason.WORKER_KILLED, Retry.COUNTED),
-        ("NODE_FAIL", Reason.HOST_LOST, Retry.COUNTED),
-        ("BOOT_FAIL", Reason.HOST_LOST, Retry.COUNTED),
-        ("LAUNCH_FAILED", Reason.HOST_LOST, Retry.COUNTED),
-        ("RECONFIG_FAIL", Reason.HOST_LOST, Retry.COUNTED),
+        ("NODE_FAIL", Reason.HOST_LOST, Retry.LOST),
+        ("BOOT_FAIL", Reason.HOST_LOST, Retry.LOST),
+        ("LAUNCH_FAILED", Reason.HOST_LOST, Retry.LOST),
+        ("RECONFIG_FAIL", Reason.HOST_LOST, Retry.LOST),
         ("CANCELLED", None, None),
         ("PREEMPTED", None, None),
         ("REVOKED", None, None),
@@ -48,9 +48,10 @@ def test_every_state_is_waiting_alive_over_or_not_known(state: str, said: str) -
 )
 def test_how_an_attempt_ended_that_left_no_word(state: str | None, reason: Reason | None, retry: Retry | None) -> None:
     """None: it was stopped, which is no failure."""
-    found = reason_of(judge_exit(state, AttemptRecords(2, {})))
+    ended = judge_exit(state, AttemptRecords(2, {}))
+    found = reason_of(ended)
     assert found is reason
-    assert (found and found.retry) is retry
+    assert (found and retry_of(found, ended and ended.error)) is retry
 
 
 STOPPED = Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-4-a1")

@@ -294,7 +294,7 @@ class Reconciler:
             with about(job_id=job.id, attempt=job.attempt):
                 _, seen, report = self._observe(job, now)
                 reported = report.job != job or report.events or report.checkpoints or report.more
-                idle = not reported and isinstance(decisions.decide(job, seen, now), Wait)
+                idle = not (reported or self._sign_is_due(job, seen)) and isinstance(decisions.decide(job, seen, now), Wait)
         except Exception:
             return False
         if idle:
@@ -313,18 +313,21 @@ class Reconciler:
     def _reconcile(self, claim: Claim, start: ExpectedStart | None) -> None:
         run, seen, report = self._observe(claim.job, claim.now)
         turn = _Turn(claim, report, run, seen, start)
-        if isinstance(seen, Running) and claim.job.stored_spec.by_commands:
+        if self._sign_is_due(claim.job, seen):
             self._give_sign(turn)
         if isinstance(seen, Ended) and report.more:
             self._apply(turn, JobChange(job=report.job))
         else:
             self._act(turn)
 
+    def _sign_is_due(self, job: Job, seen: Observation) -> bool:
+        """Whether ranks that live by commands are to be told that somebody looks after them: a few times within the time after
+        which they would leave."""
+        by_commands = isinstance(seen, Running) and job.stored_spec.by_commands
+        return by_commands and time.monotonic() >= self._next_signs.get(job.id, float("-inf"))
+
     def _give_sign(self, turn: _Turn) -> None:
-        """Let ranks know that somebody looks after them, a few times within the time after which they would leave."""
         now, seconds = time.monotonic(), self._options.leave_after_seconds
-        if now < self._next_signs.get(turn.job.id, now):
-            return
         self._next_signs = {job_id: at for job_id, at in self._next_signs.items() if at > now}
         try:
             turn.attempt.write_presence(Presence(sign=secrets.token_hex(8), leave_after_seconds=seconds))

@@ -311,6 +311,21 @@ class JobStore(StorePart):
                 found += [to_job(row) for row in connection.execute(query).mappings()]
         return found
 
+    def ended_before(self, job_ids: Sequence[str], seconds: float) -> list[str]:
+        """Of these ids those of jobs that ended at least so many seconds ago, and whose processes are gone."""
+        query = select(jobs.c.id).where(jobs.c.id.in_(job_ids), jobs.c.phase.is_(None))
+        with self._database.reading() as connection:
+            return list(connection.scalars(query.where(jobs.c.finished_at <= database_time() - seconds)))
+
+    def known_jobs(self, job_ids: Sequence[str]) -> set[str]:
+        """Those of these ids that a job of any project has."""
+        found: set[str] = set()
+        with self._database.reading() as connection:
+            for start in range(0, len(job_ids), _AT_ONCE):
+                query = select(jobs.c.id).where(jobs.c.id.in_(job_ids[start : start + _AT_ONCE]))
+                found.update(connection.scalars(query))
+        return found
+
     def adapters_to_continue(self) -> list[tuple[str, str]]:
         """Job and path of each adapter that jobs of all projects continue from which are not over, or still stopping. Specs are
         not parsed: thousands of jobs may wait."""

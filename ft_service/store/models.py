@@ -46,6 +46,12 @@ class ModelStore(StorePart):
         with self._database.reading() as connection:
             return set(connection.scalars(select(deleted_models.c.model)))
 
+    def deleted_after(self, model: str, limit: int) -> list[str]:
+        """Names of deleted models of all projects in their order, from the one after `model`."""
+        query = select(deleted_models.c.model).where(deleted_models.c.model > model).order_by(deleted_models.c.model)
+        with self._database.reading() as connection:
+            return list(connection.scalars(query.limit(limit)))
+
     def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
         """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
 

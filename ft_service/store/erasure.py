@@ -231,7 +231,7 @@ class ErasureStore(StorePart):
 
 def _hide(connection: Connection, which: ColumnElement[bool]) -> int:
     """Hide up to AT_ONCE jobs that are over."""
-    some = select(jobs.c.position).where(_OVER, which).order_by(jobs.c.position).limit(AT_ONCE)
+    some = select(jobs.c.position).where(_OVER, which).limit(AT_ONCE)
     hidden = update(jobs).where(jobs.c.position.in_(some), jobs.c.deleted_at.is_(None))
     hidden = hidden.values(deleted_at=database_time(), version=jobs.c.version + 1)
     columns = (

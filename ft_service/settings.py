@@ -191,6 +191,13 @@ class Settings(BaseSettings):
     keep_cache_days: float | None = Field(default=None, ge=0)
     """Days since their last use for which quantised bases and descriptions in FT_CACHE, and tokens of data files in FT_TOKENS,
     are kept."""
+    keep_jobs_days: float | None = Field(default=None, ge=0)
+    """Days after a job's end for which the job is kept; then the server deletes it as `ft rm --job` does: its record with its
+    events, its run directory, its tuned models and its file of metrics. Jobs that continue from it keep what they need. None:
+    until it is deleted."""
+    keep_events_days: float | None = Field(default=None, ge=0)
+    """Days after a job's end for which its events are kept, and the curves that are drawn from them; its file of metrics stays.
+    None: as long as the job."""
     keep_audit_days: float | None = Field(default=None, ge=0)
     """Days for which entries of the audit log are kept, which the server then removes. None: for ever."""
     stop_grace_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)

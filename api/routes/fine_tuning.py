@@ -43,7 +43,7 @@ from api.wire.job_views import (
     rollout_id,
     rollout_view,
 )
-from api.wire.views import CheckpointView, EventView, ListView, checkpoint_view, event_view, list_view
+from api.wire.views import CheckpointView, DeletedJobView, EventView, ListView, checkpoint_view, event_view, list_view
 from ft_service.control import tuned_models
 from ft_service.control.admission import AdmissionContext, create_job, slots_to_resume_with
 from ft_service.control.checks.file_views import job_samples, job_statistics
@@ -126,6 +126,14 @@ def list_jobs(request: Request, caller: Caller, services: Svc, query: Annotated[
 @router.get("/{job_id}")
 def retrieve(job_id: str, caller: Caller, services: Svc) -> JobView:
     return _view(services.store.jobs.get_job(caller.project_id, job_id), caller, services)
+
+
+@router.delete("/{job_id}")
+def delete(job_id: str, caller: Caller, services: Svc) -> DeletedJobView:
+    """Not in OpenAI's API. Delete a job that is over, with all that it has made: its tuned model and checkpoints, exports and
+    saved weights, events, logs and its file of metrics. Uploaded files stay. Its models are found and served no more. Jobs that
+    continue from one of them go on; its data goes once they are over. A job that is not over is refused: cancel it first."""
+    return DeletedJobView(id=job_id, deleted_models=services.store.erasure.delete_job(caller.project_id, job_id))
 
 
 @router.post("/{job_id}/cancel")

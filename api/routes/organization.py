@@ -20,6 +20,7 @@ from api.wire.organization_views import (
     ApiKeyView,
     AuditView,
     DeletedApiKeyView,
+    DeletedProjectView,
     NewApiKeyView,
     ProjectView,
     UsageView,
@@ -134,6 +135,17 @@ def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectVie
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
     return _view(services.store.projects.archive_project(project_id), services)
+
+
+@router.delete("/projects/{project_id}")
+def delete_project(project_id: str, caller: Admin, services: Svc) -> DeletedProjectView:
+    """Not in OpenAI's API. Delete a project with all that it has: its keys become invalid, its jobs are cancelled, and jobs,
+    models, files, uploads, events, sweeps, webhooks, permissions, Tinker's sessions and its part of the audit log are removed
+    in the background. What stays are sums of its use by day, and who has deleted it. It cannot be undone."""
+    known_project(project_id, caller, services)
+    _refuse_unless_managing(caller)
+    services.store.erasure.delete_project(project_id)
+    return DeletedProjectView(id=project_id)
 
 
 @router.get("/projects/{project_id}/api_keys", response_model=ListView[ApiKeyView])

@@ -86,6 +86,10 @@ class NewApiKeyView(ApiKeyView):
     """The key itself. It is shown only once."""
 
 
+class DeletedProjectView(Deleted):
+    object: Literal["organization.project.deleted"] = "organization.project.deleted"
+
+
 class DeletedApiKeyView(Deleted):
     object: Literal["organization.project.api_key.deleted"] = "organization.project.api_key.deleted"
 

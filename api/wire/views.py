@@ -161,6 +161,13 @@ class DeletedModelView(Deleted):
     object: Literal["model"] = "model"
 
 
+class DeletedJobView(Deleted):
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+
+    deleted_models: list[str]
+    """Names of the tuned model and the checkpoints that are deleted with it."""
+
+
 class ModelsView(View):
     object: Literal["list"] = "list"
     data: list[ModelView]

@@ -182,7 +182,9 @@ ENTRIES: Mapping[str, CommandEntry] = {
         "Open the server's page in a browser, signed in: by a link that works once, within 15 minutes.",
     ),
     "keys": CommandEntry("keys_command", _SERVICE, "Create, list, rotate and revoke API keys, in this machine's database."),
-    "projects": CommandEntry("keys_command", _SERVICE, "Create, list, limit and archive projects, in this machine's database."),
+    "projects": CommandEntry(
+        "keys_command", _SERVICE, "Create, list, limit, archive and delete projects, in this machine's database."
+    ),
     "audit": CommandEntry(
         "keys_command", _SERVICE, "Show what was changed in this machine's database, by which key, and from where."
     ),

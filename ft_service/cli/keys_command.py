@@ -184,7 +184,7 @@ _MOST_NAME = 255
 _SHOWN = 10
 """Number of names that an error lists."""
 
-projects = typer.Typer(help="Create, list, limit and archive projects, in this machine's database.")
+projects = typer.Typer(help="Create, list, limit, archive and delete projects, in this machine's database.")
 
 ProjectId = Annotated[str, typer.Argument(metavar="ID", help="The project: its id, or its name.")]
 Set = Annotated[
@@ -217,11 +217,14 @@ def create_project(
 
 @projects.command("list")
 def list_projects(
-    archived: Annotated[bool, typer.Option("--archived", help="Include archived ones.")] = False, as_json: Json = False
+    archived: Annotated[
+        bool, typer.Option("--archived", help="Include archived ones, and deleted ones of which something is left.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """List projects and their limits."""
     with local_store(settings_of_server()) as store:
-        found = store.projects.list_projects(archived=archived, limit=_MOST).data
+        found = store.projects.list_projects(archived=archived, deleted=archived, limit=_MOST).data
     if as_json:
         print_json([asdict(project) for project in found])
         return
@@ -229,7 +232,7 @@ def list_projects(
         (
             project.id,
             project.name,
-            "active" if project.archived_at is None else "archived",
+            "deleted" if project.deleted_at else "archived" if project.archived_at else "active",
             local_time(project.created_at),
             project.organization,
         )
@@ -261,13 +264,34 @@ def update_project(
 
 @projects.command("archive")
 def archive_project(project_id: ProjectId, as_json: Json = False) -> None:
-    """Archive a project: its keys are refused from now on; its data stays."""
+    """Archive a project: its keys are refused from now on; its data stays. `delete` removes that too."""
     with local_store(settings_of_server()) as store:
         project = store.projects.archive_project(find_project(store, project_id))
     if as_json:
         print_json(asdict(project))
     else:
         print(f"{project.id} ({project.name}) is archived.")
+
+
+@projects.command("delete")
+def delete_project(
+    project_id: ProjectId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete a project with all that it has: jobs, models, files, keys, webhooks. Sums of its use stay, and who deleted it. The
+    server removes it in the background; `ft projects list --archived` shows the project until that is done."""
+    from ft_service.cli.jobs.action_commands import ask_to_remove  # which imports the client
+
+    with local_store(settings_of_server()) as store:
+        project = store.projects.get_project(find_project(store, project_id))
+        if not yes:
+            ask_to_remove(f"the project {project.id} ({project.name}) with all its jobs, models and files")
+        store.erasure.delete_project(project.id)
+    if as_json:
+        print_json({"id": project.id, "deleted": True})
+    else:
+        print(f"{project.id} ({project.name}) is deleted. The server removes what it has.")
 
 
 def audit(

@@ -47,7 +47,8 @@ def prune(
     cache, tokens = cache_folder.folder_of(os.environ, settings.home), token_folder.folder_of(os.environ, settings.home)
     failed: dict[Path, str] = {}
     with local_store(settings) as store:
-        planned = plan_pruning(settings, store, limits, cache=cache, tokens=tokens)
+        planned = list(plan_pruning(settings, store, limits, cache=cache, tokens=tokens))
+        planned.sort(key=lambda removal: (removal.kind, str(removal.path)))
         removed = list(planned) if dry_run else []
         for removal in [] if dry_run else planned:
             try:

@@ -153,6 +153,11 @@ class Client:
     def cancel(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/cancel"))
 
+    def delete_job(self, job_id: str) -> list[str]:
+        """Delete a job that is over, with all that it has made. Returns the names of its models. Raises NotFoundError, and
+        SpecError for one that is not over."""
+        return self._call("DELETE", _job(job_id))["deleted_models"]
+
     def pause(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/pause"))
 

@@ -1,5 +1,5 @@
-"""Removal of expired data: bytes of deleted and expired files that no unfinished job needs, and parts of ended uploads; less
-often, adapters of deleted models and data older than the operator's age limits (FT_KEEP_…_DAYS)."""
+"""Removal of expired data: bytes of deleted and expired files that no unfinished job needs, parts of ended uploads, and deleted
+jobs and projects; less often, adapters of deleted models and data older than the operator's age limits (FT_KEEP_…_DAYS)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
+from itertools import islice
 
 from ft_service.bases import cache_folder
-from ft_service.control import pruning
+from ft_service.control import erasing, pruning
 from ft_service.control.job_placement import Interval
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
@@ -28,6 +29,10 @@ log = logging.getLogger("ft_service.housekeeping")
 
 EXPIRE_SECONDS = 60.0
 RETAIN_SECONDS = 900.0
+MOST_ERASURES = 1000
+"""Steps of erasure in a row, after which what else expires has its turn."""
+ERASURE_REST_SECONDS = 0.02
+"""Pause after each of them, in which others write to the database."""
 KEEP_ENGINE_SECONDS = 7 * 86_400.0
 """How long the directory of an ended engine is kept, for its logs."""
 
@@ -38,6 +43,9 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
     def clean_up() -> None:
         remove_expired(settings, store)
+        for _ in islice(erasing.erase(settings, store, Places.of(settings)), MOST_ERASURES):
+            if stop.wait(ERASURE_REST_SECONDS):
+                return
         if retention.is_due:
             retention.restart()
             retain(settings, store)

@@ -19,6 +19,6 @@ def find_orphans(store: Store, launcher: ListsAttempts) -> list[ListedAttempt]:
     Raises LaunchError if the cluster does not answer, UnavailableError if the database does not.
     """
     unfinished = launcher.unfinished()
-    known = {job.id for job in store.jobs.jobs_by_id([attempt.job_id for attempt in unfinished])}
+    known = store.jobs.known_jobs([attempt.job_id for attempt in unfinished])
     known |= {engine.id for engine in store.engines.live_engines()}
     return [attempt for attempt in unfinished if attempt.job_id not in known]

@@ -11,10 +11,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import DESCRIPTIONS
@@ -22,16 +23,21 @@ from ft_service.data import token_folder
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.host.loops import log_errors
 from ft_service.jobs.states import TERMINAL, Job
-from ft_service.rundir.checkpoints import remove_marker
+from ft_service.rundir.checkpoints import CHECKPOINT_NAME, remove_marker, step_of
 from ft_service.rundir.project_runs import PROJECT_RUNS, run_root
 from ft_service.settings import Settings
+from ft_service.spec import TunedName
 from ft_service.store.records import File
 from ft_service.store.sql import Store
 from ft_service.wording import counted
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+
 DAY_SECONDS = 86_400.0
+PAGE = 100
+"""Most jobs or files that are held at once, whatever the number of run directories."""
 LEFTOVER_SECONDS = DAY_SECONDS
 """Age from which a file without an owner may go: a newer one may still be arriving."""
 
@@ -94,9 +100,10 @@ class _Needed:
 
 def plan_pruning(
     settings: Settings, store: Store, limits: RetentionLimits, *, cache: Path | None = None, tokens: Path | None = None
-) -> list[Removal]:
-    """All removals that are possible now, by kind and path. `cache`, `tokens`: folders of quantised bases and of data files'
-    tokens; None: the folder is left out.
+) -> Iterator[Removal]:
+    """All removals that are possible now, found as they are asked for: records are read in pages, and only those of jobs and
+    files that something is to be removed of. `cache`, `tokens`: folders of quantised bases and of data files' tokens; None:
+    the folder is left out.
 
     Raises SpecError for age limits of data on object storage, which the storage's own rules remove.
     """
@@ -107,13 +114,12 @@ def plan_pruning(
                 "leave out FT_KEEP_RUNS_DAYS, FT_KEEP_CHECKPOINTS_DAYS and FT_KEEP_FILES_DAYS.",
                 param="FT_STORAGE",
             )
-        return _of_caches(cache, tokens, limits)
-    now = store.now()
-    expired = [*_of_jobs(settings, store, limits, now), *_of_files(settings, store, limits)]
-    if limits.leftovers:
-        expired += _leftovers(settings, store)
-    expired += _of_caches(cache, tokens, limits)
-    return sorted(expired, key=lambda removal: (removal.kind, str(removal.path)))
+    else:
+        yield from _of_jobs(settings, store, limits)
+        yield from _of_files(settings, store, limits)
+        if limits.leftovers:
+            yield from _leftovers(settings, store)
+    yield from _of_caches(cache, tokens, limits)
 
 
 def remove(removal: Removal, settings: Settings, store: Store) -> bool:
@@ -151,62 +157,125 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
     return True
 
 
-def _of_jobs(settings: Settings, store: Store, limits: RetentionLimits, now: float) -> Iterator[Removal]:
-    roots = {folder.name: _run_root(folder, settings) for folder in settings.runs_dir.glob("*") if folder.is_dir()}
-    folders = {job_id: root for job_id, root in roots.items() if root is not None}
+def _of_jobs(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[Removal]:
+    """What goes of run directories by age, and what goes since a model was deleted."""
     needed = _Needed.now(store, settings)
-    jobs = store.jobs.jobs_by_id(list(folders))
-    deleted = {project_id: store.models.deleted_models(project_id) for project_id in {job.project_id for job in jobs}}
-    for job in filter(_over, jobs):
-        age = now - (job.finished_at or now)
-        found: list[Removal] = []
-        with log_errors(f"measuring {folders[job.id]}"):
-            found = list(_of_job(job, folders[job.id], deleted[job.project_id], limits, age / DAY_SECONDS))
-        yield from (removal for removal in found if not _is_needed(removal, needed))
+    for job, folder, days in _old_jobs(settings, store, limits):
+        yield from _unneeded(folder, _by_age(job, folder, limits, days), needed)
+    for job, folder, names in _jobs_of_deleted_models(settings, store):
+        yield from _unneeded(folder, _of_models(job, folder, names, limits, store.now()), needed)
 
 
-def _of_job(job: Job, folder: Path, deleted: set[str], limits: RetentionLimits, days: float) -> Iterator[Removal]:
-    name = job.tuned_name
-    points = _checkpoints(folder)
+def _unneeded(folder: Path, removals: Iterator[Removal], needed: _Needed) -> list[Removal]:
+    """Those that can be measured, and that no unfinished job needs."""
+    found: list[Removal] = []
+    with log_errors(f"measuring {folder}"):
+        found = list(removals)
+    return [removal for removal in found if not _is_needed(removal, needed)]
+
+
+def _old_jobs(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[tuple[Job, Path, float]]:
+    """Jobs that are older than an age limit and have a run directory, which is theirs, and their age in days. Of the others no
+    record is read."""
+    ages = [days for days in (limits.runs, limits.checkpoints) if days is not None]
+    for names in pages(_names_in(settings.runs_dir), PAGE) if ages else ():
+        now = store.now()
+        for job in store.jobs.jobs_by_id(store.jobs.ended_before(names, min(ages) * DAY_SECONDS)):
+            if (folder := _run_root(settings.runs_dir / job.id, settings)) is not None and _is_over(job):
+                yield job, folder, (now - (job.finished_at or now)) / DAY_SECONDS
+
+
+def _jobs_of_deleted_models(settings: Settings, store: Store) -> Iterator[tuple[Job, Path, list[TunedName]]]:
+    """Jobs, with their run directories and the deleted models of theirs of which there are files. Of the others no record is
+    read."""
+    last = ""
+    while models := store.models.deleted_after(last, PAGE):
+        last = models[-1]
+        by_job: dict[str, list[TunedName]] = {}
+        for model in models:
+            with contextlib.suppress(ValueError), log_errors(f"looking for the files of {model}"):
+                name = TunedName.parse(model)
+                if (folder := _run_root(settings.runs_dir / name.job_id, settings)) and any(_files_of(name, folder)):
+                    by_job.setdefault(name.job_id, []).append(name)
+        for job in filter(_is_over, store.jobs.jobs_by_id(list(by_job))):
+            folder = _run_root(settings.runs_dir / job.id, settings)
+            if folder is not None:
+                yield job, folder, [name for name in by_job[job.id] if name.outcome == job.tuned_name]
+
+
+def _by_age(job: Job, folder: Path, limits: RetentionLimits, days: float) -> Iterator[Removal]:
+    why = f"the job {_ended(job)} {counted(round(days), 'day')} ago"
     if limits.runs is not None and days >= limits.runs:
-        hidden = [str(name), *(str(name.at(step)) for step in points.values())]
-        why = f"the job {_ended(job)} {counted(round(days), 'day')} ago"
+        hidden = [str(job.tuned_name), *(str(job.tuned_name.at(step)) for step in _steps(folder))]
         yield Removal(kind="run", path=folder, bytes=size_of(folder), why=why, job=job, hides=hidden)
-        return
-    if str(name) in deleted and (folder / "adapter").is_dir():
-        yield _removal("adapter", folder / "adapter", "the model was deleted", job)
-    if str(name) in deleted and (folder / "exports").is_dir():
-        yield _removal("adapter", folder / "exports", "the model was deleted", job)
-    for point, step in points.items():
-        gone = str(name.at(step)) in deleted
-        old = limits.checkpoints is not None and days >= limits.checkpoints
-        if (gone or old) and (path := folder / "checkpoints" / point).is_dir():
-            why = "the model was deleted" if gone else f"the job {_ended(job)} {counted(round(days), 'day')} ago"
+    elif limits.checkpoints is not None and days >= limits.checkpoints:
+        for path in sorted(_points(folder / "checkpoints")):
             yield _removal("checkpoints", path, why, job)
-        if gone and (path := folder / "adapters" / point).is_dir():
-            yield _removal("adapter", path, "the model was deleted", job)
+
+
+def _of_models(job: Job, folder: Path, names: Sequence[TunedName], limits: RetentionLimits, now: float) -> Iterator[Removal]:
+    """What goes with deleted models, unless it goes by age."""
+    days = (now - (job.finished_at or now)) / DAY_SECONDS
+    if limits.runs is not None and days >= limits.runs:
+        return
+    for path in (path for name in names for path in _files_of(name, folder)):
+        is_shards = path.parent.name == "checkpoints"
+        if not (is_shards and limits.checkpoints is not None and days >= limits.checkpoints):
+            yield _removal("checkpoints" if is_shards else "adapter", path, "the model was deleted", job)
+
+
+def _files_of(name: TunedName, folder: Path) -> Iterator[Path]:
+    """The folders of a tuned model in its run directory."""
+    if name.step is None:
+        yield from (path for kind in ("adapter", "exports") if (path := folder / kind).is_dir())
+        return
+    for kind in ("checkpoints", "adapters"):
+        yield from (path for path in _points(folder / kind) if step_of(path.name) == name.step)
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints that exist, as shards or as adapters."""
+    return sorted({step_of(path.name) for kind in ("checkpoints", "adapters") for path in _points(folder / kind)})
+
+
+def _points(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.glob("step-*-a*") if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir())
 
 
 def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[Removal]:
     if limits.files is None:
         return
-    for file in store.files.old_files(limits.files * DAY_SECONDS):
-        path = settings.files_dir / file.id
-        why = f"{file.filename} is older than {counted(limits.files, 'day')}"
-        yield Removal(kind="file", path=path, bytes=file.bytes, why=why, file=file)
+    last: str | None = None
+    while files := store.files.old_files(limits.files * DAY_SECONDS, after=last, limit=PAGE):
+        last = files[-1].id
+        for file in files:
+            path = settings.files_dir / file.id
+            why = f"{file.filename} is older than {counted(limits.files, 'day')}"
+            yield Removal(kind="file", path=path, bytes=file.bytes, why=why, file=file)
 
 
 def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
     before = time.time() - LEFTOVER_SECONDS
-    known = {job.id for job in store.jobs.jobs_by_id([folder.name for folder in settings.runs_dir.glob("*")])}
-    kept = store.files.kept_files()
-    for path in sorted([*settings.runs_dir.glob("*"), *settings.files_dir.glob("*")]):
-        root = _run_root(path, settings)
-        root = path if root is not None and not root.exists() else root  # what it leads to is gone already
-        if root is None or path.name in known or path.name in kept or _changed_at(root) > before:
-            continue
-        what = "no job" if path.parent == settings.runs_dir else "no file record"
-        yield Removal(kind="leftover", path=root, bytes=size_of(root), why=f"{what} belongs to it")
+    kinds = (settings.runs_dir, "job", store.jobs.known_jobs), (settings.files_dir, "file record", store.files.kept_files)
+    for folder, owner, known in kinds:
+        for names in pages(_names_in(folder), PAGE):
+            for path in (folder / name for name in sorted(set(names) - known(names))):
+                root = _run_root(path, settings)
+                root = path if root is not None and not root.exists() else root  # what it leads to is gone already
+                if root is not None and _changed_at(root) <= before:
+                    yield Removal(kind="leftover", path=root, bytes=size_of(root), why=f"no {owner} belongs to it")
+
+
+def pages(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """The items in lists of at most `size`."""
+    left = iter(items)
+    while found := list(islice(left, size)):
+        yield found
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        yield from (entry.name for entry in entries)
 
 
 def _run_root(path: Path, settings: Settings) -> Path | None:
@@ -253,7 +322,7 @@ def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
 
 
 def _is_in_use(removal: Removal, job: Job, settings: Settings, store: Store) -> bool:
-    return not _over(store.jobs.get_job(job.project_id, job.id)) or _is_needed(removal, _Needed.now(store, settings))
+    return not _is_over(store.jobs.get_job(job.project_id, job.id)) or _is_needed(removal, _Needed.now(store, settings))
 
 
 def _is_needed(removal: Removal, needed: _Needed) -> bool:
@@ -265,18 +334,12 @@ def _is_needed(removal: Removal, needed: _Needed) -> bool:
     return removal.kind == "run" or str(removal.path) in needed.paths
 
 
-def _over(job: Job) -> bool:
+def _is_over(job: Job) -> bool:
     return job.state in TERMINAL and job.phase is None
 
 
 def _ended(job: Job) -> str:
     return {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}[job.state.value]
-
-
-def _checkpoints(folder: Path) -> dict[str, int]:
-    """Name → step of the checkpoints that exist, as shards or as adapters."""
-    names = {path.name for kind in ("checkpoints", "adapters") for path in (folder / kind).glob("step-*-a*") if path.is_dir()}
-    return {name: int(name.split("-")[1]) for name in sorted(names) if name.split("-")[1].isdecimal()}
 
 
 def _removal(kind: Kind, path: Path, why: str, job: Job) -> Removal:

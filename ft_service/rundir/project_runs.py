@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,14 +31,8 @@ def run_root(home: Path, job_id: str) -> Path:
 
     Raises FtError if a link has taken its place in the folder of its project: a worker must have put it there.
     """
-    link = home / RUNS / job_id
-    try:
-        target = Path(os.path.normpath(link.parent / link.readlink()))
-    except OSError:  # there is nothing, or no link
-        return link
-    if target.parents[1:2] != (home / PROJECT_RUNS,):  # a link of the operator's
-        return link
-    if target.is_symlink():
+    target = _target(home, job_id)
+    if target.parents[1] == home / PROJECT_RUNS and target.is_symlink():
         raise FtError(f"The run directory of {job_id} was replaced by a link, which is not followed: {target}.")
     return target
 
@@ -54,3 +49,24 @@ def move_run(home: Path, project_id: str, job_id: str) -> Path:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(target, link.parent))
     return run_root(home, job_id)
+
+
+def remove_run(home: Path, job_id: str) -> None:
+    """Remove a job's run directory, if it exists, and the link to it. Of what has taken its place only the link goes. Raises
+    OSError."""
+    target = _target(home, job_id)
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
+    (home / RUNS / job_id).unlink(missing_ok=True)
+
+
+def _target(home: Path, job_id: str) -> Path:
+    """The path that a link in `runs` leads to, if it is the service's; else its own."""
+    link = home / RUNS / job_id
+    try:
+        target = Path(os.path.normpath(link.parent / link.readlink()))
+    except OSError:  # there is nothing, or no link
+        return link
+    return target if target.parents[1:2] == (home / PROJECT_RUNS,) else link  # else a link of the operator's

@@ -79,14 +79,17 @@ class Handoff:
     def look(self) -> None:
         """Compare and act once. Raises UnavailableError if the database does not answer."""
         known = {job.id for job in self._jobs.values()}
-        for project_id, job_id in self._store.models.succeeded_jobs():
+        succeeded = self._store.models.succeeded_jobs()
+        for project_id, job_id in succeeded:
             if job_id not in known:
                 with contextlib.suppress(NotFoundError):  # it has gone meanwhile
                     job = self._store.jobs.get_job(project_id, job_id)
                     self._jobs[str(job.tuned_name)] = job
         deleted = self._store.models.all_deleted_models()
+        left = {job_id for _, job_id in succeeded}
+        self._jobs = {name: job for name, job in self._jobs.items() if job.id in left}
         wanted = {name: job for name, job in self._jobs.items() if name not in deleted}
-        for name in self._jobs.keys() - wanted.keys():
+        for name in deleted.intersection(_names_in(self._adapters)):  # of jobs that are deleted, too
             shutil.rmtree(self._adapters / name, ignore_errors=True)
         published = {name: job for name, job in wanted.items() if self._publish(name, job)}
         for server in self._servers:
@@ -102,7 +105,7 @@ class Handoff:
             self._refused = {(url, name) for url, name in self._refused if url != server.url}
             return
         self._away.discard(server.url)
-        for name in sorted(there & deleted & self._jobs.keys()):
+        for name in sorted(there & deleted):
             self._unload(server, name)
         to_judge: list[str] = []
         for name, job in published.items():
@@ -183,6 +186,12 @@ class Handoff:
 
     def _report(self, job: Job, verdict: Verdict, replica: str | None = None) -> None:
         report(self._places.run(job.id), SERVING, self._store, job, verdict, replica)
+
+
+def _names_in(folder: Path) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return [path.name for path in folder.iterdir()]
+    return []
 
 
 def inference_servers(settings: Settings) -> list[InferenceServer]:

@@ -18,7 +18,7 @@ from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, marker_key
 from ft_service.rundir.directory import MOST_BYTES, RunDir, UnreadableDocumentError
 from ft_service.rundir.engine import ENGINES
-from ft_service.rundir.project_runs import RUNS, move_run, run_root
+from ft_service.rundir.project_runs import RUNS, move_run, remove_run, run_root
 from ft_service.settings import Settings
 from ft_service.storage.object_store import ObjectStore
 
@@ -103,6 +103,13 @@ class Places:
     def run_of_project(self, project_id: str, job_id: str) -> RunDir:
         """Return the run directory of a job, which does not run, after moving it to the folder of its project."""
         return RunDir(move_run(self._home, project_id, job_id))
+
+    def remove_run(self, job_id: str) -> None:
+        """Remove the run directory of a job, which is over, if it exists. Raises OSError."""
+        remove_run(self._home, job_id)
+        if self._objects is not None:
+            for key in self._objects.list(f"{RUNS}/{job_id}"):
+                self._objects.remove(key)
 
     def descriptions(self) -> RunDir:
         """Return the folder of descriptions of bases, which are documents as in a run directory."""

@@ -104,17 +104,20 @@ class FileStore(StorePart):
         with self._database.reading() as connection:
             return set(connection.scalars(select(files.c.sha256).where(files.c.id.in_(file_ids))))
 
-    def old_files(self, seconds: float) -> list[File]:
-        """Visible files of all projects older than `seconds` to which no unfinished job refers."""
+    def old_files(self, seconds: float, *, after: str | None = None, limit: int) -> list[File]:
+        """Visible files of all projects older than `seconds` to which no unfinished job refers, the oldest first, from the one
+        after the file `after`."""
         old = files.c.created_at <= database_time() - seconds
-        query = select(*FILE).where(old, LIVE, ~referred_to()).order_by(files.c.position)
+        query = select(*FILE).where(old, LIVE, ~referred_to()).order_by(files.c.position).limit(limit)
+        if after is not None:
+            query = query.where(files.c.position > select(files.c.position).where(files.c.id == after).scalar_subquery())
         with self._database.reading() as connection:
             return [File(**row) for row in connection.execute(query).mappings()]
 
-    def kept_files(self) -> set[str]:
-        """Ids of all projects' files whose bytes may be on the disk."""
+    def kept_files(self, file_ids: Sequence[str]) -> set[str]:
+        """Those of these ids that a file of any project has whose bytes may be on the disk."""
         with self._database.reading() as connection:
-            return set(connection.scalars(select(files.c.id).where(files.c.freed_at.is_(None))))
+            return set(connection.scalars(select(files.c.id).where(files.c.id.in_(file_ids), files.c.freed_at.is_(None))))
 
     def mark_freed(self, file_ids: Sequence[str]) -> None:
         """Note that the bytes of these files are removed."""

@@ -61,7 +61,7 @@ from ft_service.store.tables import (
     projects,
 )
 from ft_service.store.tenants.audit import record
-from ft_service.store.tenants.projects import lock_project
+from ft_service.store.tenants.projects import lock_project, refuse_deleted
 from ft_service.store.webhooks import announce
 from ft_service.wording import counted
 
@@ -74,7 +74,8 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
-_SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
+_THERE = jobs.c.deleted_at.is_(None)
+_SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"), _THERE)
 _INSERT_EVENTS = insert(events)
 _INSERT_JOB = insert(jobs).values(created_at=database_time()).returning(jobs.c.position, *JOB)
 _MEASURED = (
@@ -129,12 +130,12 @@ class JobStore(StorePart):
 
     def get_job(self, project_id: str, job_id: str) -> Job:
         with self._database.reading() as connection:
-            return _get(connection, project_id, job_id)
+            return read_job(connection, project_id, job_id)
 
     def job_of_organization(self, organization: str, job_id: str) -> Job | None:
         """A job of any project of an organization."""
         query = select(*JOB).join(projects, projects.c.id == jobs.c.project_id)
-        query = query.where(jobs.c.id == job_id, projects.c.organization == organization)
+        query = query.where(jobs.c.id == job_id, projects.c.organization == organization, _THERE)
         with self._database.reading() as connection:
             row = connection.execute(query).mappings().one_or_none()
         return None if row is None else to_job(row)
@@ -153,7 +154,7 @@ class JobStore(StorePart):
         """A project's jobs, newest first. `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
         `metadata_key`: only jobs that have this key."""
         mine = jobs.c.project_id == project_id
-        query = select(*JOB).where(mine)
+        query = select(*JOB).where(mine, _THERE)
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
             pair = job_metadata.alias()
             matches = (pair.c.project_id == project_id, pair.c.key == key, pair.c.value == value)
@@ -193,7 +194,7 @@ class JobStore(StorePart):
         too many would wait, ConflictError if the job keeps changing."""
         for _ in range(MAX_TRIES):
             with self._database.writing(makes_room=verb is not Verb.RESUME) as connection:
-                old = _get(connection, project_id, job_id)
+                old = read_job(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
                 new = user_actions.request(old, verb, now, slots, succeeded=succeeded, reason=reason)
                 if new.state is State.QUEUED and old.state is State.PAUSED and old.reason is not Reason.IDLE:
@@ -209,7 +210,7 @@ class JobStore(StorePart):
                     record(connection, project_id, f"job.{verb.value}", job_id)
                     if new.state is not old.state:
                         announce(connection, new)
-                job = _get(connection, project_id, job_id)
+                job = read_job(connection, project_id, job_id)
             self._database.changed.set()
             return job
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
@@ -244,7 +245,7 @@ class JobStore(StorePart):
         if messages:
             query = query.where(events.c.metrics.is_(None))
         with self._database.reading() as connection:
-            _get(connection, project_id, job_id)
+            read_job(connection, project_id, job_id)
             listing = Listing(events.c.position, events.c.id, [mine], newest_first=order == "desc")
             query = listing.apply(connection, query, after)
             return page(connection, query, limit, to_event)
@@ -253,7 +254,7 @@ class JobStore(StorePart):
         """Position of a job's event among all events; 0 for None. Raises NotFoundError, and SpecError for an id of another
         job."""
         with self._database.reading() as connection:
-            _get(connection, project_id, job_id)
+            read_job(connection, project_id, job_id)
             if event_id is None:
                 return 0
             return cursor(connection, events.c.position, events.c.id == event_id, events.c.job_id == job_id, after=event_id)
@@ -298,17 +299,32 @@ class JobStore(StorePart):
             redone = redone.where(newer.c.name.in_(names))
             query = query.where(checkpoints.c.name.in_(names))
         with self._database.reading() as connection:
-            _get(connection, project_id, job_id)
+            read_job(connection, project_id, job_id)
             query = Listing(step, checkpoints.c.id, [mine]).apply(connection, query.where(~redone), after)
             return page(connection, query, limit, to_checkpoint)
 
     def jobs_by_id(self, job_ids: Sequence[str]) -> list[Job]:
-        """Jobs of all projects by id; unknown ids are left out."""
+        """Jobs of all projects by id; unknown ids, and those of deleted jobs, are left out."""
         found: list[Job] = []
         with self._database.reading() as connection:
             for start in range(0, len(job_ids), _AT_ONCE):
-                query = select(*JOB).where(jobs.c.id.in_(job_ids[start : start + _AT_ONCE]))
+                query = select(*JOB).where(jobs.c.id.in_(job_ids[start : start + _AT_ONCE]), _THERE)
                 found += [to_job(row) for row in connection.execute(query).mappings()]
+        return found
+
+    def ended_before(self, job_ids: Sequence[str], seconds: float) -> list[str]:
+        """Of these ids those of jobs that ended at least so many seconds ago, and whose processes are gone."""
+        query = select(jobs.c.id).where(jobs.c.id.in_(job_ids), jobs.c.phase.is_(None))
+        with self._database.reading() as connection:
+            return list(connection.scalars(query.where(jobs.c.finished_at <= database_time() - seconds)))
+
+    def known_jobs(self, job_ids: Sequence[str]) -> set[str]:
+        """Those of these ids that a job of any project has, or a deleted one that is not erased."""
+        found: set[str] = set()
+        with self._database.reading() as connection:
+            for start in range(0, len(job_ids), _AT_ONCE):
+                query = select(jobs.c.id).where(jobs.c.id.in_(job_ids[start : start + _AT_ONCE]))
+                found.update(connection.scalars(query))
         return found
 
     def adapters_to_continue(self) -> list[tuple[str, str]]:
@@ -385,7 +401,10 @@ def create(connection: Connection, new: Sequence[NewJob]) -> list[Job]:
 
 
 def _refuse_more_waiting(connection: Connection, new: Sequence[NewJob]) -> None:
-    """Raise LimitError for a project with a limit that these jobs would exceed, counted in the transaction that stores them."""
+    """Raise LimitError for a project with a limit that these jobs would exceed, counted in the transaction that stores them,
+    and NotFoundError for one that was deleted meanwhile."""
+    for project_id in {one.job.project_id for one in new}:
+        refuse_deleted(connection, project_id)
     limits = {one.job.project_id: one.max_queued for one in new if one.max_queued is not None}
     for project_id, limit in limits.items():
         lock_project(connection, project_id)
@@ -404,7 +423,8 @@ def _refuse_waiting_beyond(connection: Connection, project_id: str, more: int, l
         )
 
 
-def _get(connection: Connection, project_id: str, job_id: str) -> Job:
+def read_job(connection: Connection, project_id: str, job_id: str) -> Job:
+    """A project's job that is not deleted. Raises NotFoundError."""
     row = connection.execute(_SELECT_JOB, {"job_id": job_id, "of_project": project_id}).mappings().one_or_none()
     if row is None:
         raise not_found("fine-tuning job", job_id)

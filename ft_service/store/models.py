@@ -14,6 +14,7 @@ from ft_service.store.records import Order, Page, Permission
 from ft_service.store.rows import Listing, columns_of, not_found, page
 from ft_service.store.tables import deleted_models, jobs, permissions, projects
 from ft_service.store.tenants.audit import record
+from ft_service.store.tenants.projects import THERE
 
 PERMISSION = columns_of(Permission, permissions)
 
@@ -37,8 +38,8 @@ class ModelStore(StorePart):
             return set(connection.scalars(select(deleted_models.c.model).where(deleted_models.c.project_id == project_id)))
 
     def succeeded_jobs(self) -> list[tuple[str, str]]:
-        """Project and id of every job that has succeeded, oldest first."""
-        query = select(jobs.c.project_id, jobs.c.id).where(jobs.c.state == State.SUCCEEDED.value)
+        """Project and id of every job that has succeeded, oldest first; not of deleted ones."""
+        query = select(jobs.c.project_id, jobs.c.id).where(jobs.c.state == State.SUCCEEDED.value, jobs.c.deleted_at.is_(None))
         with self._database.reading() as connection:
             return [(project, job) for project, job in connection.execute(query.order_by(jobs.c.position))]
 
@@ -46,13 +47,19 @@ class ModelStore(StorePart):
         with self._database.reading() as connection:
             return set(connection.scalars(select(deleted_models.c.model)))
 
+    def deleted_after(self, model: str, limit: int) -> list[str]:
+        """Names of deleted models of all projects in their order, from the one after `model`."""
+        query = select(deleted_models.c.model).where(deleted_models.c.model > model).order_by(deleted_models.c.model)
+        with self._database.reading() as connection:
+            return list(connection.scalars(query.limit(limit)))
+
     def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
         """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
 
         Raises SpecError naming the first project that there is not in this organization: of others nothing is said.
         """
         organization = select(projects.c.organization).where(projects.c.id == project_id).scalar_subquery()
-        near = select(projects.c.id).where(projects.c.id.in_(grantees), projects.c.organization == organization)
+        near = select(projects.c.id).where(projects.c.id.in_(grantees), projects.c.organization == organization, THERE)
         with self._database.writing() as connection:
             known = set(connection.scalars(near))
             for number, grantee in enumerate(grantees):

@@ -62,6 +62,8 @@ class Project:
     created_at: float
     archived_at: float | None = None
     """When its keys became invalid."""
+    deleted_at: float | None = None
+    """When it was deleted; what it has is removed since then."""
     limits: TenantLimits = TenantLimits()
 
 

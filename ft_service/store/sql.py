@@ -16,6 +16,7 @@ from sqlalchemy import Connection, func, select, text
 from ft_service.errors import UnavailableError
 from ft_service.store.database import Database, DatabaseLimits, database_time
 from ft_service.store.engines import EngineStore
+from ft_service.store.erasure import ErasureStore
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
@@ -85,6 +86,7 @@ class Store(Database):
         self.engines = EngineStore(self)
         self.queue = QueueStore(self)
         self.tinker = TinkerStore(self)
+        self.erasure = ErasureStore(self)
 
     def close(self) -> None:
         self.keys.close()

@@ -57,9 +57,9 @@ class SweepStore(StorePart):
             return [Sweep(**row) for row in connection.execute(query).mappings()]
 
     def jobs_of_sweeps(self, sweep_ids: Collection[str]) -> dict[str, list[Job]]:
-        """Sweep → its jobs in the order of their creation."""
+        """Sweep → its jobs in the order of their creation; not deleted ones."""
         found: dict[str, list[Job]] = {sweep_id: [] for sweep_id in sweep_ids}
-        query = select(*JOB).where(jobs.c.sweep_id.in_(list(sweep_ids))).order_by(jobs.c.position)
+        query = select(*JOB).where(jobs.c.sweep_id.in_(list(sweep_ids)), jobs.c.deleted_at.is_(None)).order_by(jobs.c.position)
         with self._database.reading() as connection:
             for row in connection.execute(query).mappings():
                 found[row["sweep_id"]].append(to_job(row))
@@ -149,7 +149,7 @@ def _get(connection: Connection, project_id: str, sweep_id: str) -> Sweep:
 
 
 def _jobs(connection: Connection, sweep: Sweep) -> list[Job]:
-    query = select(*JOB).where(jobs.c.sweep_id == sweep.id).order_by(jobs.c.position)
+    query = select(*JOB).where(jobs.c.sweep_id == sweep.id, jobs.c.deleted_at.is_(None)).order_by(jobs.c.position)
     return [to_job(row) for row in connection.execute(query).mappings()]
 
 

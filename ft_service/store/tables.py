@@ -65,6 +65,9 @@ projects = Table(
     Column("name", StorableText),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
+    # Since when it is hidden, and what it has is removed; and when that was done.
+    Column("deleted_at", Double),
+    Column("erased_at", Double),
     # Besides max_slots (ft_service/store/records.py: Limits).
     Column("limits", StorableJson),
     # Ranks that it may run at once; NULL: no limit.
@@ -194,6 +197,10 @@ jobs = Table(
     Column("engine_id", StorableText),
     Column("fault_group", StorableText),
     Column("traceparent", StorableText),
+    # Since when it is hidden, until its rows and its run directory are removed.
+    Column("deleted_at", Double),
+    # When its events were removed by their age.
+    Column("trimmed_at", Double),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),
@@ -209,6 +216,9 @@ QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
 WAITING = jobs.c.state.in_([literal_column(f"'{state.value}'") for state in (State.VALIDATING, State.QUEUED)])
 MEASURED = and_(jobs.c.state == literal_column(f"'{State.SUCCEEDED.value}'"), jobs.c.work.is_not(None))
 UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
+ENDED = and_(jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None))
+UNTRIMMED = and_(jobs.c.finished_at.is_not(None), jobs.c.trimmed_at.is_(None))
+DELETED = jobs.c.deleted_at.is_not(None)
 Index(None, jobs.c.project_id, jobs.c.position)
 # By reason first: led by the state, SQLite would take it for the queue too, and sort.
 Index("ix_jobs_reason_state", jobs.c.reason, jobs.c.state)
@@ -224,6 +234,10 @@ Index(
 )
 # By which waiting jobs are estimated.
 Index("ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, postgresql_where=MEASURED)
+# What goes by age, and what its users have deleted.
+Index("ix_jobs_ended", jobs.c.finished_at, sqlite_where=ENDED, postgresql_where=ENDED)
+Index("ix_jobs_untrimmed", jobs.c.finished_at, sqlite_where=UNTRIMMED, postgresql_where=UNTRIMMED)
+Index("ix_jobs_deleted", jobs.c.position, sqlite_where=DELETED, postgresql_where=DELETED)
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
 
 
@@ -433,8 +447,12 @@ deleted_models = Table(
     Column("model", StorableText, primary_key=True),
     _project(),
     Column("deleted_at", Double, nullable=False),
+    # When its job was erased; the name stays a while for inference servers that have it loaded. NULL: the job is there.
+    Column("erased_at", Double),
 )
+ERASED = deleted_models.c.erased_at.is_not(None)
 Index(None, deleted_models.c.project_id)
+Index("ix_deleted_models_erased", deleted_models.c.erased_at, sqlite_where=ERASED, postgresql_where=ERASED)
 
 webhook_endpoints = Table(
     "webhook_endpoints",

@@ -50,11 +50,16 @@ def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -
 
 def remove(
     target: Annotated[str, typer.Argument(metavar="ID", help="A file (file-…), or a tuned model: its name (ft:…) or its job.")],
+    job: Annotated[bool, typer.Option("--job", help="The whole job: its record and all that it has made.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove an uploaded file, or the tuned model of a job. The job's own record stays, and so do its checkpoints, until
-    `ft prune` or an age limit takes its run directory."""
+    `ft prune` or an age limit takes its run directory; with --job, a job that is over goes with its record, events, logs,
+    checkpoints and models, and the files that were uploaded for it stay."""
+    if job:
+        _remove_job(target, yes, as_json)
+        return
     with connect() as client:
         if target.startswith("file-"):
             file = _file(client, target)
@@ -69,6 +74,18 @@ def remove(
         print_json({"id": name, "deleted": True})
     else:
         print_text(f"Removed {what}.")
+
+
+def _remove_job(word: str, yes: bool, as_json: bool) -> None:
+    with connect() as client:
+        found = client.job(find_job(client, word, only_one=True, fit=lambda job: job.over))
+        if not yes:
+            ask_to_remove(f"the job {found.id} with all that it has made")
+        models = client.delete_job(found.id)
+    if as_json:
+        print_json({"id": found.id, "deleted": True, "deleted_models": models})
+    else:
+        print_text(f"Removed the job {found.id}{''.join(f', {model}' for model in models)}.")
 
 
 def _file(client: Client, word: str) -> RemoteFile:

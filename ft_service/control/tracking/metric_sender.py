@@ -32,7 +32,7 @@ from ft_service.control.tracking.metric_points import (
     retry_after,
     without_users,
 )
-from ft_service.errors import UnavailableError
+from ft_service.errors import NotFoundError, UnavailableError
 from ft_service.host.environment import NETWORK
 from ft_service.host.helper_process import HelperFailed, HelperProcess, Program
 from ft_service.host.loops import every
@@ -156,7 +156,7 @@ class RunSender:
         with about(job_id=self._integration.job_id):
             try:
                 self._send_or_report()
-            except UnavailableError as error:
+            except (UnavailableError, NotFoundError) as error:
                 log.warning("%s", error.message)
             except Exception:
                 log.exception("sending metrics has failed")
@@ -196,7 +196,7 @@ class RunSender:
             self._require_process()
 
     def _read_job(self) -> tuple[Job, str]:
-        (self._job,) = self._store.jobs.jobs_by_id([self._integration.job_id])
+        self._job = self._store.jobs.get_job(self._integration.project_id, self._integration.job_id)
         return self._job, next_task(self._job)
 
     def _open(self, job: Job) -> int:

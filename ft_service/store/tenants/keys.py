@@ -20,7 +20,7 @@ from ft_service.store.records import ApiKey, Principal, Scope
 from ft_service.store.rows import KEY, not_found
 from ft_service.store.tables import audit, keys, projects, sessions
 from ft_service.store.tenants.audit import record
-from ft_service.store.tenants.projects import limits_of
+from ft_service.store.tenants.projects import THERE, limits_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class KeyStore(StorePart):
         if len(secret) < MIN_SECRET_CHARACTERS:
             raise SpecError(f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.", param="secret")
         with self._database.writing() as connection:
-            if connection.scalars(select(projects.c.id).where(projects.c.id == project_id)).one_or_none() is None:
+            if connection.scalars(select(projects.c.id).where(projects.c.id == project_id, THERE)).one_or_none() is None:
                 raise NotFoundError(f"There is no project {project_id!r}.")
             key = _insert(connection, project_id, name, scope, secret, expires_at)
             record(connection, project_id, "key.created", key.id, name=name, scope=scope)

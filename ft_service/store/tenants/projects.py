@@ -28,9 +28,11 @@ from ft_service.store.tenants.audit import record
 MANAGING_PROJECT = "default"
 """The first project of a service. Its admin keys manage the other projects of its organisation."""
 
+THERE = projects.c.deleted_at.is_(None)
 OPEN_UPLOAD = and_(PENDING, uploads.c.expires_at > database_time())
 
-_PROJECT = [projects.c[name] for name in ("id", "organization", "name", "created_at", "archived_at", "max_slots", "limits")]
+_COLUMNS = ("id", "organization", "name", "created_at", "archived_at", "deleted_at", "max_slots", "limits")
+_PROJECT = [projects.c[name] for name in _COLUMNS]
 
 
 class ProjectStore(StorePart):
@@ -63,13 +65,21 @@ class ProjectStore(StorePart):
             return _get(connection, project_id)
 
     def list_projects(
-        self, *, organization: str | None = None, archived: bool = False, after: str | None = None, limit: int = 20
+        self,
+        *,
+        organization: str | None = None,
+        archived: bool = False,
+        deleted: bool = False,
+        after: str | None = None,
+        limit: int = 20,
     ) -> Page[Project]:
-        """Projects in order of creation. `organization`: None: of all organizations. `archived`: include archived ones."""
+        """Projects in order of creation. `organization`: None: of all organizations. `archived`: include archived ones;
+        `deleted`: and deleted ones of which something is left."""
         mine = [projects.c.organization == organization] if organization else []
         query: Select[Any] = select(*_PROJECT).where(*mine).order_by(projects.c.created_at, projects.c.id)
         if not archived:
             query = query.where(projects.c.archived_at.is_(None))
+        query = query.where(projects.c.erased_at.is_(None) if deleted else THERE)
         with self._database.reading() as connection:
             if after is not None:
                 there = connection.execute(select(projects.c.created_at).where(projects.c.id == after, *mine)).one_or_none()
@@ -136,9 +146,18 @@ def limits_of(max_slots: int | None, limits: dict[str, Any] | None) -> TenantLim
 
 
 def lock_project(connection: Connection, project_id: str) -> dict[str, Any]:
-    """Lock a project's row until the end of the transaction. Returns its limits that are set, but for max_slots."""
+    """Lock a project's row until the end of the transaction. Returns its limits that are set, but for max_slots. Raises
+    NotFoundError if it was deleted."""
     query = select(projects.c.limits).where(projects.c.id == project_id).with_for_update(key_share=True)
-    return connection.scalars(query).one_or_none() or {}
+    limits = connection.scalars(query).one_or_none() or {}
+    refuse_deleted(connection, project_id)
+    return limits
+
+
+def refuse_deleted(connection: Connection, project_id: str) -> None:
+    """Raise NotFoundError for a deleted project: what is stored for it now would be left behind."""
+    if connection.scalars(select(projects.c.id).where(projects.c.id == project_id, ~THERE)).one_or_none() is not None:
+        raise not_found("project", project_id)
 
 
 def refuse_bytes_beyond(
@@ -180,7 +199,7 @@ def _kept_bytes(connection: Connection, project_id: str) -> int:
 
 
 def _get(connection: Connection, project_id: str, *, lock: bool = False) -> Project:
-    query = select(*_PROJECT).where(projects.c.id == project_id)
+    query = select(*_PROJECT).where(projects.c.id == project_id, THERE)
     row = connection.execute(query.with_for_update(key_share=True) if lock else query).mappings().one_or_none()
     if row is None:
         raise not_found("project", project_id)
@@ -194,6 +213,7 @@ def _project(row: RowMapping) -> Project:
         name=row["name"] or row["id"],
         created_at=row["created_at"],
         archived_at=row["archived_at"],
+        deleted_at=row["deleted_at"],
         limits=limits_of(row["max_slots"], row["limits"]),
     )
 

@@ -13,7 +13,7 @@ from ft_service.store.records import Usage
 from ft_service.store.tables import projects, usage
 
 DAY_SECONDS = 86_400
-_AMOUNTS = ("slot_seconds", "tokens", "bytes", "jobs")
+AMOUNTS = ("slot_seconds", "tokens", "bytes", "jobs")
 
 
 def exact(seconds: float) -> float:
@@ -25,7 +25,7 @@ def add_use(connection: Connection, project_id: str, key_id: str | None, now: fl
     """Add usage on the day of `now` (database time). `amounts`: slot_seconds, tokens, bytes or jobs."""
     row = {"project_id": project_id, "key_id": key_id or "", "day": int(now // DAY_SECONDS)}
     more = {name: usage.c[name] + amount for name, amount in amounts.items()}
-    statement = upsert(connection, usage).values(**row, **dict.fromkeys(_AMOUNTS, 0) | amounts)
+    statement = upsert(connection, usage).values(**row, **dict.fromkeys(AMOUNTS, 0) | amounts)
     connection.execute(statement.on_conflict_do_update(index_elements=["project_id", "key_id", "day"], set_=more))
 
 
@@ -62,7 +62,7 @@ class UsageStore(StorePart):
         """Usage by day, and by `asked.group_by`."""
         groups = [usage.c.day, *(usage.c[name] for name in ("project_id", "key_id") if name in asked.group_by)]
         query = (
-            select(*groups, *(func.sum(usage.c[name]).label(name) for name in _AMOUNTS))
+            select(*groups, *(func.sum(usage.c[name]).label(name) for name in AMOUNTS))
             .where(usage.c.day >= asked.first_day, usage.c.day <= asked.last_day)
             .group_by(*groups)
             .order_by(*groups)

@@ -62,6 +62,32 @@ def test_a_job_of_a_later_version_is_shown_listed_and_cancelled(
     assert refused == ["/plan", "/samples", "/statistics", "/v1/fine_tuning/jobs", "/v1/chat/completions"]
 
 
+def test_a_job_that_is_over_is_deleted_with_what_it_has_made(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    done = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    path = f"/v1/fine_tuning/jobs/{done.id}"
+    refused = check_error(service.http("DELETE", path), 400)
+    assert (refused["code"], refused["param"]) == ("invalid_state", "job_id")
+    ended = {"state": State.SUCCEEDED, "reason": Reason.SUCCEEDED, "attempt": 1, "finished_at": 1e9}
+    tuned = str(put(service, done.id, checkpoints=(5,), **ended).tuned_name)
+    run_dir(service, done.id).put("adapter/adapter_config.json", b"{}")
+    child = client.fine_tuning.jobs.create(model=tuned, training_file=training_file)
+    names = [tuned, f"{tuned}:ckpt-step-5"]
+    answer = {"id": done.id, "deleted": True, "object": "fine_tuning.job", "deleted_models": names}
+    assert service.http("DELETE", path).json() == answer
+    assert check_error(service.http("DELETE", path), 404)
+    for gone in _paths_of_a_job(service):
+        assert check_error(service.http("GET", gone.format(job_id=done.id)), 404)
+    assert check_error(service.http("GET", "/v1/fine_tuning/metrics", params={"job": done.id}), 404)
+    assert [job.id for job in client.fine_tuning.jobs.list().data] == [child.id]
+    assert not {tuned, *names} & {model.id for model in client.models.list()}
+    again = service.http("POST", "/v1/fine_tuning/jobs", json={"model": tuned, "training_file": training_file})
+    assert check_error(again, 400)["code"] == "model_not_found"
+    assert client.files.retrieve(training_file).id == training_file
+    assert run_dir(service, done.id).path("adapter/adapter_config.json").exists(), "the other job continues from it"
+
+
 def _paths_of_a_job(service: Service) -> list[str]:
     paths = service.http("GET", "/openapi.json").json()["paths"]
     return sorted(

@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from ft_service.control.erasing import erase
+from ft_service.control.housekeeping import remove_expired
 from ft_service.jobs.states import State
+from ft_service.storage.locations import Places
 from ft_service.store.records import TenantLimits
 from tests.support.creating import create_job
 from tests.support.records import move_project, new_job
@@ -216,6 +219,34 @@ def test_an_organisation_is_managed_by_the_client_of_openai(service: Service, cl
     assert newest["actor"]["session"]["ip_address"] == "127.0.0.1"
     assert newest["actor"]["api_key"]["id"] is not None
     assert check_error(service.http("POST", "/v1/organization/projects/default/archive", json={}), 400)
+
+
+def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(service: Service) -> None:
+    """Of two tenants the other loses nothing."""
+    service.store.projects.ensure_project("gone", "local")
+    key = service.store.keys.create_key(project_id="gone", name="k", scope="admin")[1]
+    gone = tenant(service, "gone", key)
+    service.sql("UPDATE jobs SET state = 'queued' WHERE finished_at IS NULL")  # those of the sweep, whose turn it would be
+    theirs = tenant(service, "default", service.key)
+    path = "/v1/organization/projects"
+    assert check_error(service.http("DELETE", f"{path}/gone", key=key), 403), "for its own admin, too"
+    deleted = service.http("DELETE", f"{path}/gone").json()
+    assert deleted == {"id": "gone", "deleted": True, "object": "organization.project.deleted"}
+    assert check_error(service.http("DELETE", f"{path}/gone"), 404)
+    assert check_error(service.http("GET", f"{path}/gone"), 404)
+    assert check_error(service.http("DELETE", f"{path}/default"), 400)["param"] == "project_id"
+    listed = service.http("GET", f"{path}?include_archived=true").json()["data"]
+    assert {one["id"] for one in listed} == {"default", "third-default", "third-gone"}
+    before = everything(service, theirs)
+    service.sql("UPDATE projects SET deleted_at = deleted_at - 60 WHERE id = 'gone'")
+    for _ in range(4):
+        remove_expired(service.settings, service.store)
+        list(erase(service.settings, service.store, Places(service.settings.home)))
+    assert service.store.erasure.projects_to_erase() == []
+    folders = [service.settings.runs_dir, service.settings.files_dir]
+    assert not [path for folder in folders for path in folder.rglob("*") if gone["job_id"] in str(path)]
+    assert not (service.settings.files_dir / gone["file_id"]).exists()
+    assert everything(service, theirs) == before
 
 
 def test_a_tenants_admin_manages_its_keys_and_not_its_limits(service: Service, rival: str) -> None:

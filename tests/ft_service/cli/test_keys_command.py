@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -128,3 +129,19 @@ def test_the_key_of_this_host_is_renewed_where_ft_reads_it(ft: Ft, home: Path) -
         key["id"] for key in json.loads(ft("keys", "list", "--json").out) if key["prefix"] == renewed.out[: len(key["prefix"])]
     ]
     assert "`ft` used this key on this host." in ft("keys", "revoke", key).err
+
+
+def test_a_project_is_deleted_with_all_that_it_has_and_asks_first(ft: Ft, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = json.loads(ft("projects", "create", "vision", "--json").out)["id"]
+    secret = ft("keys", "create", "--project", "vision").out.strip()
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert f"would remove the project {project} (vision) with all its jobs" in ft("projects", "delete", "vision").err
+    assert ft("projects", "delete", "default", "--yes").code == 64
+    assert (
+        ft("projects", "delete", "vision", "--yes").out == f"{project} (vision) is deleted. The server removes what it has.\n"
+    )
+    assert "There is no project 'vision'" in ft("projects", "delete", "vision", "--yes").err
+    assert [one["id"] for one in json.loads(ft("projects", "list", "--json").out)] == ["default"]
+    assert re.search(rf"{project}\tvision\tdeleted", ft("projects", "list", "--archived").out)
+    with closing(open_store(f"sqlite:///{home / 'ft.db'}")) as store:
+        assert store.keys.authenticate(secret) is None

@@ -6,22 +6,25 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import insert, select
 
-from ft_service.control.housekeeping import free
+from ft_service.control import pruning
+from ft_service.control.housekeeping import free, retain
 from ft_service.control.pruning import DAY_SECONDS, RetentionLimits, plan_pruning, remove
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.directory import RunDir
 from ft_service.settings import Settings
-from ft_service.spec import AdapterRef, StoredSpec
+from ft_service.spec import AdapterRef, StoredSpec, TunedName
 from ft_service.storage.locations import Places
 from ft_service.store.records import File
 from ft_service.store.sql import Store
+from ft_service.store.tables import jobs
 from tests.support.creating import create_job
 from tests.support.reconciling import PROJECT, new_store, spec_of
 
@@ -40,6 +43,10 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(home=tmp_path)
 
 
+def model_of(job_id: str, step: int | None = None) -> str:
+    return str(TunedName("tiny", "local", "", job_id.removeprefix("ftjob-"), step))
+
+
 def add(store: Store, settings: Settings, job_id: str, state: State, days: float = 0.0, **changes: Any) -> RunDir:
     """A job that ended some days ago, its outcome, and two checkpoints of which one was asked for as an adapter."""
     ended = state in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
@@ -48,7 +55,7 @@ def add(store: Store, settings: Settings, job_id: str, state: State, days: float
         project_id=PROJECT,
         created_at=0.0,
         request={"training_file": changes.pop("training_file", "file-x")},
-        stored_spec=StoredSpec.of(spec_of(job_id, parent=changes.pop("parent", None))),
+        stored_spec=StoredSpec.of(spec_of(job_id, parent=changes.pop("parent", None), tuned_name=model_of(job_id))),
         state=state,
         reason=Reason.SUCCEEDED if ended else None,
         finished_at=store.now() - days * DAY_SECONDS if ended else None,
@@ -63,7 +70,7 @@ def add(store: Store, settings: Settings, job_id: str, state: State, days: float
 
 def pruned(settings: Settings, store: Store, limits: RetentionLimits = ALL) -> list[str]:
     """What went, below FT_HOME."""
-    planned = plan_pruning(settings, store, limits, cache=settings.home / "cache")
+    planned = list(plan_pruning(settings, store, limits, cache=settings.home / "cache"))
     for removal in planned:
         assert remove(removal, settings, store), removal
         assert not removal.path.exists()
@@ -82,9 +89,9 @@ def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
         "runs/ftjob-week/checkpoints/step-3-a1",
         "runs/ftjob-week/checkpoints/step-6-a1",
     ]
-    assert store.models.is_deleted("ft:tiny:local::ftjob-month")
-    assert store.models.is_deleted("ft:tiny:local::ftjob-month:ckpt-step-6")
-    assert not store.models.is_deleted("ft:tiny:local::ftjob-week")
+    assert store.models.is_deleted(model_of("ftjob-month"))
+    assert store.models.is_deleted(model_of("ftjob-month", 6))
+    assert not store.models.is_deleted(model_of("ftjob-week"))
     assert (settings.runs_dir / "ftjob-week/adapters/step-3-a1/a").exists()
     assert pruned(settings, store) == []
 
@@ -101,7 +108,7 @@ def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
 )
 def test_what_is_not_over_is_never_touched(settings: Settings, store: Store, state: State, phase: Phase | None) -> None:
     run = add(store, settings, "ftjob-1", state, 365, phase=phase)
-    store.models.delete_model(PROJECT, "ft:tiny:local::ftjob-1")
+    store.models.delete_model(PROJECT, model_of("ftjob-1"))
     os.utime(run.root, (0, 0))
     assert pruned(settings, store) == []
 
@@ -109,8 +116,8 @@ def test_what_is_not_over_is_never_touched(settings: Settings, store: Store, sta
 def test_what_an_unfinished_job_goes_on_from_stays(settings: Settings, store: Store) -> None:
     of_outcome = add(store, settings, "ftjob-a", State.SUCCEEDED, 99)
     of_checkpoint = add(store, settings, "ftjob-b", State.SUCCEEDED, 99)
-    for model in ("ftjob-a", "ftjob-b:ckpt-step-6"):
-        store.models.delete_model(PROJECT, f"ft:tiny:local::{model}")
+    for model in (model_of("ftjob-a"), model_of("ftjob-b", 6)):
+        store.models.delete_model(PROJECT, model)
     for child, path in (("1", of_outcome.path("adapter")), ("2", of_checkpoint.path("adapters/step-6-a1"))):
         ref = AdapterRef(name="ft:…", job_id=path.parents[0 if path.name == "adapter" else 1].name, path=str(path))
         add(store, settings, f"ftjob-{child}", State.PAUSED, parent=ref)
@@ -154,13 +161,71 @@ def test_a_run_that_cannot_be_read_keeps_no_other(
 
 def test_a_deleted_models_adapter_goes_and_the_rest_stays(settings: Settings, store: Store) -> None:
     add(store, settings, "ftjob-a", State.SUCCEEDED)
-    store.models.delete_model(PROJECT, "ft:tiny:local::ftjob-a")
+    store.models.delete_model(PROJECT, model_of("ftjob-a"))
     assert pruned(settings, store, RetentionLimits()) == ["runs/ftjob-a/adapter"]
-    store.models.delete_model(PROJECT, "ft:tiny:local::ftjob-a:ckpt-step-3")
+    store.models.delete_model(PROJECT, model_of("ftjob-a", 3))
     assert pruned(settings, store, RetentionLimits()) == [
         "runs/ftjob-a/adapters/step-3-a1",
         "runs/ftjob-a/checkpoints/step-3-a1",
     ]
+
+
+def repeat(store: Store, settings: Settings, job_id: str, number: int) -> None:
+    """As many more jobs like this one, with empty run directories."""
+    with store.writing() as connection:
+        row = dict(connection.execute(select(jobs).where(jobs.c.id == job_id)).mappings().one())
+        del row["position"]
+        connection.execute(insert(jobs), [row | {"id": f"{job_id}{place:04}"} for place in range(number)])
+    for place in range(number):
+        (settings.runs_dir / f"{job_id}{place:04}").mkdir()
+
+
+@pytest.fixture
+def loaded(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records of jobs, or of files, each statement has loaded."""
+    numbers: list[int] = []
+
+    def counting(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def load(*args: Any, **options: Any) -> list[Any]:
+            found = real(*args, **options)
+            numbers.append(len(found))
+            return found
+
+        return load
+
+    monkeypatch.setattr(store.jobs, "jobs_by_id", counting(store.jobs.jobs_by_id))
+    monkeypatch.setattr(store.files, "old_files", counting(store.files.old_files))
+    return numbers
+
+
+def test_records_are_loaded_only_of_what_goes_and_a_page_at_a_time(settings: Settings, store: Store, loaded: list[int]) -> None:
+    add(store, settings, "ftjob-old", State.SUCCEEDED, 31)
+    add(store, settings, "ftjob-new", State.SUCCEEDED, 1)
+    repeat(store, settings, "ftjob-old", 400)
+    repeat(store, settings, "ftjob-new", 2600)
+    assert (list(plan_pruning(settings, store, RetentionLimits(leftovers=True))), sum(loaded)) == ([], 0)
+    store.models.delete_model(PROJECT, model_of("ftjob-new", 6))
+    store.models.delete_model(PROJECT, model_of("ftjob-old0399"))  # of which there are no files
+    assert [removal.kind for removal in plan_pruning(settings, store, RetentionLimits())] == ["checkpoints"]
+    assert sum(loaded) == 1
+    loaded.clear()
+    found = list(plan_pruning(settings, store, RetentionLimits(runs=30)))
+    assert sorted(removal.path for removal in found if removal.kind == "run") == sorted(settings.runs_dir.glob("ftjob-old*"))
+    assert sum(loaded) == len(found) == 402
+    assert max(loaded) <= pruning.PAGE
+
+
+def test_old_files_are_loaded_a_page_at_a_time(
+    settings: Settings, store: Store, loaded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "PAGE", 3)
+    names = [f"file-{number}" for number in range(8)]
+    add_files(settings, store, *names)
+    (settings.files_dir / "file-0").unlink()
+    (settings.files_dir / "file-0").mkdir()  # cannot be removed as a file
+    retain(settings.model_copy(update={"keep_files_days": 7.0}), store)
+    assert loaded == [3, 3, 2, 0]
+    assert [path.name for path in settings.files_dir.iterdir()] == ["file-0"]
 
 
 def add_files(settings: Settings, store: Store, *names: str) -> None:
@@ -179,7 +244,10 @@ def test_files_go_by_age_unless_a_job_needs_them(settings: Settings, store: Stor
     add(store, settings, "ftjob-1", State.PAUSED, training_file="file-needed")
     assert pruned(settings, store) == ["files/file-old"]
     assert [file.id for file in store.files.list_files(PROJECT, order="asc").data] == ["file-needed", "file-new"]
-    assert (store.files.kept_files(), store.files.freeable_files()) == ({"file-needed", "file-new"}, [])
+    assert (store.files.kept_files(["file-old", "file-needed", "file-new"]), store.files.freeable_files()) == (
+        {"file-needed", "file-new"},
+        [],
+    )
 
 
 def test_a_file_that_a_job_comes_to_need_between_plan_and_removal_keeps_its_bytes(settings: Settings, store: Store) -> None:
@@ -189,7 +257,7 @@ def test_a_file_that_a_job_comes_to_need_between_plan_and_removal_keeps_its_byte
     store.files.delete_file(PROJECT, "file-gone")
     assert [remove(removal, settings, store) for removal in (needed, gone)] == [False, False]
     assert (settings.files_dir / "file-old").exists()
-    assert store.files.kept_files() == {"file-old", "file-gone"}
+    assert store.files.kept_files(["file-old", "file-gone"]) == {"file-old", "file-gone"}
 
 
 def test_leftovers_are_a_day_old_and_belong_to_nothing(settings: Settings, store: Store) -> None:
@@ -283,7 +351,7 @@ def test_descriptions_that_are_not_used_go(settings: Settings, store: Store) -> 
         (folder / name).write_text("{}")
         used = time.time() - days * DAY_SECONDS
         os.utime(folder / name, (used, used))
-    planned = plan_pruning(settings, store, ALL, cache=settings.home / "cache")
+    planned = sorted(plan_pruning(settings, store, ALL, cache=settings.home / "cache"), key=lambda removal: removal.path)
     assert [(removal.kind, removal.path.name, removal.bytes) for removal in planned] == [
         ("cache", "old.json", 2),
         ("cache", "used.json", 2),

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from sqlalchemy import text
 
+from ft_service.control.erasing import erase
 from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job, State
 from ft_service.meters import Meters
@@ -118,6 +119,23 @@ def test_a_tuned_model_is_published_loaded_by_all_and_verified_once(
     handoff.look()
     assert not any(vllm.loaded for vllm in replicas)
     assert not (tmp_path / "served" / name).exists()
+
+
+def test_the_model_of_a_deleted_job_goes_too_also_if_the_replica_or_the_service_was_away(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    job, other = succeeded(store, tmp_path, job_id="ftjob-1"), succeeded(store, tmp_path, job_id="ftjob-2")
+    names = {str(job.tuned_name), str(other.tuned_name)}
+    Handoff(settings, store, tmp_path / "served").look()
+    assert [set(vllm.loaded) for vllm in replicas] == [names] * 2
+    with store.writing() as connection:
+        connection.execute(text("UPDATE jobs SET finished_at = 1"))
+    store.erasure.delete_job(PROJECT, job.id)
+    for _ in erase(settings, store, Places(tmp_path)):
+        pass
+    Handoff(settings, store, tmp_path / "served").look()  # of a service that has started since
+    assert [set(vllm.loaded) for vllm in replicas] == [{str(other.tuned_name)}] * 2
+    assert [path.name for path in (tmp_path / "served").iterdir()] == [str(other.tuned_name)]
 
 
 def test_an_adapter_that_is_loaded_and_ignored_is_found_out(

@@ -147,6 +147,9 @@ class StubServer:
     def _job(self, request: httpx2.Request, job_id: str, verb: str) -> httpx2.Response:
         if job_id not in self.jobs:
             return error(404, f"There is no job {job_id!r}.", code="not_found")
+        if request.method == "DELETE":
+            model = self.jobs.pop(job_id).get("fine_tuned_model")
+            return httpx2.Response(200, json={"id": job_id, "deleted": True, "deleted_models": [model] if model else []})
         if verb == "events":
             return page(request, self.events[::-1])
         if verb == "checkpoints":

@@ -42,5 +42,8 @@ def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubS
     assert server.files == []
     assert json.loads(ft("rm", "last", "--yes", "--json").out) == {"id": TUNED, "deleted": True}
     assert server.requests[-1].method == "DELETE"
-    server.jobs["ftjob-1"].update(status="running", fine_tuned_model=None)
+    assert "would remove the job ftjob-1 with all that it has made. Say so" in ft("rm", "--job", "last").err
+    assert ft("rm", "--job", "last", "--yes").out == f"Removed the job ftjob-1, {TUNED}.\n"
+    assert server.jobs == {}
+    server.jobs["ftjob-1"] = job_body(status="running", fine_tuned_model=None)
     assert "Job ftjob-1 has no tuned model to remove (running)." in ft("rm", "last", "--yes").err

@@ -189,7 +189,7 @@ class Handoff:
 
 
 def _names_in(folder: Path) -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # `_publish` says what is wrong with it
         return [path.name for path in folder.iterdir()]
     return []
 

@@ -50,7 +50,7 @@ class Turns(Generic[Item]):
         self.places, self.of_project = places, places if of_project is None else of_project
         self._shares: dict[str, _Share[Item]] = {}
         self._level = 0.0
-        """What the project had used that was given the last turn."""
+        """Where projects begin while none has work: what the one had used that was given the last turn."""
         self._running = 0
 
     def __len__(self) -> int:
@@ -66,9 +66,10 @@ class Turns(Generic[Item]):
         """Have work wait for its turn. `size`: places that it takes. `first`: before the other work of its project."""
         if size > self.of_project:
             raise ValueError(f"work of {size} places, and a project has {self.of_project}")
+        others = [own.used for own in self._shares.values() if own.waiting or own.running]
         share = self._shares.setdefault(project, _Share(self._level))
         if not (share.waiting or share.running):
-            share.used = max(share.used, self._level)
+            share.used = max(share.used, min(others)) if others else self._level
         (share.waiting.appendleft if first else share.waiting.append)(Turn(project, item, cost, size))
 
     def take(self, may: Callable[[Item], bool] = lambda _: True) -> Turn[Item] | None:

@@ -69,6 +69,21 @@ def test_a_project_that_was_idle_has_saved_up_no_turns() -> None:
     assert 4 <= began.count("busy") <= 6
 
 
+def test_costs_that_were_expected_too_high_put_off_nobody_who_comes_later() -> None:
+    turns = Turns[str](places=8, of_project=7)
+    for number in range(100):
+        turns.put("busy", f"busy {number}", cost=1.0)
+    running = [turns.take() for _ in range(7)]
+    for turn in running:
+        assert turn is not None
+        turns.end(turn, cost=0.01)
+    turns.put("late", "late", cost=1.0)
+    turns.put("late", "late too", cost=1.0)
+
+    began = [turns.take() for _ in range(3)]
+    assert [turn.project for turn in began if turn is not None].count("late") >= 1
+
+
 def test_a_pause_does_not_make_a_project_forget_what_it_has_used() -> None:
     turns = Turns[str](places=2)
     turns.put("other", "long")

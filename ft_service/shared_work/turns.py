@@ -67,9 +67,9 @@ class Turns(Generic[Item]):
         if size > self.of_project:
             raise ValueError(f"work of {size} places, and a project has {self.of_project}")
         others = [own.used for own in self._shares.values() if own.waiting or own.running]
-        share = self._shares.setdefault(project, _Share(self._level))
+        share = self._shares.setdefault(project, _Share(0.0))
         if not (share.waiting or share.running):
-            share.used = max(share.used, min(others)) if others else self._level
+            share.used = max(share.used, min(others, default=self._level))
         (share.waiting.appendleft if first else share.waiting.append)(Turn(project, item, cost, size))
 
     def take(self, may: Callable[[Item], bool] = lambda _: True) -> Turn[Item] | None:

@@ -295,6 +295,7 @@ class RolloutLoop:
             step=step,
             first_seq=self._next_seq,
             sampled_from=sampled_from,
+            temperature=self.options.temperature,
             groups=len(groups),
             saves=schedule.is_saved(after),
             ends=ends,
@@ -313,7 +314,7 @@ class RolloutLoop:
         self._require_weights_in_use(after)
         began = time.perf_counter()
         requests = [self._request(prompt, count, seed_of(self.job.spec.seed, step, number)) for number, prompt in prompts]
-        sampled = self._sampler.sample(self._weights(after), requests)
+        sampled = self._sampler.sample(self._weights(after), requests, logprobs_at=self.options.temperature)
         reference = self._reference(prompts, sampled) if self.options.beta and step > 0 else None
         sampled_at = time.perf_counter()
         answers: list[SampledAnswer] = []
@@ -384,7 +385,7 @@ class RolloutLoop:
         """Log-probabilities of each answer's tokens by the model that training started from: [prompts][answers][tokens]."""
         pairs = zip(prompts, sampled, strict=True)
         answers = [([*prompt.ids, *tokens], len(tokens)) for (_, prompt), own in pairs for tokens in own.tokens]
-        scored = iter(self._sampler.score(self._weights(0), answers))
+        scored = iter(self._sampler.score(self._weights(0), answers, logprobs_at=self.options.temperature))
         return [[next(scored) for _ in own.tokens] for own in sampled]
 
     def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:

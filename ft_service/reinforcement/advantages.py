@@ -12,15 +12,17 @@ from typing import Literal
 
 LEAST_DEVIATION = 1e-4
 """Added to the standard deviation that divides, as TRL's GRPOTrainer does."""
+SAME = 1e-9
+"""Difference up to which rewards are the same, of them and in all: a sum of scores is rounded (0.1 + 0.2 is not 0.3)."""
 
 
 def advantages(rewards: Sequence[float | None], scale: Literal["none", "group"]) -> list[float]:
     """The advantage of each answer of a group. Answers without a reward (None) count for nothing: their advantage is 0.
 
-    All are 0 if fewer than two answers have a reward, or all have the same.
+    All are 0 if fewer than two answers have a reward, or all have the same within rounding.
     """
     known = [reward for reward in rewards if reward is not None]
-    if len(known) < 2 or min(known) == max(known):
+    if len(known) < 2 or math.isclose(min(known), max(known), rel_tol=SAME, abs_tol=SAME):
         return [0.0] * len(rewards)
     mean = math.fsum(known) / len(known)
     divisor = 1.0

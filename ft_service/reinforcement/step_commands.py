@@ -3,7 +3,8 @@
     checkpoint?  forward_backward…  optim_step  save_weights_for_sampler         the last record: checkpoint?  finish
 
 The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp - q), lp is its log-probability by the trainer
-and q by the sampler: the policy gradient with truncated importance sampling. It is the CISPO of ft_service/tinker without a
+and q by the sampler, both at the temperature of sampling, since what is drawn from is the policy whose reward is to rise: the
+policy gradient with truncated importance sampling. It is the CISPO of ft_service/tinker without a
 lower bound. What counts as the mean over a step is in the advantages.
 """
 
@@ -22,7 +23,7 @@ from ft_service.reinforcement.step_records import AnsweredPrompt, SampledAnswer,
 from ft_service.spec import JobSpec
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.tinker import tinker_messages_pb2 as pb
-from ft_service.tinker.commands import Command
+from ft_service.tinker.commands import TEMPERATURE, Command
 from ft_service.tinker.loss_calls import CLIP_HIGH, CLIP_LOW
 
 DATA_OF_COMMAND = 256
@@ -57,8 +58,9 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
         add("finish", {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}})
         return commands
     data = list(_data(record, spec.reinforcement, spec.longest_answer))
+    at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
     for part in _parts(data):
-        add("forward_backward", {}, _message(part, spec.reinforcement).SerializeToString(deterministic=True))
+        add("forward_backward", at, _message(part, spec.reinforcement).SerializeToString(deterministic=True))
     report = {
         "total_steps": schedule.total_steps,
         "epoch": head.step / schedule.steps_of_epoch,

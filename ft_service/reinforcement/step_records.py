@@ -78,6 +78,8 @@ class RecordHead(Line):
     """Number of the first command that follows from it."""
     sampled_from: int
     """Number of steps after which the sampled weights were saved."""
+    temperature: float = 1.0
+    """Of the answers' log-probabilities. Up to 0.2 they were those at 1, whatever was drawn from."""
     groups: int
     """Number of lines with answers to train on."""
     saves: bool = False

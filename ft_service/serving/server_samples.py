@@ -41,6 +41,10 @@ AT_ONCE = 128
 TOKEN = "token_id:"
 """How vLLM writes a token if it is asked for numbers (return_tokens_as_token_ids)."""
 
+_PLACES = 8
+"""Tokens by which it is found out at which temperature a server tells log-probabilities."""
+_Likeliest = Sequence[tuple[int, float]]
+"""Tokens with their log-probabilities in nats, the likeliest first."""
 Choices = Sequence[Mapping[str, Any]]
 """What /completions answers."""
 
@@ -58,6 +62,8 @@ class ServerSampler:
         self._away: dict[InferenceServer, float] = {}
         self._loading = threading.Lock()
         self._loaded: set[tuple[InferenceServer, str]] = set()
+        self._tells_drawn: set[InferenceServer] = set()
+        """Servers whose log-probabilities are known to be those at the temperature that is drawn at."""
 
     def submit(
         self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
@@ -103,6 +109,7 @@ class ServerSampler:
 
     def _answer(self, server: InferenceServer, name: str, order: dict[str, Any], deliver: Deliver) -> None:
         try:
+            self._require_logprobs_at(server, order)
             for part in parts_of(order, self._completed(server, name, order)):
                 deliver(part)
         except UnavailableError as error:
@@ -138,6 +145,30 @@ class ServerSampler:
         self._load(server, name, Path(order["adapter"]))
         return [server.complete(body) for body in bodies]
 
+    def _require_logprobs_at(self, server: InferenceServer, order: Mapping[str, Any]) -> None:
+        """Raise SpecError unless the server tells log-probabilities at the temperature that the order asks for. It is asked
+        once, by a model that it has besides: the mode is the server's."""
+        at = order.get("logprobs_at", 1.0)
+        if at == 1 or (server in self._tells_drawn and not order["scored"]):
+            return
+        asked = f"temperature = {at:g}: {server.url} tells log-probabilities"
+        if order["scored"]:
+            said = f"{asked} of given tokens at temperature 1 only, and beta needs them at {at:g}."
+            raise SpecError(f"{said} Set temperature to 1, or beta to 0.", param="temperature")
+        few = max(1, min(_PLACES, (order["max_tokens"] or _PLACES + 1) - 1))
+        base = min(name for name in server.models() if not name.startswith(PREFIX))
+        one = {**order, "n": 1, "top_logprobs": 2, "ends": False, "stop_texts": [], "stop_tokens": []}
+        [drawn, *_] = server.complete(bodies_of(one, base, few)[0])
+        tokens = [_number(token) for token in drawn["logprobs"]["tokens"]]
+        known = {**one, "prompt": [*order["prompt"], *tokens], "scored": len(tokens), "top_prompt_logprobs": 2}
+        [scored, *_] = server.complete(bodies_of(known, base, 1)[0])
+        raw = _scores(known, scored.get("prompt_logprobs") or (), len(order["prompt"]))["top"]
+        if not is_told_at(at, [_likeliest(own, 2) for own in drawn["logprobs"]["top_logprobs"]], raw):
+            said = f"{asked} at temperature 1, and training needs those at which answers are drawn."
+            way = "Start vLLM with --logprobs-mode processed_logprobs, or set temperature to 1."
+            raise SpecError(f"{said} {way}", param="temperature")
+        self._tells_drawn.add(server)
+
     def _load(self, server: InferenceServer, name: str, source: Path) -> None:
         assert self._adapters is not None  # without it a sampler of weights is refused
         folder = self._adapters / name
@@ -157,6 +188,13 @@ def version_of(folder: Path) -> str:
     except FileNotFoundError:
         raise NotFoundError("The weights were deleted.", param="model_path", code="weights_not_found") from None
     return PREFIX + hashlib.sha256(f"{folder} {state.st_ino} {state.st_mtime_ns}".encode()).hexdigest()[:24]
+
+
+def is_told_at(temperature: float, told: Sequence[_Likeliest], at_one: Sequence[_Likeliest]) -> bool:
+    """Whether the log-probabilities of places' two likeliest tokens are rather those at a temperature than those at 1, which
+    are given too. Their distance says it: it is that of the logits, divided by the temperature. Pure."""
+    ours, raw = (sum(first[1] - second[1] for first, second in of_places) for of_places in (told, at_one))
+    return abs(ours - raw / temperature) <= abs(ours - raw)
 
 
 def bodies_of(order: Mapping[str, Any], name: str, max_tokens: int) -> list[dict[str, Any]]:

@@ -57,10 +57,19 @@ class SampleOrders(Generic[K]):
         """Key → the parts of the answer so far, and the sampler's ticket."""
 
     def submit(
-        self, key: K, model: PreviewModel, adapter: str | None, request: SampleRequest, project_id: str, *, texts: bool = False
+        self,
+        key: K,
+        model: PreviewModel,
+        adapter: str | None,
+        request: SampleRequest,
+        project_id: str,
+        *,
+        texts: bool = False,
+        logprobs_at: float = 1.0,
     ) -> None:
-        """Have a request answered. `adapter`: a PEFT folder; None: the base alone. Raises UnavailableError."""
-        order = {**request.order(adapter), "texts": texts}
+        """Have a request answered. `adapter`: a PEFT folder; None: the base alone; `logprobs_at`: the temperature of the
+        log-probabilities that are told. Raises UnavailableError."""
+        order = {**request.order(adapter), "texts": texts, "logprobs_at": logprobs_at}
         deliver: Deliver = lambda part: self._parts.put((key, part))  # noqa: E731
         ticket = self._sampler.submit(model, order, deliver, project_id=project_id, on_processor=True)
         self.under_way[key] = Sampled(request), ticket
@@ -103,8 +112,8 @@ class TokenSampler:
     """Called with each error after which a request is sent again, and the seconds since the first one behind which nothing was
     answered."""
 
-    def sample(self, adapter: str, requests: Sequence[SampleRequest]) -> list[Sampled]:
-        """The answers to all requests, with their texts."""
+    def sample(self, adapter: str, requests: Sequence[SampleRequest], *, logprobs_at: float = 1.0) -> list[Sampled]:
+        """The answers to all requests, with their texts. `logprobs_at`: the temperature of their log-probabilities."""
         orders = SampleOrders[int](self.sampler)
         answers: dict[int, Sampled] = {}
         waiting = list(range(len(requests)))[::-1]
@@ -126,7 +135,8 @@ class TokenSampler:
                 while waiting and len(orders.under_way) < AT_ONCE and time.monotonic() >= not_before:
                     number = waiting.pop()
                     try:
-                        orders.submit(number, self.model, adapter, requests[number], self.project_id, texts=True)
+                        own = requests[number]
+                        orders.submit(number, self.model, adapter, own, self.project_id, texts=True, logprobs_at=logprobs_at)
                     except NOT_NOW as error:
                         again(number, error)
                 for number, outcome in orders.ended(LOOK_SECONDS):
@@ -141,8 +151,10 @@ class TokenSampler:
         finally:
             orders.cancel()
 
-    def score(self, adapter: str, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-        """Log-probabilities of sequences' last tokens, in nats. `sequences`: tokens, and how many of them."""
+    def score(
+        self, adapter: str, sequences: Sequence[tuple[Sequence[int], int]], *, logprobs_at: float = 1.0
+    ) -> list[list[float]]:
+        """Log-probabilities of sequences' last tokens at a temperature, in nats. `sequences`: tokens, and how many of them."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
         requests = [
             SampleRequest(
@@ -153,7 +165,7 @@ class TokenSampler:
             )
             for tokens, last in sequences
         ]
-        found = zip(sequences, self.sample(adapter, requests), strict=True)
+        found = zip(sequences, self.sample(adapter, requests, logprobs_at=logprobs_at), strict=True)
         return [[own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))] for (tokens, last), own in found]
 
     def score_probes(self, adapter: str) -> tuple[list[Probe], list[list[float]]]:

@@ -73,8 +73,8 @@ class ReinforcementHyperparameters(Hyperparameters):
     """Tokens of an answer at most; a longer one is cut off, and graded as it is. "auto": half of training.max_length, at most
     512. Prompts get the rest of training.max_length."""
     temperature: Annotated[Number, Field(gt=0, le=10)] = 1.0
-    """Temperature of sampling. At values other than 1 the ratio of the trainer's and the sampler's probabilities does not
-    correct for it."""
+    """Temperature of sampling, and of the log-probabilities that are trained on: logits are divided by it in both. Inference
+    servers must tell theirs at it (vLLM: --logprobs-mode processed_logprobs), and do so not with beta."""
     scale_rewards: Literal["none", "group"] = "none"
     """group: advantages are divided by the standard deviation of the group's rewards, as in DeepSeekMath. none: they are not,
     since that favours prompts that are nearly always, or nearly never, answered well (Dr. GRPO)."""

@@ -29,6 +29,10 @@ MOST_AHEAD_BYTES = 256 * 1024**2
 """Limit of their files."""
 
 
+TEMPERATURE = "temperature"
+"""Option of forward_backward: the temperature of its log-probabilities. Left out: 1."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One command."""

@@ -117,7 +117,7 @@ class LoraLinear(peft.tuners.lora.Linear):
         a, b = (getattr(self, part)[name].weight.detach() for part in ("lora_A", "lora_B"))
         norms = row_norms(*_parts_of(self.base_layer.weight), a.shape[1], a, b, self.scaling[name])
         assert self.magnitude is not None
-        return self.magnitude.to(dtype) / norms.to(dtype)
+        return magnitude_ratio(self.magnitude.to(dtype), norms.to(dtype))
 
     def _forward(self, x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """W x + scale · B A x + bias."""
@@ -339,6 +339,15 @@ def _local(parameter: Any) -> Any:
 
 NORM_ROWS = 1024
 """Rows of a weight that are dequantised at once for their norms."""
+
+
+def magnitude_ratio(magnitude: Tensor, norms: Tensor) -> Tensor:
+    """magnitude / norms, which DoRA's rows are multiplied by; both [rows]. 1 where a norm is 0.
+
+    Published bases have rows of zeros. Such a row is LoRA's until B has changed it; 0 in place of 1 would give B no gradient.
+    """
+    zero = norms == 0
+    return torch.where(zero, 1.0, magnitude / norms.masked_fill(zero, 1.0))
 
 
 def row_norms(

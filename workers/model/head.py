@@ -72,16 +72,18 @@ def loss_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor, scale:
 
 
 @contextmanager
-def log_probabilities_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor) -> Iterator[list[Tensor]]:
+def log_probabilities_in_head(
+    model: PreTrainedModel, places: Tensor, targets: Tensor, temperature: float = 1.0
+) -> Iterator[list[Tensor]]:
     """While it is entered, a forward's `logits` are the log-probabilities of the targets, fp32 [targets], and the list takes
     which of them were the most likely token, bool [targets].
 
-    `places`, `targets`: int64 [targets], as in a `Batch`.
+    `places`, `targets`: int64 [targets], as in a `Batch`. `temperature`: what the logits are divided by.
     """
     likeliest: list[Tensor] = []
 
     def forward(own: Tensor, head: _Head) -> Tensor:
-        made = _HeadLogProbabilities.apply(own, head.weight, head.bias, targets, head.cap)
+        made = _HeadLogProbabilities.apply(own, head.weight, head.bias, targets, head.cap, temperature)
         logs, correct = made  # pyright: ignore[reportGeneralTypeIssues]
         likeliest.append(correct)
         return logs
@@ -161,11 +163,12 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Head:
-    """weight [words, h], bias [words] or None, and the cap on its logits."""
+    """weight [words, h], bias [words] or None, the cap on its logits, and what they are divided by behind it."""
 
     weight: Tensor
     bias: Tensor | None
     cap: float | None
+    temperature: float = 1.0
 
     def chunks(
         self, hidden: Tensor, targets: Tensor, gradients: _Gradients, scale: float, of_tokens: Tensor | None = None
@@ -180,20 +183,22 @@ class _Head:
             logs, correct, of_logits = self._chunk(hidden[span], targets[span], factors, graded=gradients.any)
             yield _Chunk(span, logs, correct)
             if of_logits is not None:
-                gradients.add(span, hidden[span], of_logits, self.weight, scale)
+                gradients.add(span, hidden[span], of_logits, self.weight, scale / self.temperature)
             del of_logits  # before the next chunk's are made
 
     def _chunk(
         self, rows: Tensor, right: Tensor, factors: Tensor | None, *, graded: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities of the targets, which of them are the most likely word, and the gradient in the logits, if it is
-        wanted: in the dtype of rows [n, h]."""
+        wanted: in the dtype of rows [n, h], and of the logits as they are divided."""
         kernels = _kernels(rows.device)[0] if rows.is_cuda and rows.dtype == torch.bfloat16 and self.cap is None else None
         if kernels is not None:
             logits = F.linear(rows, self.weight, self.bias)
+            if self.temperature != 1:
+                logits.div_(self.temperature)
             return *kernels.cross_entropy(logits, right, factors, graded=graded), logits if graded else None
         right = right.unsqueeze(1)
-        logs, through = _log_softmax(rows, self.weight, self.bias, self.cap)
+        logs, through = _log_softmax(rows, self)
         found = logs.gather(1, right).squeeze(1), logs.argmax(dim=-1) == right.squeeze(1)
         if not graded:
             return *found, None
@@ -246,14 +251,20 @@ class _HeadLogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        cap: float | None,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         of_hidden, *trained = ctx.needs_input_grad[:3]
-        ctx.again, ctx.cap = any(trained), cap
+        ctx.again, ctx.cap, ctx.temperature = any(trained), cap, temperature
         gradients = _Gradients.of((of_hidden and not ctx.again, False, False), hidden, weight, bias)
         logs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        for chunk in _Head(weight, bias, cap).chunks(hidden, targets, gradients, -1):
+        for chunk in _Head(weight, bias, cap, temperature).chunks(hidden, targets, gradients, -1):
             logs[chunk.rows], correct[chunk.rows] = chunk.logs, chunk.correct
         ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.again else (gradients.hidden,)))
         ctx.mark_non_differentiable(correct)
@@ -263,12 +274,13 @@ class _HeadLogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.again:
             (gradient,) = ctx.saved_tensors
-            return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None, None, None
+            return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None, None, None, None
         hidden, weight, bias, targets = ctx.saved_tensors
         gradients = _Gradients.of(ctx.needs_input_grad, hidden, weight, bias)
-        for _ in _Head(weight, bias, ctx.cap).chunks(hidden, targets, gradients, -1, grads[0]):
+        head = _Head(weight, bias, ctx.cap, ctx.temperature)
+        for _ in head.chunks(hidden, targets, gradients, -1, grads[0]):
             pass
-        return gradients.hidden, *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype), None, None
+        return gradients.hidden, *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype), None, None, None
 
 
 def kernel_fault(device: torch.device) -> str | None:
@@ -313,17 +325,20 @@ def _in_dtype(sums: Sequence[Tensor | None], scale: Tensor | None, dtype: torch.
     return [part if part is None else (part if scale is None else part.mul_(scale)).to(dtype) for part in sums]
 
 
-def _log_softmax(rows: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None) -> tuple[Tensor, Tensor | None]:
+def _log_softmax(rows: Tensor, head: _Head) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of all words, fp32 [rows, words], and what the cap lets through of their gradient; None: all."""
-    logits = F.linear(rows, weight, bias)
-    if cap is None and logits.is_cuda:  # its kernel reads them as they are; others would keep them and a copy in fp32
+    cap, temperature = head.cap, head.temperature
+    logits = F.linear(rows, head.weight, head.bias)
+    if (
+        cap is None and temperature == 1 and logits.is_cuda
+    ):  # its kernel reads them as they are; others would keep them and a copy in fp32
         return logits.log_softmax(dim=-1, dtype=torch.float32), None
     logits = logits.float()
     if cap is None:
-        return logits.log_softmax(dim=-1), None
-    logits.div_(cap).tanh_().mul_(cap)
+        return (logits if temperature == 1 else logits.div_(temperature)).log_softmax(dim=-1), None
+    logits.div_(cap).tanh_().mul_(cap / temperature)
     logs = logits.log_softmax(dim=-1)
-    return logs, logits.div_(cap).square_().neg_().add_(1)
+    return logs, logits.div_(cap / temperature).square_().neg_().add_(1)
 
 
 def _gradient(logs: Tensor, right: Tensor) -> Tensor:

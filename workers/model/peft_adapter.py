@@ -20,6 +20,7 @@ from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from workers.base.parameter_sources import ParameterPiece
 from workers.layers.experts import projections_of
+from workers.layers.linear import magnitude_ratio
 
 _INNER = ".base_layer"
 
@@ -116,7 +117,7 @@ class Update:
         merged = base + self.scaling * (self.b[start:end] @ self.a)
         if self.magnitude is None:
             return merged
-        return merged * (self.magnitude[start:end] / merged.norm(dim=1)).unsqueeze(1)
+        return merged * magnitude_ratio(self.magnitude[start:end], merged.norm(dim=1)).unsqueeze(1)
 
 
 class PeftAdapter:

@@ -587,7 +587,7 @@ class Engine:
         """Report the log-probabilities of a prompt's tokens behind those from `place` on, whose logits these are, fp32 [tokens,
         words]. Raises SpecError."""
         after = one.ids[place + 1 : min(place + 1 + len(logits), one.prompt)]
-        logprobs, top = scores(logits[: len(after)], after, one.top)
+        logprobs, top = scores(logits[: len(after)], after, one.top, one.sampling.logprobs_at)
         one.scored -= len(after)
         said = {"id": one.request_id, "kind": "scores", "place": place + 1, "logprobs": logprobs}
         named = [[(one.name(token), logprob) for token, logprob in own] for own in top] if one.name else top

@@ -89,10 +89,12 @@ class TokenRequest:
     top_prompt_logprobs: int = 0
     texts: bool = False
     """Whether a continuation's text, with special tokens, is reported too, at its end."""
+    logprobs_at: float = 1.0
+    """The temperature of the log-probabilities that are reported, of the prompt's tokens too."""
     probes: list[list[int]] = field(default_factory=list)
     project: str = ""
     apart: bool = False
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, self.top_logprobs)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.top_logprobs, self.logprobs_at)

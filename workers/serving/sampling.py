@@ -26,6 +26,8 @@ class Sampling:
     """Draw only from so many likeliest tokens; 0 or less: from all."""
     top_logprobs: int | None = None
     """Alternatives to report for each token; None: no log-probabilities at all."""
+    logprobs_at: float = 1.0
+    """The temperature of reported log-probabilities, whatever is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ class Choice:
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
     """Draw a token. `logits`: fp32 [words], on the CPU. Raises SpecError for logits that are no numbers.
 
-    Log-probabilities are the model's own: at temperature 1, before top_k and top_p. These are what a trainer computes of the
-    same tokens, and what the log-probabilities of a prompt are, so that their ratio to a trainer's is 1 while the weights are
-    the same. Those of the distribution that was drawn from would differ from both unless temperature is 1 and nothing is
-    filtered, and would be infinite for all other tokens at temperature 0.
+    Log-probabilities are those before top_k and top_p, at `logprobs_at`: 1 gives the model's own, which a client's trainer
+    computes of the same tokens. Reinforcement asks for the temperature that is drawn at: its policy is what is drawn from, and
+    its trainer divides logits too, so that the ratio of the two is 1 while the weights are the same. Those of what the filters
+    leave would be neither, and infinite for all other tokens at temperature 0.
     """
     _require_finite(logits)
     if sampling.temperature < GREEDY:
@@ -54,7 +56,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Ch
         token = drawn if tokens is None else int(tokens[drawn])
     if sampling.top_logprobs is None:
         return Choice(token)
-    logs = logits.log_softmax(dim=-1)
+    logs = _log_probabilities(logits, sampling.logprobs_at)
     return Choice(token, float(logs[token]), _likeliest(logs[None], sampling.top_logprobs)[0])
 
 
@@ -77,15 +79,19 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | N
     return ordered * kept, tokens
 
 
-def scores(logits: Tensor, targets: Sequence[int], top: int) -> tuple[list[float], list[Likeliest]]:
-    """Log-probabilities of targets in nats, and the `top` likeliest tokens at each of their places.
+def scores(logits: Tensor, targets: Sequence[int], top: int, temperature: float = 1.0) -> tuple[list[float], list[Likeliest]]:
+    """Log-probabilities of targets at a temperature in nats, and the `top` likeliest tokens at each of their places.
 
     `logits`: fp32 [targets, words], on any device. Raises SpecError for logits that are no numbers.
     """
     _require_finite(logits)
-    logs = logits.log_softmax(dim=-1)
+    logs = _log_probabilities(logits, temperature)
     after = torch.tensor(targets, device=logs.device)[:, None]
     return logs.gather(1, after)[:, 0].tolist(), _likeliest(logs, top)
+
+
+def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    return (logits if temperature == 1 else logits / temperature).log_softmax(dim=-1)
 
 
 def _likeliest(logs: Tensor, top: int) -> list[Likeliest]:

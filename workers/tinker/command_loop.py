@@ -27,7 +27,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
-from ft_service.tinker.commands import Command, CommandLog, CommandResult
+from ft_service.tinker.commands import TEMPERATURE, Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
 from ft_service.tinker.saved_weights import PROBES, SamplerProbes, SavedWeights, begin_options, sampler_key, saved_key
 from workers.base.rank_objects import from_all, from_first
@@ -237,7 +237,7 @@ class CommandLoop:
         if call.forward_only and order.answered:
             return None
         self.newest_sequences = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
-        read = self._computed(call)
+        read = self._computed(call, command.options.get(TEMPERATURE, 1.0))
         if not call.forward_only:
             sums = self._sums
             sums.data += len(call.data)
@@ -252,7 +252,7 @@ class CommandLoop:
         losses, logprobs = zip(*(read[position] for position in range(len(call.data))), strict=True)
         return CommandResult({}, write_output(logprobs, {"loss:sum": math.fsum(losses)}))
 
-    def _computed(self, call: LossCall) -> dict[int, tuple[float, np.ndarray]]:
+    def _computed(self, call: LossCall, temperature: float) -> dict[int, tuple[float, np.ndarray]]:
         """The sum of losses and the log-probabilities of each datum, by its position; on rank 0 of all, with gradients added
         up unless the call is forward only."""
         runtime, context = self.context.runtime, self.context
@@ -265,7 +265,7 @@ class CommandLoop:
                 batch = make_loss_batch([call.data[position] for position in own], runtime.device, packed=context.limits.packed)
                 if not call.forward_only:
                     context.gradients.begin(last=False)
-                loss, losses, logprobs = loss_and_logprobs(context.model, batch, call)
+                loss, losses, logprobs = loss_and_logprobs(context.model, batch, call, temperature)
                 if not call.forward_only:
                     context.gradients.backward(loss * runtime.world)  # which averaging over the ranks takes back
                 read |= dict(zip(own, zip(losses, logprobs, strict=True), strict=True))

@@ -69,10 +69,12 @@ def make_loss_batch(data: Sequence[Datum], device: torch.device, *, packed: bool
     )
 
 
-def loss_and_logprobs(model: nn.Module, own: LossBatch, call: LossCall) -> tuple[Tensor, list[float], list[np.ndarray]]:
+def loss_and_logprobs(
+    model: nn.Module, own: LossBatch, call: LossCall, temperature: float = 1.0
+) -> tuple[Tensor, list[float], list[np.ndarray]]:
     """The loss of a micro-batch, fp32 [], for a backward; and of each datum the sum of its losses and the log-probabilities of
-    its targets, fp32 of their shape."""
-    logs, _ = target_log_probabilities(model, own.batch)
+    its targets, fp32 of their shape. `temperature`: of the log-probabilities, also of those that the call holds."""
+    logs, _ = target_log_probabilities(model, own.batch, temperature)
     if not own.shapes:
         return logs.sum(), [], []
     losses = LOSSES[call.loss_fn](logs, own.inputs, call.config)

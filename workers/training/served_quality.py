@@ -29,7 +29,7 @@ from workers.base.load import adapters, rows_of
 from workers.base.rank_objects import from_all, from_first
 from workers.data.micro_batches import MicroBatchLimits
 from workers.job.training_state import JobState
-from workers.layers.linear import LoraLinear
+from workers.layers.linear import LoraLinear, magnitude_ratio
 from workers.model.build import BuiltModel
 from workers.ranks.runtime import Runtime
 from workers.training.context import TrainingContext
@@ -286,7 +286,7 @@ def _merge(model: PeftModel, whole: Sequence[Tensor]) -> bool:
         merged = local.float() + update
         if layer.magnitude is not None:
             magnitude = _whole(layer.magnitude)[start:end].to(local.device)
-            merged *= (magnitude / merged.norm(dim=1))[:, None]
+            merged *= magnitude_ratio(magnitude, merged.norm(dim=1))[:, None]
         local.copy_(merged.bfloat16())
         layer.scaling[name] = 0.0
     return True

@@ -132,13 +132,14 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return model(input_ids=batch.ids, position_ids=batch.packing.positions).logits
 
 
-def target_log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the batch's targets, fp32 [targets], and which were the most likely token, bool [targets]."""
+def target_log_probabilities(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the batch's targets at a temperature, fp32 [targets], and which were the most likely token, bool
+    [targets]."""
     causal = causal_model(model)
     if works_in_chunks(causal):
-        with log_probabilities_in_head(causal, batch.places, batch.targets) as likeliest:
+        with log_probabilities_in_head(causal, batch.places, batch.targets, temperature) as likeliest:
             return logits_of(model, batch), likeliest[0]
-    logs = _own_logits(logits_of(model, batch), batch).log_softmax(dim=-1)
+    logs = _own_logits(logits_of(model, batch), batch).div_(temperature).log_softmax(dim=-1)
     return logs.gather(1, batch.targets[:, None]).squeeze(1), logs.detach().argmax(dim=-1) == batch.targets
 
 

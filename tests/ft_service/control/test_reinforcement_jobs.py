@@ -59,10 +59,12 @@ class EchoSampler:
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
         self.adapters: list[str] = []
+        self.orders: list[dict[str, Any]] = []
 
     def submit(self, model: object, order: dict[str, Any], deliver: Callable[[dict[str, Any]], None], **_: Any) -> object:
         self.prompts.append(order["prompt"])
         self.adapters.append(Path(order["adapter"]).name)
+        self.orders.append(order)
         if order["scored"]:
             deliver({"kind": "scores", "place": len(order["prompt"]) - order["scored"], "logprobs": TUNED[-order["scored"] :]})
         for index in range(order["n"]):
@@ -422,6 +424,37 @@ def test_a_server_that_computes_otherwise_is_a_warning(served: Place, vllm: Fake
     served.require_commands_of_records()
     [event] = served.told
     assert "the server's answers are not the trained model's: 1 prompts' log-probabilities lie 1.000 nats" in event.message
+
+
+@pytest.mark.parametrize(("processed", "beta"), [(True, 0.0), (True, 0.1), (False, 0.0)])
+def test_a_server_must_tell_log_probabilities_at_the_temperature_of_sampling(
+    served: Place, tmp_path: Path, vllm: FakeVllm, processed: bool, beta: float
+) -> None:
+    raw = -0.3 if processed else -0.5
+    """Of a token that the server draws at -0.5, 0.4 nats behind the likeliest, which has -0.1 at either temperature."""
+    vllm.logprobs = lambda name, tokens: TUNED if tokens == [1, 2, 3, 4] else [raw] * len(tokens)
+    (tmp_path / "warm").mkdir()
+    place = new_place(tmp_path / "warm", served.sampler, temperature=0.5, beta=beta)
+    with place.ranks():
+        if processed and not beta:
+            place.loop().run()
+            place.require_commands_of_records()
+            assert {record.head.temperature for record in place.records()} == {0.5}
+            return
+        with pytest.raises(SpecError) as refused:
+            place.loop().run()
+    assert refused.value.param == "temperature"
+    assert ("processed_logprobs" in str(refused.value)) == (not processed)
+    assert recorded_steps(place.run) == []
+
+
+def test_the_preview_is_asked_for_log_probabilities_at_the_temperature_of_sampling(tmp_path: Path) -> None:
+    place = new_place(tmp_path, EchoSampler(), temperature=0.5, beta=0.1)
+    with place.ranks():
+        place.loop().run()
+    assert isinstance(place.sampler, EchoSampler)
+    asked = {(bool(order["scored"]), order["temperature"], order["logprobs_at"]) for order in place.sampler.orders}
+    assert asked == {(False, 0.5, 0.5), (True, 0.0, 0.5), (True, 0.0, 1.0)}, "of answers, of the start, and of probes"
 
 
 def test_calls_of_tools_are_read_from_a_servers_answers(served: Place, vllm: FakeVllm) -> None:

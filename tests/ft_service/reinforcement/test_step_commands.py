@@ -65,6 +65,17 @@ def test_a_step() -> None:
     assert commands[1].options["scheduled"] == 4
 
 
+def test_what_was_drawn_at_a_temperature_is_trained_on_at_it() -> None:
+    """Records of before have no temperature, and their log-probabilities are those at 1."""
+    of_before = StepRecord.model_validate(record(1, GROUPS, first_seq=2).model_dump(exclude={"head": {"temperature"}}))
+    at = [
+        commands_of(own, spec_with(temperature=0.6), SCHEDULE)
+        for own in (record(1, GROUPS, first_seq=2, temperature=0.6), of_before)
+    ]
+    assert [commands[0].options for commands in at] == [{"temperature": 0.6}, {}]
+    assert at[0][0].body == at[1][0].body
+
+
 def test_checkpoints_go_by_reward_and_the_last_record_ends_the_job() -> None:
     valid = [group(0, [answer([9], 1.0), answer([9], 0.0)], ids=())]
     saved = commands_of(record(3, GROUPS, first_seq=9, saves=True, validation=valid), spec_with(), SCHEDULE)

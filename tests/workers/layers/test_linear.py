@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.layers import linear as lora_linear
 from workers.layers.dropout import Dropping
 from workers.layers.linear import FrozenLinear, Joint, LoraLinear
+from workers.model.peft_adapter import Update
 from workers.quant import frozen_linear
 from workers.quant.weights import QUANTIZED
 
@@ -203,3 +204,40 @@ def test_masters_get_fp32_gradients_and_bf16_inputs_are_kept_as_they_are(stored:
     assert [t.data_ptr() for t in saved if t.shape == x.shape] == [x.data_ptr()]
     wide = [t for t in saved if t.shape == (ROWS, COLS) and t.dtype.itemsize > 1]
     assert len(wide) == (stored == "bf16"), "of a weight its storage"
+
+
+def test_dora_of_a_row_of_zeros_is_lora_and_that_of_the_others_is_pefts() -> None:
+    """PEFT divides 0 by 0 there (huggingface/peft#3237), so that it has a layer without the row."""
+    adapted, dense = layer("bf16", bias=False)
+    others = torch.arange(ROWS) != 2
+    with torch.no_grad():
+        dense[2] = 0
+        adapted.lora_B["default"].weight.zero_()  # pyright: ignore[reportCallIssue]
+    adapted.add_magnitude()
+    adapted.begin_magnitude(torch.float32, slice(None))
+    rest = nn.Linear(COLS, ROWS - 1, bias=False)
+    rest.weight = nn.Parameter(dense[others])
+    config = LoraConfig(r=R, lora_alpha=7, target_modules=["0"], use_dora=True)
+    theirs: Any = get_peft_model(nn.Sequential(rest), config).base_model.model[0]  # pyright: ignore
+    theirs.lora_A["default"].weight.data.copy_(adapted.lora_A["default"].weight)  # pyright: ignore[reportArgumentType]
+    x, factors = torch.randn(5, COLS), torch.randn(5, ROWS)
+    for changed in (False, True):
+        if changed:  # all rows but that one
+            b = torch.randn(ROWS, R).masked_fill(~others[:, None], 0)
+            adapted.lora_B["default"].weight.data.copy_(b)  # pyright: ignore[reportCallIssue]
+            theirs.lora_B["default"].weight.data.copy_(b[others])
+            adapted.zero_grad(), theirs.zero_grad()
+        y, expected = adapted(x), theirs(x)
+        assert torch.allclose(y[:, others], expected, atol=1e-5)
+        assert not y[:, 2].any()
+        (y * factors).sum().backward()
+        (expected * factors[:, others]).sum().backward()
+        for part in (adapted.lora_A, adapted.lora_B, adapted.lora_magnitude_vector):
+            own: Any = part["default"].weight.grad
+            own = own[others] if len(own) == ROWS else own
+            name = next(n for n in ("lora_A", "lora_B", "lora_magnitude_vector") if getattr(adapted, n) is part)
+            assert torch.allclose(own, getattr(theirs, name)["default"].weight.grad, atol=1e-4), name
+        of_row: Any = adapted.lora_B["default"].weight.grad
+        assert of_row[2].any(), "it is learned"
+    update = Update(torch.zeros(R, COLS), torch.zeros(ROWS, R), 1.0, dense.norm(dim=1))
+    assert torch.allclose(update.rows(dense, 0, ROWS), dense)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ft_service.plan.memory import chunk_rows
 from workers.model import head
-from workers.model.head import loss_in_head
+from workers.model.head import log_probabilities_in_head, loss_in_head
 
 WORDS, HIDDEN = 50, 16
 
@@ -64,6 +64,29 @@ def test_loss_and_gradient_are_those_on_whole_logits(
     assert ours.grad is not None
     assert theirs.grad is not None
     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_log_probabilities_at_a_temperature_are_those_of_divided_logits(
+    cap: float | None, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "chunk_rows", lambda words: 4)
+    model, (hidden, places, targets) = Model(True, cap), drawn(0.6)
+    model.lm_head.requires_grad_(trained)
+    factors = torch.linspace(-1, 2, len(targets))
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    with log_probabilities_in_head(cast("Any", model), places, targets, 0.6):
+        logs = model(ours)
+    (logs * factors).sum().backward()
+    of_head = [parameter.grad for parameter in model.lm_head.parameters()]
+    model.zero_grad()
+    expected = (model(theirs).flatten(0, 1)[places] / 0.6).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (expected * factors).sum().backward()
+    assert torch.allclose(logs, expected, rtol=1e-5)
+    for one, other in zip([ours.grad, *of_head], [theirs.grad, *(p.grad for p in model.lm_head.parameters())], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, cast("Tensor", other), rtol=1e-4, atol=1e-6)
 
 
 def test_without_targets_there_is_a_loss_of_zero_to_go_backward_from() -> None:

@@ -72,6 +72,14 @@ def test_scores_are_log_probabilities_of_each_place() -> None:
     assert scores(logits, [0, 0], 0)[1] == [[], []]
 
 
+def test_log_probabilities_are_at_the_temperature_that_is_asked_for_whatever_is_drawn_from() -> None:
+    at_half = SHARES.square().log() - SHARES.square().sum().log()
+    choice = choose(SHARES.log(), Sampling(temperature=1e-4, top_logprobs=2, logprobs_at=0.5), torch.Generator())
+    assert (choice.token, choice.logprob) == (1, pytest.approx(float(at_half[1]), abs=1e-6))
+    assert [logprob for _, logprob in choice.top] == pytest.approx(at_half[[1, 3]].tolist(), abs=1e-6)
+    assert scores(SHARES.log()[None], [2], 0, 0.5)[0] == pytest.approx([float(at_half[2])], abs=1e-6)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_are_refused(wrong: float) -> None:
     logits = torch.tensor([0.0, wrong, 1.0])

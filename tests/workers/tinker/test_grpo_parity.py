@@ -23,8 +23,12 @@ LONGEST = 20
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize(("scale_rewards", "left_out"), [("none", ()), ("group", ()), ("group", (0, 4))])
-def test_it_is_trls_gradient(tmp_path: Path, loss_type: str, scale_rewards: str, left_out: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("scale_rewards", "left_out", "temperature"), [("none", (), 1.0), ("group", (), 0.6), ("group", (0, 4), 1.0)]
+)
+def test_it_is_trls_gradient(
+    tmp_path: Path, loss_type: str, scale_rewards: str, left_out: tuple[int, ...], temperature: float
+) -> None:
     """`left_out`: answers that were cut off, with mask_truncated_completions."""
     pytest.importorskip("trl")
     base = save_chat_base(tmp_path / "base")
@@ -44,13 +48,14 @@ def test_it_is_trls_gradient(tmp_path: Path, loss_type: str, scale_rewards: str,
             nn.init.normal_(parameter, std=0.02)
     [group] = random_groups(1, 6, VOCABULARY, seed=4)
     answers = [answer.model_copy(update={"truncated": i in left_out}) for i, answer in enumerate(group.answers)]
-    own = record(1, [group.model_copy(update={"answers": answers})], first_seq=2)
+    own = record(1, [group.model_copy(update={"answers": answers})], first_seq=2, temperature=temperature)
     [command] = [c for c in commands_of(own, spec, RolloutSchedule.of(spec, 2, 0)) if c.op == "forward_backward"]
     call = LossRequest.parse(command.body).call(vocabulary=VOCABULARY, longest=60)
-    loss, _, _ = loss_and_logprobs(model, make_loss_batch(call.data, torch.device("cpu"), packed=False), call)
+    batch = make_loss_batch(call.data, torch.device("cpu"), packed=False)
+    loss, _, _ = loss_and_logprobs(model, batch, call, command.options.get("temperature", 1.0))
     loss.backward()
     ours = taken_gradients(model)
-    trl_loss(model, own, tmp_path, loss_type, scale_rewards).backward()
+    trl_loss(model, own, tmp_path, loss_type, scale_rewards, temperature).backward()
     theirs = taken_gradients(model)
     assert ours.keys() == theirs.keys()
     scale = max(float(gradient.abs().max()) for gradient in theirs.values())
@@ -65,7 +70,7 @@ def taken_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def trl_loss(model: Any, own: StepRecord, folder: Path, loss_type: str, scale_rewards: str) -> torch.Tensor:
+def trl_loss(model: Any, own: StepRecord, folder: Path, loss_type: str, scale_rewards: str, temperature: float) -> torch.Tensor:
     """The loss of TRL's trainer, with its own correction for another sampler's log-probabilities."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer
@@ -80,7 +85,7 @@ def trl_loss(model: Any, own: StepRecord, folder: Path, loss_type: str, scale_re
         loss_type=loss_type,
         scale_rewards=scale_rewards,
         beta=0.0,
-        temperature=1.0,
+        temperature=temperature,
         use_cpu=True,
         bf16=False,
         report_to=[],

@@ -68,16 +68,16 @@ def give(run: RunDir, spec: JobSpec, schedule: RolloutSchedule, records: Sequenc
         CommandLog(run).put(command)
 
 
-def two_steps(seed: int = 0) -> list[StepRecord]:
-    """Records of two steps, each of one forward_backward, and of the end."""
-    first = record(1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2)
-    second = record(2, random_groups(3, 4, VOCABULARY, seed=seed + 1), first_seq=5)
+def two_steps(seed: int = 0, temperature: float = 1.0) -> list[StepRecord]:
+    """Records of two steps, each of one forward_backward, and of the end. `temperature`: of the answers."""
+    first = record(1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2, temperature=temperature)
+    second = record(2, random_groups(3, 4, VOCABULARY, seed=seed + 1), first_seq=5, temperature=temperature)
     return [first, second, record(3, [], first_seq=8, ends=True)]
 
 
 def trained(folder: Path, base: Path, ranks: int, **options: Any) -> RunDir:
     run, spec, schedule = new_run(folder, base, ranks, **options)
-    give(run, spec, schedule, two_steps())
+    give(run, spec, schedule, two_steps(temperature=options.get("temperature", 1.0)))
     assert run_attempt(run, 1, ranks).kind is OutcomeKind.SUCCEEDED
     return run
 
@@ -106,7 +106,12 @@ def test_adamw_has_the_numbers_of_the_job(base: Path, tmp_path: Path) -> None:
     assert_follows_gradient(run, base, betas=(0.5, 0.8), eps=1e-3)
 
 
-def assert_follows_gradient(run: RunDir, base: Path, **adam: Any) -> None:
+def test_at_a_temperature_it_is_the_gradient_of_the_policy_that_is_drawn_from(base: Path, tmp_path: Path) -> None:
+    run = trained(tmp_path, base, 1, temperature=0.6)
+    assert_follows_gradient(run, base, temperature=0.6, betas=(0.9, 0.999), eps=1e-8)
+
+
+def assert_follows_gradient(run: RunDir, base: Path, *, temperature: float = 1.0, **adam: Any) -> None:
     """`adam`: what torch's AdamW has."""
     spec = run.read("spec.json", JobSpec)
     assert spec is not None
@@ -117,7 +122,7 @@ def assert_follows_gradient(run: RunDir, base: Path, **adam: Any) -> None:
             parameter.copy_(initial_adapter(plain_name(name), tuple(parameter.shape), spec.seed))
     stock = torch.optim.AdamW(named.values(), lr=RATE, weight_decay=0.0, **adam)
     for own in two_steps()[:2]:
-        grpo_loss(model, own).backward()
+        grpo_loss(model, own, temperature).backward()
         stock.step()
         stock.zero_grad()
     stored = adapter(run)
@@ -125,14 +130,14 @@ def assert_follows_gradient(run: RunDir, base: Path, **adam: Any) -> None:
         torch.testing.assert_close(stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=2e-5)
 
 
-def grpo_loss(model: nn.Module, own: StepRecord) -> Tensor:
+def grpo_loss(model: nn.Module, own: StepRecord, temperature: float) -> Tensor:
     """The mean over all tokens of -min(ratio, 2) A log p, whose ratio has no gradient."""
     parts: list[Tensor] = []
     for prompt in own.groups:
         rewards = torch.tensor([answer.reward for answer in prompt.answers])
         for one, advantage in zip(prompt.answers, rewards - rewards.mean(), strict=True):
             ids = torch.tensor([*prompt.ids, *one.tokens])
-            logs = model(ids[None]).logits[0, len(prompt.ids) - 1 : -1].float().log_softmax(-1)
+            logs = model(ids[None]).logits[0, len(prompt.ids) - 1 : -1].float().div(temperature).log_softmax(-1)
             drawn = logs.gather(1, ids[len(prompt.ids) :, None])[:, 0]
             ratio = (drawn.detach() - torch.tensor(one.logprobs)).exp().clamp(max=2.0)
             parts.append(-(ratio * advantage * drawn))

@@ -15,8 +15,10 @@ from typing import Any
 
 from ft_service.data import chat_line
 from ft_service.data.chat_line import parse_chat, parse_messages, parse_tools, require_answered_calls
+from ft_service.data.formats import media
 from ft_service.data.formats.columns import SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
+from ft_service.data.formats.media import refuse_media
 from ft_service.data.line_errors import LineError, required, text_of
 from ft_service.data.preference_line import parse_pair
 from ft_service.data.sample_kinds import Conversation, PromptCompletion, Record, Text
@@ -59,6 +61,7 @@ def as_record(format: Format, fields: Fields) -> Record:
         raise LineError("", f"is {other.value}, and this file began as {format.value}: put each format into a file of its own")
     if format is Format.PROMPT_COMPLETION and fields.get(LABEL) is False:
         raise LineError(LABEL, "is false, and the answer would be learned like a good one: remove such records, or make pairs")
+    refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
     return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 
 

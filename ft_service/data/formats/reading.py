@@ -31,6 +31,7 @@ from ft_service.data.formats.detect_format import (
     recognise,
     why_unreadable,
 )
+from ft_service.data.formats.media import refuse_media
 from ft_service.data.formats.normalize import as_record, columns_of
 from ft_service.data.formats.tabular import arrow_rows, csv_rows
 from ft_service.data.line_errors import Fault, LineError
@@ -161,7 +162,9 @@ class DataReader:
     def _prompt(self, number: int, row: dict[str, object]) -> GradedPrompt | Fault:
         self.shape.format = Format.PROMPTS
         try:
-            return parse_prompt(self.columns.record(row))
+            named = self.columns.record(row)
+            refuse_media({"messages": named.get("messages")}, columns=())  # an item's image may be a container's
+            return parse_prompt(named)
         except LineError as error:
             return Fault(number, error.field, error.reason)
 

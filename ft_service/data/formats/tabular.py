@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import Any, BinaryIO
 
 from ft_service.data.chat_line import MAX_LINE_BYTES
+from ft_service.data.formats import media
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Numbered, Row, UnreadableError
 from ft_service.data.formats.detect_format import Container, recognise
@@ -149,7 +150,9 @@ def _needed_columns(names: Sequence[str], columns: Columns) -> list[str]:
     UnreadableError if two of them are the same."""
     ours = {name: columns.name(name) for name in names}
     format = recognise([name for name in ours.values() if name is not None])
-    known = {*columns_of(format), LABEL} if format is not None and not columns.of_prompts else set(ours.values())
+    known = (
+        {*columns_of(format), LABEL, *media.COLUMNS} if format is not None and not columns.of_prompts else set(ours.values())
+    )
     needed = [name for name in names if ours[name] in known]
     _refuse_duplicates(needed)
     return needed

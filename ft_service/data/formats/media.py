@@ -1,4 +1,4 @@
-"""Pictures, films and sound in records, which are refused: training on the words beside them alone would teach guessing. Pure."""
+"""Pictures, films and sound in records, which are refused: words alone would teach guessing. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _WAY_OUT = "only text can be trained on: leave the line out, or remove this from
 
 
 def refuse_media(record: Mapping[str, Any], *, columns: Collection[str] = COLUMNS) -> None:
-    """Raise LineError for a record with a picture, a film or sound: in one of `columns`, or as a placeholder in what is asked."""
+    """Raise LineError for a record with a picture, a film or sound: in one of `columns`, or as a placeholder in a
+    question."""
     for name in columns:
         if record.get(name):
             raise LineError(name, f"holds {_word(name)}, and {_WAY_OUT}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.data.formats.columns import Columns
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault
 from tests.support.data_formats import CONTAINERS, array, write
@@ -19,7 +19,7 @@ def turns(question: str, answer: str = "Ann.") -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
-def faults(row: dict[str, Any], folder: Path, columns: Columns = Columns()) -> list[tuple[int, str]]:
+def faults(row: dict[str, Any], folder: Path, columns: Columns = AS_THEY_ARE) -> list[tuple[int, str]]:
     with open_data(write(folder, array([row])), columns=columns) as reader:
         return [(number, record.field) for number, record in reader if isinstance(record, Fault)]
 

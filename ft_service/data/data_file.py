@@ -41,7 +41,7 @@ CHECK_SECONDS = 600.0
 """Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its size."""
 CHECK_BYTES_PER_SECOND = 64 * 1024
 """Bytes for which there is one more second. Ordinary chats take a sixteenth of that or less."""
-PAIRING = 1
+PAIRING = 2
 """Version of the samples that `answers` and preference_line.py make of a pair; increase it when they change."""
 
 Param = Literal["training_file", "validation_file"]

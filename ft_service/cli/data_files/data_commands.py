@@ -30,6 +30,7 @@ from ft_service.cli.data_files.data_arguments import (
     Template,
     base_folder,
     data_options,
+    in_flags,
     local_data,
     template_text,
 )
@@ -225,7 +226,8 @@ def _line(number: int, record: Any, as_chat: bool) -> dict[str, Any] | Fault:
 
 
 def _faults_of(report: DataReport, data: LocalData) -> Any:
-    return report.error("training_file", data.path.name) or report
+    error = report.error("training_file", data.path.name)
+    return report if error is None else error.model_copy(update={"message": in_flags(error.message)})
 
 
 @contextmanager

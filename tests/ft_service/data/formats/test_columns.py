@@ -97,7 +97,7 @@ def test_other_columns_are_another_token_set() -> None:
 def test_the_command_line_takes_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "csv", [{"question": "Why?", "answer": "So."}])
     assert run(["data", "check", str(path)]) == 64
-    assert "data: {instruction: question, output: answer}" in capsys.readouterr().err
+    assert "--column instruction=question --column output=answer" in capsys.readouterr().err
     named = ["--column", "instruction=question", "--column", "output=answer"]
     assert run(["data", "check", str(path), *named]) == 0
     assert "Alpaca" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def check(
         report = examined(data, model, options, max_length)
     else:
         report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
-    messages = list(report.messages(data.path.name, max_length))
+    messages = [(level, in_flags(message)) for level, message in report.messages(data.path.name, max_length)]
     if as_json:
         print_json({**asdict(report), "warnings": [message for level, message in messages if level == "warn"]})
         return

@@ -150,6 +150,8 @@ def why_unreadable(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
 
 def _is_plain_text(text: bytes) -> bool:
     """Return whether the first lines are words, and none of them begins as JSON does."""
+    if b"\n" not in text and len(text) >= HEAD_BYTES - len(_BYTE_ORDER_MARK):
+        return False  # a line that is too long, which says so itself
     lines = [line for line in text.splitlines()[:_SAMPLE_LINES] if line.strip()]
     try:
         words = b"\n".join(lines[:-1] or lines).decode()

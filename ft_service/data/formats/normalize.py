@@ -75,7 +75,7 @@ def as_record(format: Format, fields: Fields) -> Record:
 def _prompt_completion(fields: Fields) -> Record:
     prompt, completion = required(fields, "prompt"), required(fields, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        text_of(prompt, "prompt")
+        _refuse_written(text_of(prompt, "prompt"), "prompt", words=False)
         if not text_of(completion, "completion"):
             raise LineError("completion", "is empty, so there is nothing to train on")
         return PromptCompletion(prompt, completion)
@@ -95,8 +95,28 @@ def _prompt_completion(fields: Fields) -> Record:
     return Conversation(messages, weights, tuple(parse_tools(fields)))
 
 
+_WRITTEN = re.compile(
+    r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]"
+    r"|### (?:Human|User|Instruction):|Below is an instruction)"
+)
+"""The beginning of a text that a chat template has written: ChatML's, Llama's, Gemma's, Mistral's, Guanaco's or Alpaca's."""
+
+
+def _refuse_written(text: str, place: str, *, words: bool = True) -> None:
+    """Raise LineError for a text that a chat template has written. `words`: one that marks its turns by words is refused too,
+    since what the user says would be learned.
+    """
+    if (found := _WRITTEN.match(text)) is not None and (words or found[1][0] in "<["):
+        raise LineError(
+            place,
+            f"was written by a chat template: it begins with {found[1]}. Give its turns as messages, which the base's own "
+            'template writes; or, to learn these very words, give prompt: "" and completion: the text',
+        )
+
+
 def _text(fields: Fields) -> Record:
     text = text_of(required(fields, "text"), "text")
+    _refuse_written(text, "text")
     if not text.strip():
         raise LineError("text", "is empty, so there is nothing to train on")
     return Text(text)

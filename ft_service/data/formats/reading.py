@@ -36,7 +36,7 @@ from ft_service.data.formats.tabular import arrow_rows, csv_rows
 from ft_service.data.formats.unknown_formats import unknown_format
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.prompt_line import parse_prompt
-from ft_service.data.sample_kinds import GradedPrompt, Record
+from ft_service.data.sample_kinds import GradedPrompt, PromptCompletion, Record
 from ft_service.rundir.directory import sha256_of
 
 NOTED = 20
@@ -55,6 +55,8 @@ class FileFormat:
     """None: no record of a known format was read so far."""
     unused: tuple[str, ...] = ()
     """Keys of records that the format does not have and that are left out; the first NOTED of them."""
+    joined: tuple[str, ...] = ()
+    """The file's names of prompt and completion, if these are strings, which no chat template writes."""
 
     @property
     def word(self) -> str:
@@ -155,9 +157,13 @@ class DataReader:
     def _record(self, number: int, row: dict[str, object]) -> Record | Fault:
         try:
             named = self.columns.record(row)
-            return as_record(self._format(named, row), named)
+            record = as_record(self._format(named, row), named)
         except LineError as error:
             return Fault(number, error.field, error.reason)
+        if isinstance(record, PromptCompletion) and not self.shape.joined:
+            given = dict(self.columns.pairs)
+            self.shape.joined = tuple(given.get(name, name) for name in ("prompt", "completion"))
+        return record
 
     def _prompt(self, number: int, row: dict[str, object]) -> GradedPrompt | Fault:
         self.shape.format = Format.PROMPTS

@@ -1,4 +1,4 @@
-"""Small files of shapes found in public, rewritten: each is what it is, or is told what it is. None is silently something else."""
+"""Small files of shapes found in public: each is what it is, or is told what it is. None is silently something else."""
 
 from __future__ import annotations
 
@@ -74,6 +74,12 @@ TOLD = {
     "qwen-audio.jsonl": (1, "audios", "sound"),
     "records.pkl": (0, "", "a pickle"),
     "system-twice.jsonl": (1, "system", "keep one"),
+    "written-alpaca.jsonl": (1, "text", "Below is an instruction"),
+    "written-chatml.jsonl": (1, "text", "<|im_start|>"),
+    "written-gemma.jsonl": (1, "text", "<start_of_turn>"),
+    "written-guanaco.jsonl": (1, "text", "### Human:"),
+    "written-llama.jsonl": (1, "text", "<|start_header_id|>"),
+    "written-mistral.jsonl": (1, "prompt", "[INST]"),
     "wrapped-pretty.json": (0, "", "jq -c '.data[]' FILE"),
     "wrapped.json": (0, "", "jq -c '.data[]' FILE"),
 }

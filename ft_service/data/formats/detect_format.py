@@ -124,6 +124,8 @@ _WRAPPED = re.compile(
     rb'(?!\s*"(?:role|from|content|value|speaker)")'
 )
 """The beginning of one object that holds all records, and not the turns of one."""
+_LONGEST_FIRST_LINE = 4096
+"""Bytes of a text's first line, if it is all that is seen of the file."""
 _WORD = re.compile(r"[^\W\d_]{2}")
 _PLAIN_TEXT = (
     'it is plain text, which is not JSON: write {"text": "…"}, one document to a line, or a table whose first row names its '
@@ -150,7 +152,7 @@ def why_unreadable(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
 
 def _is_plain_text(text: bytes) -> bool:
     """Return whether the first lines are words, and none of them begins as JSON does."""
-    if b"\n" not in text and len(text) >= HEAD_BYTES - len(_BYTE_ORDER_MARK):
+    if b"\n" not in text and len(text) > _LONGEST_FIRST_LINE:
         return False  # a line that is too long, which says so itself
     lines = [line for line in text.splitlines()[:_SAMPLE_LINES] if line.strip()]
     try:

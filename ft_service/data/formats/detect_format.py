@@ -124,7 +124,7 @@ _WRAPPED = re.compile(
     rb'(?!\s*"(?:role|from|content|value|speaker)")'
 )
 """The beginning of one object that holds all records, and not the turns of one."""
-_LONGEST_FIRST_LINE = 4096
+_LONGEST_FIRST_LINE = 2048
 """Bytes of a text's first line, if it is all that is seen of the file."""
 _WORD = re.compile(r"[^\W\d_]{2}")
 _PLAIN_TEXT = (

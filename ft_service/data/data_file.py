@@ -41,7 +41,7 @@ CHECK_SECONDS = 600.0
 """Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its size."""
 CHECK_BYTES_PER_SECOND = 64 * 1024
 """Bytes for which there is one more second. Ordinary chats take a sixteenth of that or less."""
-PAIRING = 1
+PAIRING = 2
 """Version of the samples that `answers` and preference_line.py make of a pair; increase it when they change."""
 
 Param = Literal["training_file", "validation_file"]
@@ -130,6 +130,9 @@ class DataReport:
     """The file holds texts, or prompts with completions; the chat template is not applied to them."""
     of_prompts: bool = False
     """The file holds prompts to grade, of which nothing is learned."""
+    joined: tuple[str, ...] = ()
+    """The file's names of prompt and completion, if these are strings, which the base's chat template does not write; empty: it
+    has none, or there are no such records."""
     unread_names: Mapping[str, Lines] = field(default_factory=dict)
     """Role → records with names of participants of this role, which the base's chat template does not write."""
     duplicates: Lines = field(default_factory=Lines)
@@ -182,6 +185,14 @@ class DataReport:
         if self.unused:
             columns = "column is" if len(self.unused) == 1 else "columns are"
             yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
+        if self.joined:
+            prompt, completion = self.joined
+            yield (
+                "warn",
+                f"{name}: {prompt} and {completion} are joined as bare text, without the chat template by which chats and "
+                "evaluation ask. For a base that has one, make conversations of them: "
+                f"data: {{instruction: {prompt}, output: {completion}}}.",
+            )
         if self.counts is not None:
             yield from self._count_messages(self.counts, name, max_length, cut=cut)
         for role, lines in self.unread_names.items():
@@ -316,6 +327,7 @@ class Findings:
             unused=shape.unused,
             word=shape.word,
             is_bare=shape.format in (Format.TEXT, Format.PROMPT_COMPLETION),
+            joined=shape.joined,
             of_prompts=shape.format is Format.PROMPTS,
         )
 

@@ -60,7 +60,7 @@ def _parse_trl(line: Mapping[str, Any]) -> Pair:
     if "prompt" in line and not is_prompt_repeated:  # else both answers begin with the messages that the prompt's text repeats
         return _pair(_text_or_messages(line["prompt"], "prompt", "user"), tools, answers, "prompt")
     if isinstance(chosen, str) or isinstance(rejected, str):
-        raise LineError("prompt", "is required where chosen and rejected are texts")
+        raise LineError("prompt", "is required where chosen and rejected are texts: give there what both answer")
     prompt = _common_prompt(answers["chosen"], answers["rejected"])
     if not prompt:
         raise LineError("prompt", "is required where chosen and rejected do not begin with the same messages")

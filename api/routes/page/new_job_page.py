@@ -81,6 +81,8 @@ async def create(request: Request, api: Api) -> Response:
         body = await _body_of(request)
     except ValueError as error:
         raise ApiError(400, {"message": str(error), "param": job_form.OTHER}) from None
+    if (unusable := _unusable(await _checks(api, body))) is not None:
+        raise ApiError(400, {"message": unusable["fault"], "param": unusable["param"]})
     job = await api.post(JOBS, body)
     return leave_for(request, f"/jobs/{job['id']}")
 
@@ -117,11 +119,18 @@ async def _plan(api: InnerApi, body: Mapping[str, Any], checks: Mapping[str, dic
         if error.error.get("code") != NotDescribedError.code:
             return {"fault": error.message, "param": error.error.get("param")}
         planned = {"pending": None if error.retry_after else error.message, "retry": error.retry_after}
+    return _unusable(checks) or planned
+
+
+def _unusable(checks: Mapping[str, dict[str, Any] | None]) -> dict[str, str] | None:
+    """Return fault and param of the first file that cannot be trained on; None: there is none. A check that met a limit says
+    nothing of its file.
+    """
     for name, check in checks.items():
-        if check and not check["ok"]:
+        if check and check["whole"] and not check["ok"]:
             fault = f"The {name.replace('_', ' ')} cannot be trained on. The reason is shown next to it."
             return {"fault": fault, "param": name}
-    return planned
+    return None
 
 
 async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:

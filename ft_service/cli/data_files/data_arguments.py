@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +37,8 @@ Learn = Annotated[TrainOn, typer.Option("--train-on", help="Which messages of a 
 MaxLength = Annotated[int, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")]
 Split = Annotated[str, typer.Option("--split", help="Split of a folder that has several.")]
 
+_MAPPING = re.compile(r"data: \{([^{}]+)\}")
+
 Column = Annotated[
     list[str],
     typer.Option("--column", metavar="NAME=COLUMN", help="Name of a column in the file, such as prompt=question."),
@@ -51,6 +55,18 @@ def data_options(given: Sequence[str]) -> DataOptions:
         named = ", ".join(DataOptions.model_fields)
         what = f"{fault['loc'][0]!r} is not a column that a format has: {named}" if fault["type"] == "extra_forbidden" else None
         raise SpecError(f"--column {' '.join(given)}: {what or words_of(fault)}.", param="column") from None
+
+
+def in_flags(message: str) -> str:
+    """Return a message in which every mapping that a SPEC would have, `data: {prompt: question}`, is the commands'
+    `--column prompt=question`."""
+    return _MAPPING.sub(_flags, message)
+
+
+def _flags(mapping: re.Match[str]) -> str:
+    pairs = [pair.partition(": ") for pair in mapping[1].split(", ")]
+    is_plain = all(between for _, between, _ in pairs)
+    return " ".join(f"--column {shlex.quote(f'{ours}={theirs}')}" for ours, _, theirs in pairs) if is_plain else mapping[0]
 
 
 def local_data(path: Path, split: str, usual: str = "train") -> LocalData:

@@ -30,6 +30,7 @@ from ft_service.cli.data_files.data_arguments import (
     Template,
     base_folder,
     data_options,
+    in_flags,
     local_data,
     template_text,
 )
@@ -86,7 +87,7 @@ def check(
         report = examined(data, model, options, max_length)
     else:
         report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
-    messages = list(report.messages(data.path.name, max_length))
+    messages = [(level, in_flags(message)) for level, message in report.messages(data.path.name, max_length)]
     if as_json:
         print_json({**asdict(report), "warnings": [message for level, message in messages if level == "warn"]})
         return
@@ -225,7 +226,8 @@ def _line(number: int, record: Any, as_chat: bool) -> dict[str, Any] | Fault:
 
 
 def _faults_of(report: DataReport, data: LocalData) -> Any:
-    return report.error("training_file", data.path.name) or report
+    error = report.error("training_file", data.path.name)
+    return report if error is None else error.model_copy(update={"message": in_flags(error.message)})
 
 
 @contextmanager

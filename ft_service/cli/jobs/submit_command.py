@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
 from ft_service.data.examiner import ExaminerLost
 from ft_service.data.formats.columns import Columns
-from ft_service.data.statistics import Measure, Records, advice, without_base
+from ft_service.data.statistics import Lines, Measure, Records, advice, without_base
 from ft_service.errors import DataError, FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.host.running_servers import living_servers
 from ft_service.ids import new_id
@@ -115,6 +116,7 @@ def _check_tokens(spec: JobSpec, settings: Settings) -> list[str]:
 def _check_lines(spec: SpecFile) -> list[str]:
     records_by_file: dict[Param, Records] = {}
     refs: dict[Param, DataFileRef] = {}
+    told: list[str] = []
     for param, data in _data_files(spec):
         path = data.path
         records = records_by_file[param] = Records(path.name)
@@ -127,13 +129,15 @@ def _check_lines(spec: SpecFile) -> list[str]:
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         if not report.faults_total:
+            alone = replace(report, duplicates=Lines(), near_empty=Lines())  # which are advice on all files
+            told += [message for level, message in alone.messages(path.name, 0) if level == "warn"]
             continue
         text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")
     training, validation = records_by_file["training_file"], records_by_file.get("validation_file")
     options, _ = by_samples(spec.request.resolved_training(), training.count, ranks=1, method=spec.request.method.type)
     measure = Measure(refs["training_file"], refs.get("validation_file"), options)
-    return list(advice(without_base(training, validation, options), measure))
+    return told + list(advice(without_base(training, validation, options), measure))
 
 
 def check_accepted(client: Client, spec: SpecFile) -> SpecFile:

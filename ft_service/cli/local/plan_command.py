@@ -17,6 +17,7 @@ from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, 
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_note, print_table, print_text
 from ft_service.client.responses import shown
+from ft_service.control.capacity import MOST_NODES, Capacity, refuse_too_many
 from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
@@ -78,6 +79,8 @@ def plan(
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, sweep=None)
     found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine))
+    if not hardware:  # another host than this one may have any number of ranks
+        refuse_too_many(found, _nodes_like_this_host(settings))
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
     machine = measured(machine, base.products)
     resolved = within_context(base, found)
@@ -86,7 +89,6 @@ def plan(
     if loaded.sweep is not None:
         _plan_sweep(loaded, resolved, settings, machine, data, as_json)
         return
-    # Another host than this one may have any number of ranks.
     most = MOST_PER_HOST if hardware else settings.slots or default_slots()
     its_plan = plan_job(base, resolved, machine, data.lengths(resolved), most)
     examples = _examples(data)
@@ -105,6 +107,12 @@ def plan(
         _show_details(its_plan)
     elif its_plan.chosen:
         print_text(f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. Why: ft plan --verbose")
+
+
+def _nodes_like_this_host(settings: Settings) -> Capacity:
+    """Return the capacity of hosts like this one, of which `ft run` may use several."""
+    ranks = settings.slots or default_slots()
+    return Capacity("this host", ranks * MOST_NODES, ranks, gpu_count(), None, several_nodes=True, nodes=MOST_NODES)
 
 
 def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Machine, data: JobData, as_json: bool) -> None:

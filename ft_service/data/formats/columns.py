@@ -80,6 +80,15 @@ SPEAKERS: Mapping[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
 """Name of a speaker in ShareGPT's `from`, or in a column that `data.role` names → OpenAI's name of the role."""
+PEOPLE: Mapping[str, str] = {
+    name: role for name, role in SPEAKERS.items() if name not in ("observation", "function_call", role)
+}
+"""Names of speakers whose messages have words alone → OpenAI's name of the role."""
+QUESTIONS = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
+ANSWERS = ("solution", "answer", "response", "reply", "assistant", "output", "completion", "target")
+CONTEXTS = ("context", "input", "passage", "document")
+"""Frequent names for columns of questions, of answers, and of texts that a question is about. Where there is a solution beside
+an answer, the answer is its last number."""
 AS_THEY_ARE = Columns()
 
 

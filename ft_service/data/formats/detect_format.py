@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import re
 from collections.abc import Collection, Sequence
 from enum import Enum
 from itertools import islice
@@ -20,6 +21,9 @@ _SAMPLE_LINES = 20
 """Lines at a file's beginning that decide whether it is a table."""
 _LONGEST_NAME = 64
 """Characters of a column's name in a table whose header is of no known format, at most."""
+
+_WORDS_OF_A_NAME = 5
+"""Words of a column's name, at most."""
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 """Endings of data files' names. Uploads with other endings are refused; the contents decide the container."""
@@ -51,6 +55,7 @@ class Format(Enum):
     TEXT = "plain text (text)"
     SHAREGPT = "ShareGPT (conversations)"
     ALPACA = "Alpaca (instruction, input, output)"
+    GEMINI = "Gemini (contents)"
     OPENAI_PAIRS = "OpenAI preference pairs (input, preferred_output, non_preferred_output)"
     TRL_PAIRS = "preference pairs (prompt, chosen, rejected)"
     PROMPTS = "prompts to grade (messages)"
@@ -70,6 +75,7 @@ FORMAT_KEYS: Sequence[tuple[Format, frozenset[str]]] = (
     (Format.CHAT, frozenset({"messages"})),
     (Format.SHAREGPT, frozenset({"conversations"})),
     (Format.SHAREGPT, frozenset({"conversation"})),
+    (Format.GEMINI, frozenset({"contents"})),
     (Format.ALPACA, frozenset({"instruction", "output"})),
     (Format.PROMPT_COMPLETION, frozenset({"prompt", "completion"})),
     (Format.TEXT, frozenset({"text"})),
@@ -100,6 +106,11 @@ _SIGNS: Sequence[tuple[bytes, str]] = (
     (b"\xd0\xcf\x11\xe0", "it is an Excel workbook of the old form: export CSV UTF-8 from Excel"),
     (b"BZh", "it is compressed by bzip2: give it as it is, or compressed by gzip or zstd"),
     (b"\xfd7zXZ\x00", "it is compressed by xz: give it as it is, or compressed by gzip or zstd"),
+    (b"%PDF-", 'it is a PDF: write its text as {"text": "…"}, one document to a line'),
+    *((b"\x80" + bytes([version]), "it is a pickle of Python: write its records as JSON lines") for version in range(2, 6)),
+    (b"\x93NUMPY", "it is an array of NumPy: write its records as JSON lines"),
+    (b"SQLite format 3\0", "it is a database of SQLite: export its table as CSV"),
+    (b"version https://git-lfs", "it is a pointer of Git LFS, and not the file that it names: `git lfs pull` gets that"),
     (b"\xff\xfe\x00\x00", "it is encoded as UTF-32: save it as UTF-8"),
     (b"\x00\x00\xfe\xff", "it is encoded as UTF-32: save it as UTF-8"),
     (b"\xff\xfe", _UTF_16),
@@ -108,13 +119,48 @@ _SIGNS: Sequence[tuple[bytes, str]] = (
 """Beginnings of files that are not data files, and what to do. The first one that fits decides."""
 
 
-def why_unreadable(head: bytes) -> str | None:
-    """Why a file with this beginning cannot be read, and what to do. None: it may be a data file."""
+_WRAPPED = re.compile(
+    rb'\s*\{\s*"(data|dataset|train|examples|instances|items|records|rows|samples)"\s*:\s*\[\s*\{'
+    rb'(?!\s*"(?:role|from|content|value|speaker)")'
+)
+"""The beginning of one object that holds all records, and not the turns of one."""
+_LONGEST_FIRST_LINE = 2048
+"""Bytes of a text's first line, if it is all that is seen of the file."""
+_WORD = re.compile(r"[^\W\d_]{2}")
+_PLAIN_TEXT = (
+    'it is plain text, which is not JSON: write {"text": "…"}, one document to a line, or a table whose first row names its '
+    "columns"
+)
+
+
+def why_unreadable(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
+    """Why a file with this beginning cannot be read, and what to do. None: it may be a data file. `columns`: its names of
+    columns."""
     for sign, reason in _SIGNS:
         if head.startswith(sign):
             return reason
     # UTF-16 without a byte order mark: every other byte of its first characters is 0.
-    return _UTF_16 if len(head) >= 4 and {head[:4:2], head[1:4:2]} & {b"\0\0"} and any(head[:4]) else None
+    if len(head) >= 4 and {head[:4:2], head[1:4:2]} & {b"\0\0"} and any(head[:4]):
+        return _UTF_16
+    text = head.removeprefix(_BYTE_ORDER_MARK)
+    if (found := _WRAPPED.match(text)) and (key := found[1].decode()) not in columns.ours:
+        return f"it is one object whose {key} holds the records: write them one to a line (`jq -c '.{key}[]' FILE`)"
+    if text[:256].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "it is a web page, perhaps one that links to the data: download the file itself"
+    return _PLAIN_TEXT if _is_plain_text(text) and container_of(head, columns) is Container.LINES else None
+
+
+def _is_plain_text(text: bytes) -> bool:
+    """Return whether the first lines are words, and none of them begins as JSON does."""
+    if b"\n" not in text and len(text) > _LONGEST_FIRST_LINE:
+        return False  # a line that is too long, which says so itself
+    lines = [line for line in text.splitlines()[:_SAMPLE_LINES] if line.strip()]
+    try:
+        words = b"\n".join(lines[:-1] or lines).decode()
+    except UnicodeDecodeError:
+        return False
+    begins = any(line.lstrip().startswith((b"{", b"[", b'"')) for line in lines)
+    return not begins and words not in ("null", "true", "false") and "\0" not in words and _WORD.search(words) is not None
 
 
 class Container(Enum):
@@ -130,6 +176,14 @@ class Container(Enum):
     def word(self) -> str:
         """The name of one record in messages. Records are numbered from 1; a header does not count."""
         return {Container.LINES: "line", Container.ARRAY: "element"}.get(self, "row")
+
+
+_OF_DATA = re.compile(r"[?.!]\s*\Z|\A\s*\d+(?:\.\d+)?\s*\Z")
+
+
+def is_data(names: Sequence[str]) -> bool:
+    """Return whether a table's first row is data, and not the names of its columns: sentences or numbers."""
+    return any(len(name.split()) > _WORDS_OF_A_NAME or _OF_DATA.search(name) for name in names)
 
 
 def container_of(head: bytes, columns: Columns = AS_THEY_ARE) -> Container:

@@ -2,6 +2,7 @@
 
 prompt, completion    strings: bare text; messages: a conversation of which the completion is learned
 text                  bare text
+contents              Gemini's conversation, whose turns have parts
 conversations         a conversation whose turns have `from` and `value` (or role and content)
 instruction, output   a conversation: instruction and input are the user's message, output the assistant's
 preference pairs      two conversations, or bare texts, that begin alike (LLaMA-Factory's: an instruction or turns, and answers)
@@ -9,28 +10,34 @@ preference pairs      two conversations, or bare texts, that begin alike (LLaMA-
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ft_service.data import chat_line
 from ft_service.data.chat_line import parse_chat, parse_messages, parse_tools, require_answered_calls
-from ft_service.data.formats.columns import SPEAKERS
+from ft_service.data.formats import media
+from ft_service.data.formats.columns import PEOPLE, QUESTIONS, SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
+from ft_service.data.formats.media import refuse_media
 from ft_service.data.line_errors import LineError, required, text_of
 from ft_service.data.preference_line import parse_pair
-from ft_service.data.sample_kinds import Conversation, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text
 from ft_service.wording import kind, shown_value
 
 Fields = Mapping[str, Any]
 
+_SYSTEM_INSTRUCTION = ("systemInstruction", "system_instruction")
 _TOOLS = ("tools", "parallel_tool_calls", "functions")
 _COLUMNS: Mapping[Format, Sequence[str]] = {
-    Format.CHAT: chat_line.KEYS,
+    Format.CHAT: (*chat_line.KEYS, "system"),
     Format.PROMPTS: chat_line.KEYS,
     Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS),
     Format.TEXT: ("text",),
     Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS),
+    Format.GEMINI: ("contents", *_SYSTEM_INSTRUCTION, "tools"),
     Format.ALPACA: ("instruction", "input", "output", "system", "history"),
     Format.OPENAI_PAIRS: (
         *("input", "preferred_output", "non_preferred_output", "preferred_completion", "non_preferred_completion"),
@@ -59,13 +66,16 @@ def as_record(format: Format, fields: Fields) -> Record:
         raise LineError("", f"is {other.value}, and this file began as {format.value}: put each format into a file of its own")
     if format is Format.PROMPT_COMPLETION and fields.get(LABEL) is False:
         raise LineError(LABEL, "is false, and the answer would be learned like a good one: remove such records, or make pairs")
+    if format is Format.TRL_PAIRS:
+        _refuse_without_prompt(fields)
+    refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
     return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 
 
 def _prompt_completion(fields: Fields) -> Record:
     prompt, completion = required(fields, "prompt"), required(fields, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        text_of(prompt, "prompt")
+        _refuse_written(text_of(prompt, "prompt"), "prompt", words=False)
         if not text_of(completion, "completion"):
             raise LineError("completion", "is empty, so there is nothing to train on")
         return PromptCompletion(prompt, completion)
@@ -73,6 +83,7 @@ def _prompt_completion(fields: Fields) -> Record:
         raise LineError(
             "completion", f"is {kind(completion)} and the prompt {kind(prompt)}: both are strings, or both messages"
         )
+    prompt, completion = _of_people(prompt), _of_people(completion)
     before = parse_messages(prompt, "prompt") if prompt else []
     require_answered_calls(before, "prompt")
     answer = parse_messages(completion, "completion")
@@ -84,8 +95,28 @@ def _prompt_completion(fields: Fields) -> Record:
     return Conversation(messages, weights, tuple(parse_tools(fields)))
 
 
+_WRITTEN = re.compile(
+    r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]"
+    r"|### (?:Human|User|Instruction):|Below is an instruction)"
+)
+"""The beginning of a text that a chat template has written: ChatML's, Llama's, Gemma's, Mistral's, Guanaco's or Alpaca's."""
+
+
+def _refuse_written(text: str, place: str, *, words: bool = True) -> None:
+    """Raise LineError for a text that a chat template has written. `words`: one that marks its turns by words is refused too,
+    since what the user says would be learned.
+    """
+    if (found := _WRITTEN.match(text)) is not None and (words or found[1][0] in "<["):
+        raise LineError(
+            place,
+            f"was written by a chat template: it begins with {found[1]}. Give its turns as messages, which the base's own "
+            'template writes; or, to learn these very words, give prompt: "" and completion: the text',
+        )
+
+
 def _text(fields: Fields) -> Record:
     text = text_of(required(fields, "text"), "text")
+    _refuse_written(text, "text")
     if not text.strip():
         raise LineError("text", "is empty, so there is nothing to train on")
     return Text(text)
@@ -121,16 +152,101 @@ def _question(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:
-    system = text_of(fields.get("system") or "", "system")
+    """The system message of a record whose `system` is a text, or a list of Anthropic's or Bedrock's parts of text."""
+    given = fields.get("system") or ""
+    if isinstance(given, list):
+        given = "\n\n".join(_part(part, f"system.{number}") for number, part in enumerate(given))
+    system = text_of(given, "system")
     return [{"role": "system", "content": system}] if system.strip() else []
+
+
+def _part(part: Any, place: str) -> str:
+    """The text of a part without a type, or with the type text. Raises LineError."""
+    if not isinstance(part, dict) or part.get("type", "text") != "text":
+        raise LineError(place, f'must be {{"text": …}}, not {shown_value(part)}: only text can be trained on')
+    if (other := next((key for key in part if key not in ("type", "text", "cache_control")), None)) is not None:
+        raise LineError(place, f"holds {shown_value(other)}, and only text can be trained on: leave the line out")
+    return text_of(required(part, "text", f"{place}."), f"{place}.text")
+
+
+def _with_system(chat: Conversation, fields: Fields) -> Conversation:
+    """The conversation after the record's own system prompt. Raises LineError if it begins with another one."""
+    system = tuple(_system(fields))
+    if not system or chat.messages[:1] == system:
+        return chat
+    if chat.messages[0]["role"] == "system":
+        raise LineError("system", "and a system message of other words are both given: keep one")
+    return Conversation((*system, *chat.messages), (0, *chat.weights), chat.tools)
+
+
+def _listed(value: Any) -> Any:
+    """A list that is written as a string of JSON. All else is left as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _of_people(messages: Any) -> Any:
+    """Messages with OpenAI's roles and parts, where they have those of other tools and nothing but words: human for user, and
+    Bedrock's parts without a type. All else is left as it is."""
+    if not isinstance(messages, list):
+        return messages
+    return [_of_person(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _of_person(message: dict[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if isinstance(role, str) and role in PEOPLE:
+        message = {**message, "role": PEOPLE[role]}
+    if isinstance(content, list) and any(isinstance(part, dict) and part.keys() == {"text"} for part in content):
+        parts = [{"type": "text", **part} if isinstance(part, dict) and part.keys() == {"text"} else part for part in content]
+        message = {**message, "content": parts}
+    return message
+
+
+def _chat(fields: Fields) -> Record:
+    messages = {"messages": _of_people(_listed(fields["messages"]))} if "messages" in fields else {}
+    return _with_system(parse_chat({key: value for key, value in fields.items() if key != "system"} | messages), fields)
+
+
+def _gemini(fields: Fields) -> Record:
+    """A record of Gemini's API or Vertex AI. Raises LineError for parts that are not text."""
+    if fields.get("tools"):
+        raise LineError("tools", "are Gemini's declarations: write the record as messages with tools, as OpenAI has them")
+    contents = required(fields, "contents")
+    if not isinstance(contents, list) or not contents:
+        raise LineError("contents", f"must be a list with at least one turn, not {kind(contents)}")
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(contents):
+        place = f"contents.{number}"
+        content = _parts_text(turn, place)
+        role = turn.get("role")
+        if role not in ("user", "model"):
+            raise LineError(f"{place}.role", f"must be user or model, not {shown_value(role)}")
+        messages.append({"role": SPEAKERS[role], "content": content})
+    try:
+        chat = parse_chat({"messages": messages})
+    except LineError as error:
+        raise LineError(error.field.replace("messages", "contents", 1), error.reason) from None
+    given = next(((key, fields[key]) for key in _SYSTEM_INSTRUCTION if fields.get(key)), None)
+    system = "" if given is None else given[1] if isinstance(given[1], str) else _parts_text(given[1], given[0])
+    return _with_system(chat, {"system": system})
+
+
+def _parts_text(turn: Any, place: str) -> str:
+    parts = required(turn, "parts", f"{place}.") if isinstance(turn, dict) else None
+    if not isinstance(parts, list) or not parts:
+        raise LineError(place, f"must be an object with a list of parts, not {kind(turn if parts is None else parts)}")
+    return "".join(_part(part, f"{place}.parts.{number}") for number, part in enumerate(parts))
 
 
 def _sharegpt(fields: Fields) -> Record:
     key = "conversations" if "conversations" in fields else "conversation"
-    messages = _messages_of(required(fields, key), key)
+    messages = _messages_of(_listed(required(fields, key)), key)
     tools = {name: fields[name] for name in _TOOLS if name in fields}
     try:
-        return parse_chat({"messages": [*_system(fields), *messages], **tools})
+        return _with_system(parse_chat({"messages": messages, **tools}), fields)
     except LineError as error:
         raise LineError(error.field.replace("messages", key, 1), error.reason) from None
 
@@ -140,21 +256,24 @@ def _messages_of(turns: Any, key: str) -> list[Any]:
     if not isinstance(turns, list) or not turns:
         raise LineError(key, f"must be a list with at least one turn, not {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        return turns
+        return _of_people(turns)
     return [_turn(turn, f"{key}.{number}") for number, turn in enumerate(turns)]
 
 
 def _trl_pair(fields: Fields) -> Record:
     """A preference pair in TRL's format, or in one of LLaMA-Factory's, which have its prompt as ShareGPT's turns or as
     Alpaca's instruction, and each answer as a text or as one turn. Axolotl's pairs of one message each are read so too."""
+    if "prompt" not in fields:
+        fields = _taken_apart(fields)
     answers = {name: _answer(fields[name], name) for name in ("chosen", "rejected") if name in fields}
     is_answer = all(isinstance(fields.get(name), str | dict) for name in ("chosen", "rejected"))
     key = next((name for name in ("conversations", "conversation", "instruction") if fields.get(name) is not None), None)
-    given = {name: fields[name] for name in ("prompt", "tools") if name in fields}
+    given = {name: _of_people(fields[name]) for name in ("prompt", "tools") if name in fields}
     if is_answer and isinstance(given.get("prompt"), str) and not isinstance(fields["chosen"], str):
         given["prompt"] = [{"role": "user", "content": given["prompt"]}]
     if not is_answer or "prompt" in fields or key is None:
-        return parse_pair({**given, **answers})
+        pair = parse_pair({**given, **answers})
+        return Pair(_with_system(pair.preferred, fields), _with_system(pair.rejected, fields))
     prompt = _question(fields) if key == "instruction" else _messages_of(fields[key], key)
     try:
         return parse_pair({**given, "prompt": [*_system(fields), *prompt], **answers})
@@ -162,10 +281,39 @@ def _trl_pair(fields: Fields) -> Record:
         raise LineError(error.field.replace("prompt", key, 1), error.reason) from None
 
 
+_HH_TURN = re.compile(r"(?:\A|\n)\s*\n?(Human|Assistant):")
+"""The beginning of a turn in texts of HH-RLHF."""
+
+
+def _taken_apart(fields: Fields) -> Fields:
+    """The record with its answers as messages, if they are whole conversations as HH-RLHF writes them."""
+    names = ("chosen", "rejected")
+    texts = [fields.get(name) for name in names]
+    turns = [_HH_TURN.split(text) if isinstance(text, str) else [] for text in texts]
+    if not all(len(own) > 1 and not own[0].strip() and own[1] == "Human" for own in turns):
+        return fields
+    messages = [[_hh_turn(who, text) for who, text in zip(own[1::2], own[2::2], strict=True)] for own in turns]
+    return {**fields, **dict(zip(names, messages, strict=True))}
+
+
+def _hh_turn(who: str, text: str) -> dict[str, Any]:
+    return {"role": "user" if who == "Human" else "assistant", "content": text.strip()}
+
+
+def _refuse_without_prompt(fields: Fields) -> None:
+    """Raise LineError for a pair of texts whose prompt stands in a column of another name."""
+    answers = [fields.get(name) for name in ("chosen", "rejected")]
+    own = ("prompt", "conversations", "conversation", "instruction")
+    other = next((name for name in QUESTIONS if isinstance(fields.get(name), str)), None)
+    if other is not None and all(isinstance(answer, str) for answer in answers) and not any(name in fields for name in own):
+        raise LineError("prompt", f"is required where chosen and rejected are texts: data: {{prompt: {other}}} takes it there")
+
+
 def _answer(value: Any, place: str) -> Any:
     """An answer of a pair as messages, if it is one message or has ShareGPT's turns. All else is left as it is."""
     if isinstance(value, dict):
         value = [value]
+    value = _of_people(value)
     if isinstance(value, list) and all(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in value):
         return [_turn(turn, f"{place}.{number}") for number, turn in enumerate(value)]
     return value
@@ -198,10 +346,11 @@ def _function_call(text: str, place: str) -> dict[str, Any]:
 
 
 _PARSERS: Mapping[Format, Callable[[Fields], Record]] = {
-    Format.CHAT: parse_chat,
+    Format.CHAT: _chat,
     Format.PROMPT_COMPLETION: _prompt_completion,
     Format.TEXT: _text,
     Format.SHAREGPT: _sharegpt,
+    Format.GEMINI: _gemini,
     Format.ALPACA: _alpaca,
     Format.OPENAI_PAIRS: parse_pair,
     Format.TRL_PAIRS: _trl_pair,

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
-from ft_service.data.formats.columns import AS_THEY_ARE, Columns, listed
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
 from ft_service.data.formats.detect_format import (
-    FORMAT_KEYS,
     HEAD_BYTES,
     Compression,
     Container,
@@ -31,11 +30,13 @@ from ft_service.data.formats.detect_format import (
     recognise,
     why_unreadable,
 )
+from ft_service.data.formats.media import refuse_media
 from ft_service.data.formats.normalize import as_record, columns_of
 from ft_service.data.formats.tabular import arrow_rows, csv_rows
+from ft_service.data.formats.unknown_formats import unknown_format
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.prompt_line import parse_prompt
-from ft_service.data.sample_kinds import GradedPrompt, Record
+from ft_service.data.sample_kinds import GradedPrompt, PromptCompletion, Record
 from ft_service.rundir.directory import sha256_of
 
 NOTED = 20
@@ -54,6 +55,8 @@ class FileFormat:
     """None: no record of a known format was read so far."""
     unused: tuple[str, ...] = ()
     """Keys of records that the format does not have and that are left out; the first NOTED of them."""
+    joined: tuple[str, ...] = ()
+    """The file's names of prompt and completion, if these are strings, which no chat template writes."""
 
     @property
     def word(self) -> str:
@@ -132,7 +135,7 @@ class DataReader:
             raw = Expanding(file, compression, os.fstat(file.fileno()).st_size)
             content = cast(BinaryIO, BufferedReader(raw, HEAD_BYTES))
         head = content.peek(HEAD_BYTES) if isinstance(content, BufferedReader) else _head(content)
-        if (reason := why_unreadable(head)) is not None:
+        if (reason := why_unreadable(head, self.columns)) is not None:
             raise UnreadableError(reason)
         container = container_of(head, self.columns)
         if container in (Container.PARQUET, Container.ARROW) and compression is not None:
@@ -154,14 +157,20 @@ class DataReader:
     def _record(self, number: int, row: dict[str, object]) -> Record | Fault:
         try:
             named = self.columns.record(row)
-            return as_record(self._format(named, row), named)
+            record = as_record(self._format(named, row), named)
         except LineError as error:
             return Fault(number, error.field, error.reason)
+        if isinstance(record, PromptCompletion) and not self.shape.joined:
+            given = dict(self.columns.pairs)
+            self.shape.joined = tuple(given.get(name, name) for name in ("prompt", "completion"))
+        return record
 
     def _prompt(self, number: int, row: dict[str, object]) -> GradedPrompt | Fault:
         self.shape.format = Format.PROMPTS
         try:
-            return parse_prompt(self.columns.record(row))
+            named = self.columns.record(row)
+            refuse_media({"messages": named.get("messages")}, columns=())  # an item's image may be a container's
+            return parse_prompt(named)
         except LineError as error:
             return Fault(number, error.field, error.reason)
 
@@ -186,32 +195,6 @@ class DataReader:
         unused = [name[:_NAME] for name in names if self.columns.name(name) not in known]
         if unused and len(self.shape.unused) < NOTED:
             self.shape.unused = tuple(dict.fromkeys((*self.shape.unused, *unused)))[:NOTED]
-
-
-def unknown_format(container: Container, keys: Sequence[str]) -> str:
-    """The reason for refusing a file with unknown columns or keys: their names, the known formats, and a mapping to set."""
-    is_json = container in (Container.LINES, Container.ARRAY)
-    names = f"its keys are {listed(keys)}" if is_json else f"it is {container.value}, and its columns are {listed(keys)}"
-    known = "; ".join(dict.fromkeys(format.value for format, _ in FORMAT_KEYS))
-    return f"is of no known format: {names}. Known are {known}. Say which is which: {mapping_for(keys)}"
-
-
-_QUESTIONS = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
-_ANSWERS = ("answer", "response", "reply", "assistant", "output", "completion", "solution")
-_CONTEXTS = ("context", "input", "passage", "document")
-"""Frequent names for columns of questions, of answers, and of texts that a question is about."""
-
-
-def mapping_for(keys: Sequence[str]) -> str:
-    """A suggested `data` mapping for a file with these columns; an example if their names give no clue."""
-    lower = {key.strip().lower(): key for key in reversed(keys)}
-    if (format := recognise(lower)) is not None:
-        pairs = [f"{name}: {lower[name]}" for name in columns_of(format) if name in lower]
-        return f"data: {{{', '.join(pairs)}}}"
-    question, answer = (next((lower[name] for name in names if name in lower), "COLUMN") for names in (_QUESTIONS, _ANSWERS))
-    context = next((lower[name] for name in _CONTEXTS if name in lower and lower[name] not in (question, answer)), None)
-    between = f", input: {context}" if context and question != "COLUMN" else ""
-    return f"data: {{instruction: {question}{between}, output: {answer}}} makes conversations of them"
 
 
 def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE) -> DataReader:

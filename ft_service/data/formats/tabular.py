@@ -11,12 +11,14 @@ from contextlib import closing
 from typing import Any, BinaryIO
 
 from ft_service.data.chat_line import MAX_LINE_BYTES
+from ft_service.data.formats import media
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Numbered, Row, UnreadableError
-from ft_service.data.formats.detect_format import Container, recognise
+from ft_service.data.formats.detect_format import Container, is_data, recognise
 from ft_service.data.formats.normalize import LABEL, columns_of
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import Fault, not_utf8
+from ft_service.wording import shown_value
 
 BATCH_BYTES = 4 * 1024**2
 """Approximate size of the part of a table that is turned into rows at once, in bytes."""
@@ -35,6 +37,7 @@ def csv_rows(file: BinaryIO, delimiter: str, columns: Columns = AS_THEY_ARE) -> 
     number = 0
     try:
         names = [name.strip() for name in next(reader)]
+        _refuse_data(names, columns)
         _refuse_duplicates(names)
         json_columns = _json_columns(columns)
         while (cells := next(reader, None)) is not None:
@@ -45,6 +48,16 @@ def csv_rows(file: BinaryIO, delimiter: str, columns: Columns = AS_THEY_ARE) -> 
         raise UnreadableError(f"row {number + 1} is not CSV: {error}") from None
     finally:
         text.detach()  # the caller opened the file and closes it
+
+
+def _refuse_data(names: Sequence[str], columns: Columns) -> None:
+    """Raise UnreadableError if a table begins with data in place of the names of its columns."""
+    is_named = recognise([ours for name in names if (ours := columns.name(name)) is not None]) is not None
+    if not is_named and not set(names) & set(columns.ours) and is_data(names):
+        raise UnreadableError(
+            f"its first row is data, and not the names of its columns: {shown_value(', '.join(names))}. Put a row of names "
+            "before it, such as instruction and output"
+        )
 
 
 def _refuse_duplicates(names: Sequence[str]) -> None:
@@ -149,7 +162,9 @@ def _needed_columns(names: Sequence[str], columns: Columns) -> list[str]:
     UnreadableError if two of them are the same."""
     ours = {name: columns.name(name) for name in names}
     format = recognise([name for name in ours.values() if name is not None])
-    known = {*columns_of(format), LABEL} if format is not None and not columns.of_prompts else set(ours.values())
+    known = (
+        {*columns_of(format), LABEL, *media.COLUMNS} if format is not None and not columns.of_prompts else set(ours.values())
+    )
     needed = [name for name in names if ours[name] in known]
     _refuse_duplicates(needed)
     return needed

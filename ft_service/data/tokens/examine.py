@@ -273,7 +273,8 @@ class Examination:
             )
             findings.fault(Fault(0, "", text))
         report = findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
-        return replace(report, unread_names=unread_names)
+        joined = report.joined if ChatTemplate.of(self.tokenizer) is not None else ()
+        return replace(report, joined=joined, unread_names=unread_names)
 
     def _unread(self, names: NamedRecords) -> dict[str, Lines]:
         """The records with names that the chat template does not write, by role."""

@@ -76,6 +76,21 @@ def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, c
     assert "Memory of a rank" in plan
 
 
+@pytest.mark.parametrize("param", ["training_file", "validation_file"])
+def test_a_job_is_not_created_with_a_file_that_the_form_calls_unusable(
+    browser: httpx2.Client, client: openai.OpenAI, training_file: str, param: str
+) -> None:
+    unknown = client.files.create(file=("own.csv", b"ask,say\n" + b"one,two\n" * 4), purpose="fine-tune").id
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
+    form = {"model": "tiny", "training_file": training_file, param: unknown}
+    refused = browser.post("/new", data=form, headers=headers)
+    assert refused.status_code == 400
+    assert f"The {param.replace('_', ' ')} cannot be trained on." in refused.text
+    assert not client.fine_tuning.jobs.list().data
+    mapped = browser.post("/new", data=form | {"data": "{instruction: ask, output: say}"}, headers=headers)
+    assert (mapped.status_code == 400) == (param == "validation_file"), "the mapping is of both files"
+
+
 def test_yaml_is_read_and_written_beside_the_event_loop(browser: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte of it takes many seconds, in which the server would answer nobody."""
     where: dict[str, bool] = {}

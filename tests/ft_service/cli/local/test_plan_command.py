@@ -244,3 +244,14 @@ def test_a_time_is_never_about_nothing(ft: Ft, spec: Path) -> None:
     assert time_text({"steps": 3, "examples": 6, "seconds_at_most": 9.0, "seconds_likely": 7.7}) == (
         "3 steps over 6 samples take about 8 s (at worst 9 s, if all were as long as the longest)."
     )
+
+
+def test_more_ranks_than_this_host_has_do_not_fit(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_SLOTS", "2")
+    assert ft("plan", spec).code == 0
+    many = spec.read_text().replace("nproc_per_node: 2", "nproc_per_node: 64")
+    spec.write_text(many)
+    refused = ft("plan", spec)
+    assert refused.code == 64
+    assert refused.err.startswith("ft: distributed.nproc_per_node = 64: this host runs at most 2 ranks at once.")
+    assert ft("plan", spec, "--hardware", "h100").code == 0, "such hosts may have any number"

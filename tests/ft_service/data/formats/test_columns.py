@@ -97,7 +97,7 @@ def test_other_columns_are_another_token_set() -> None:
 def test_the_command_line_takes_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "csv", [{"question": "Why?", "answer": "So."}])
     assert run(["data", "check", str(path)]) == 64
-    assert "data: {instruction: question, output: answer}" in capsys.readouterr().err
+    assert "--column instruction=question --column output=answer" in capsys.readouterr().err
     named = ["--column", "instruction=question", "--column", "output=answer"]
     assert run(["data", "check", str(path), *named]) == 0
     assert "Alpaca" in capsys.readouterr().out
@@ -123,3 +123,15 @@ def made(folder: Path, **rows: list[dict[str, Any]]) -> dict[str, list[dict[str,
     for name in rows:
         (folder / name).mkdir()
     return rows
+
+
+def test_prompts_joined_as_bare_text_are_told_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "csv", [{"prompt": "Why?", "completion": "So."}])
+    assert run(["data", "check", str(path)]) == 0
+    assert "--column instruction=prompt --column output=completion" in capsys.readouterr().out
+    named = ["--column", "instruction=prompt", "--column", "output=completion"]
+    assert run(["data", "check", str(path), *named]) == 0
+    assert "bare text" not in capsys.readouterr().out
+    other = write(tmp_path, "csv", [{"ask": "Why?", "say": "So."}])
+    report = check_lines(other, columns=Columns((("prompt", "ask"), ("completion", "say"))))
+    assert report.joined == ("ask", "say")

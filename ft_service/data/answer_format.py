@@ -1,7 +1,7 @@
 """An answer's text, reasoning and calls of tools, read from what a model has written: the one reader for evaluations, graders
 and the preview.
 
-An answer is text with its special tokens. How calls look is asked of the base's chat template (tool_call_parser.py). Thoughts
+An answer is text with its special tokens. How calls look is asked of the base's chat template (call_grammar.py). Thoughts
 are enclosed by pairs of texts that are the same in all published templates; where the prompt opens a thought, the answer begins
 within it. Models that write channels (gpt-oss) write each part as `<|channel|>NAME<|message|>TEXT`.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ft_service.data.call_grammar import CallGrammar, calls_of_json
 from ft_service.data.tool_call_parser import CallFormat
 from ft_service.graders.grades import Sample
 from ft_service.ids import new_id
@@ -64,14 +65,14 @@ class AnswerFormat:
 
     special: Sequence[str] = ()
     """Texts of the tokenizer's special tokens."""
-    calls: CallFormat | None = None
+    calls: CallFormat | CallGrammar | None = None
     """How the chat template writes calls of tools. None: in no way that is known."""
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> AnswerFormat:
         """The format of its fields as JSON."""
         calls = value.get("calls")
-        return cls(tuple(value["special"]), calls and CallFormat(**calls))
+        return cls(tuple(value["special"]), calls and calls_of_json(calls))
 
     def read(self, text: str, *, tools: bool, closing: str = "") -> Answer:
         """An answer's parts. `text`: with special tokens; those that end it may be left out. `tools`: whether its prompt offers
@@ -81,6 +82,11 @@ class AnswerFormat:
         reasoning, rest = _thought_and_rest(text, closing)
         words, calls = (self.calls.parse(rest) if tools and self.calls is not None else None) or (rest, [])
         return Answer(self._plain(words), self._plain(reasoning), calls)
+
+    @property
+    def marks_calls(self) -> bool:
+        """Whether a call is told from text by what stands before it, and not only by its form."""
+        return self._has_channels or (self.calls is not None and bool(self.calls.prefix))
 
     @cached_property
     def _has_channels(self) -> bool:

@@ -151,7 +151,7 @@ def _question(sample: Tokens, tokenizer: Any, answers: AnswerFormat, write: Writ
         None,
         ends,
         messages,
-        tools=messages is None,  # a prompt with tools is no conversation that can be told from its tokens
+        tools=answers.marks_calls,  # whether a prompt offers any cannot be told from its tokens
         closing=closing_of(tokenizer.decode(ids, skip_special_tokens=False)),
     )
     return replace(asked, reference=asked.read(learned, tokenizer, answers).whole)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.data.answer_format import AnswerFormat
+from ft_service.data.call_grammar import calls_of
 from ft_service.data.line_errors import LineError
 from ft_service.data.tokenizer_files import stops_of
-from ft_service.data.tool_call_parser import Write, call_format
+from ft_service.data.tool_call_parser import Write
 
 _WORDS = "ft_words"
 
@@ -31,4 +32,4 @@ def answer_ends(write: Write, tokenizer: Any, folder: Path) -> frozenset[int]:
 def answer_format(write: Write | None, tokenizer: Any) -> AnswerFormat:
     """How answers are written. `write`: None for a base without a chat template."""
     special = sorted(added.content for added in tokenizer.added_tokens_decoder.values() if added.special)
-    return AnswerFormat(tuple(special), call_format(write) if write is not None else None)
+    return AnswerFormat(tuple(special), calls_of(write) if write is not None else None)

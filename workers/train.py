@@ -87,7 +87,7 @@ from workers.tinker.command_loop import CommandLoop
 from workers.tinker.offered_prompts import offer_prompts
 from workers.training.context import StopRequest, TrainingContext, Wait
 from workers.training.evaluation_answers import Evaluator
-from workers.training.evaluation_prompts import ends_of, questions_of, questions_of_prompts
+from workers.training.evaluation_prompts import asked_of
 from workers.training.forgetting import measure_forgetting, seconds_of_job
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids, check_positions
 from workers.training.loop import Schedule, Trainer
@@ -342,12 +342,9 @@ def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
     spec = context.runtime.spec
     if spec.evaluation is None:
         return None
-    options = TokenOptions.of(spec)
-    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
+    tokenizer = load_tokenizer(spec.model.path, TokenOptions.of(spec).chat_template)
     chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]]
-    learned = questions_of(chosen, tokenizer, options)
-    questions = questions_of_prompts(spec.evaluation.given, tokenizer, options) or learned
-    return Evaluator(context, questions, tokenizer, spec.evaluation, ends_of(learned, tokenizer))
+    return Evaluator(context, asked_of(spec, chosen, tokenizer), tokenizer, spec.evaluation)
 
 
 def cached_description(path: str) -> Description | None:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 from ft_service.control.webhook_delivery import secrets_of
 from ft_service.errors import FtError, UnavailableError
-from ft_service.graders.grades import Case, Grade, Sample
+from ft_service.graders.grades import Case, Grade
 from ft_service.graders.grading import GraderContext, grade_all
 from ft_service.graders.limits import GraderLimits
 from ft_service.host.loops import every
-from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.jobs.user_actions import Verb
 from ft_service.meters import Meters
@@ -65,7 +64,7 @@ start again, and meanwhile the ranks hold their slots."""
 TRIES = 5
 """Failures at the same step for which nothing is known, after which a job is paused."""
 MOST_TEXT = 16_384
-"""Characters of an answer's text that its record keeps."""
+"""Characters of an answer's text, and of its reasoning, that its record keeps."""
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, sampler: Sampler) -> None:
@@ -320,12 +319,13 @@ class RolloutLoop:
         answers: list[SampledAnswer] = []
         for group, ((_, prompt), own) in enumerate(zip(prompts, sampled, strict=True)):
             for index in range(count):
-                text, calls = self.prompts.header.read(own.texts[index], tools=prompt.tools)
+                read = self.prompts.header.read(own.texts[index], prompt)
                 answer = SampledAnswer(
                     tokens=own.tokens[index],
                     logprobs=own.logprobs[index],
-                    text=text,
-                    calls=calls,
+                    text=read.text,
+                    reasoning=read.reasoning,
+                    calls=read.calls,
                     truncated=own.reasons[index] == "length",
                     reference=reference[group][index] if reference else None,
                 )
@@ -389,12 +389,13 @@ class RolloutLoop:
         return [[next(scored) for _ in own.tokens] for own in sampled]
 
     def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:
-        cases = [Case(_sample(answer), item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]
+        cases = [Case(answer.sample, item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]
         grades = self._grades(cases)
         return [
             answer.model_copy(
                 update={
                     "text": answer.text[:MOST_TEXT],
+                    "reasoning": answer.reasoning[:MOST_TEXT],
                     "reward": None if grade.errors else grade.reward,
                     "errors": dict(grade.errors),
                     "scores": dict(grade.scores),
@@ -435,12 +436,3 @@ class RolloutLoop:
         for name in samplers_of(self.run_dir):
             if name not in kept and name < sampler_name(needed):
                 delete_sampler(self.run_dir, name)
-
-
-def _sample(answer: SampledAnswer) -> Sample:
-    calls = [
-        {"id": new_id("call_"), "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-        for call in answer.calls
-    ]
-    reason = "tool_calls" if calls else "length" if answer.truncated else "stop"
-    return Sample(answer.text, calls, reason)

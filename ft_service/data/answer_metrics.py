@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ft_service.data.answer_format import Answer
 from ft_service.errors import SpecError
-from ft_service.graders.grades import NO_JSON, Case, Sample, parsed
+from ft_service.graders.grades import NO_JSON, Case, parsed
 from ft_service.graders.similarities import bleu, rouge_l
 from ft_service.graders.texts import check_grader, grade_text
 from ft_service.spec import AnswerMetric
@@ -39,7 +40,7 @@ NEED_REFERENCE: Collection[AnswerMetric] = ("exact_match", "contains", "rouge_l"
 
 
 def score(
-    answer: str, reference: str | None, metrics: Sequence[Metric], item: Mapping[str, Any] | None = None
+    answer: Answer, reference: str | None, metrics: Sequence[Metric], item: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
     """An answer's score by each metric. Left out: without a reference, metrics that need one; graders that use a field which
     the item does not have. An answer of another form than a grader reads scores 0.
@@ -50,11 +51,11 @@ def score(
     scores: dict[str, float] = {}
     for metric in metrics:
         if not isinstance(metric, str):
-            graded = grade_text(metric, Case(Sample(answer), fields))
+            graded = grade_text(metric, Case(answer.sample(), fields))
             if graded.errors.keys() <= {"sample_parse_error"}:
                 scores[metric_name(metric)] = graded.reward
         elif reference is not None or metric not in NEED_REFERENCE:
-            scores[metric] = METRICS[metric](answer, reference or "")
+            scores[metric] = METRICS[metric](answer.whole, reference or "")
     return scores
 
 

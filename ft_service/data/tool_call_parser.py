@@ -2,7 +2,7 @@
 
 The template is asked: a conversation with one known call is rendered, and what stands around it is how calls look. That holds
 for every template that writes a call as an object with its name and arguments (Qwen, Hermes, Llama, Mistral before its version
-11, …); of others nothing is read, and the call stays in the answer's text.
+11, …); call_grammar.py reads those of others.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from ft_service.data.line_errors import LineError
 
 _NAME, _KEY, _VALUE = "ft_name", "ft_key", "ft_value"
-_ASKED = {"role": "user", "content": "ft_question"}
+ASKED = {"role": "user", "content": "ft_question"}
 _CALL = {"type": "function", "id": "ftcall000", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}}}
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class CallFormat:
         if not isinstance(name, str):
             return None
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {"name": _as_text(name), "arguments": _as_text(written)}, end
+        return {"name": as_text(name), "arguments": as_text(written)}, end
 
 
-def _as_text(value: str) -> str:
+def as_text(value: str) -> str:
     """What JSON holds as text, with a question mark for half of a surrogate pair: a model may write `\\ud83d` alone, and no
     answer or record can hold that."""
     return value.encode(errors="replace").decode()
@@ -73,14 +73,22 @@ class Write(Protocol):
     def __call__(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str: ...
 
 
+def own_begin(write: Write, text: str) -> int:
+    """Where the text of a conversation that ends with calls begins to differ from one that ends with words, outside of special
+    tokens: a thought that every answer has, or a role, is no part of a call. Raises LineError."""
+    words = write([ASKED, {"role": "assistant", "content": "ft_words"}], [TOOL])
+    length = next((at for at, (a, b) in enumerate(zip(text, words, strict=False)) if a != b), min(len(text), len(words)))
+    opened = max(text.rfind(brackets[0], 0, length) for brackets in ("<>", "[]"))
+    return opened if opened >= 0 and not {">", "]"} & set(text[opened:length]) else length
+
+
 def call_format(write: Write) -> CallFormat | None:
     """How a chat template writes calls. None: in no way that is known here."""
     try:
-        before = write([_ASKED], [_TOOL], prompt=True)
-        text = write([_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_TOOL])
+        text = write([ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [TOOL])
+        start = own_begin(write, text)
     except LineError:
         return None
-    start = len(before) if text.startswith(before) else text.rfind(_ASKED["content"]) + len(_ASKED["content"])
     place = text.find(_NAME, start)
     while place > start:
         place = text.rfind("{", start, place)
@@ -94,5 +102,5 @@ def call_format(write: Write) -> CallFormat | None:
         names = [key for key, held in inner.items() if held == _NAME]
         arguments = [key for key, held in inner.items() if held in ({_KEY: _VALUE}, json.dumps({_KEY: _VALUE}))]
         if names and arguments:
-            return CallFormat(text[start:place].strip() if text.startswith(before) else "", names[0], arguments[0])
+            return CallFormat(text[start:place].strip(), names[0], arguments[0])
     return None

@@ -54,6 +54,8 @@ class Sample:
     output_tools: Sequence[Mapping[str, Any]] = ()
     """Its calls of tools, as in OpenAI's chat completions: `{"id", "type", "function": {"name", "arguments"}}`."""
     finish_reason: str = "stop"
+    reasoning: str = ""
+    """Its thoughts, which are no part of output_text."""
 
     @cached_property
     def output_json(self) -> Any:
@@ -64,7 +66,8 @@ class Sample:
     def choices(self) -> list[dict[str, Any]]:
         """The answer as chat completions have it."""
         calls = {"tool_calls": list(self.output_tools)} if self.output_tools else {}
-        message = {"role": "assistant", "content": self.output_text, **calls}
+        thoughts = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        message = {"role": "assistant", "content": self.output_text, **thoughts, **calls}
         return [{"index": 0, "message": message, "finish_reason": self.finish_reason}]
 
     def as_dict(self) -> dict[str, Any]:

@@ -181,7 +181,8 @@ def _batch(work: Sequence[Work], left: Sequence[int], results: dict[int, TaskRes
     written, sent, item = bytearray(), [], None
     for number in left:
         task, case = work[number]
-        sample = (case.sample.output_text, [dict(call) for call in case.sample.output_tools], case.sample.finish_reason)
+        own = case.sample
+        sample = (own.output_text, [dict(call) for call in own.output_tools], own.finish_reason, own.reasoning)
         try:
             first = marshal.dumps((task, sample))
             second = b"" if case.item is item else marshal.dumps(dict(case.item))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ft_service.data.tool_call_parser import CallFormat
+from ft_service.data.answer_format import Answer, AnswerFormat
 from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir, unfinished
 
@@ -33,6 +32,8 @@ class PromptTokens:
     """What the user sees of it: its last message."""
     tools: bool = False
     """Whether it offers tools, so that answers may call them."""
+    closing: str = ""
+    """Text that closes the thought which the prompt opens; empty: it opens none."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,17 @@ class PromptHeader:
     training: int
     """Number of prompts to train on, which come first."""
     validation: int
-    special: Sequence[str] = ()
-    """Texts of the tokenizer's special tokens."""
-    calls: CallFormat | None = None
-    """How the chat template writes calls of tools. None: in no way that is known."""
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
 
-    def read(self, text: str, *, tools: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The words of an answer without special tokens, and its calls of tools (name and arguments). `text`: with special
-        tokens, without the token that ends it. `tools`: whether its prompt offers any; else nothing is a call."""
-        words, calls = (self.calls.parse(text) if tools and self.calls is not None else None) or (text, [])
-        longest_first = sorted(self.special, key=len, reverse=True)
-        return re.sub("|".join(map(re.escape, longest_first)), "", words) if longest_first else words, calls
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> PromptHeader:
+        """The header of its fields; those of the format stand beside the others in files of ft-service 0.2."""
+        counts = {name: value[name] for name in ("ends", "training", "validation")}
+        return cls(**counts, answers=AnswerFormat.of_json(value.get("answers", value)))
+
+    def read(self, text: str, prompt: PromptTokens) -> Answer:
+        """The parts of an answer to a prompt. `text`: with special tokens, without the token that ends it."""
+        return self.answers.read(text, tools=prompt.tools, closing=prompt.closing)
 
 
 def write_prompts(run: RunDir, header: PromptHeader, prompts: Iterable[PromptTokens]) -> None:
@@ -85,8 +86,7 @@ class PromptFile:
             for line in file:
                 places.append(place)
                 place += len(line)
-        calls = head.pop("calls")
-        self.header = PromptHeader(**head, calls=calls and CallFormat(**calls))
+        self.header = PromptHeader.of_json(head)
         if len(places) != self.header.training + self.header.validation:
             raise DataError(f"{PROMPTS}: it has {len(places)} prompts, and its header says otherwise.")
         self._places = np.array(places, dtype=np.int64)

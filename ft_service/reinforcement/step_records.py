@@ -16,7 +16,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from ft_service.data.answer_format import Answer
 from ft_service.errors import DataError
+from ft_service.graders.grades import Sample
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 
 FOLDER = "rollouts"
@@ -39,6 +41,7 @@ class SampledAnswer(Line):
     logprobs: Sequence[float]
     """The sampler's, in nats."""
     text: str
+    reasoning: str = ""
     calls: Sequence[Mapping[str, Any]] = ()
     """Calls of tools: name and arguments."""
     truncated: bool
@@ -51,6 +54,11 @@ class SampledAnswer(Line):
     """Name → score of each single grader."""
     reference: Sequence[float] | None = None
     """Log-probabilities of the tokens by the model that training started from; None: not asked for."""
+
+    @property
+    def sample(self) -> Sample:
+        """The answer as graders get it."""
+        return Answer(self.text, self.reasoning, self.calls).sample(truncated=self.truncated)
 
 
 class AnsweredPrompt(Line):

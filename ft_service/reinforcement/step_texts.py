@@ -42,6 +42,7 @@ class AnswerTexts(Line):
     """One answer as it is shown."""
 
     text: str
+    reasoning: str = ""
     calls: Sequence[Mapping[str, Any]] = ()
     tokens: int
     """Number of its tokens."""

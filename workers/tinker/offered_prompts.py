@@ -7,15 +7,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ft_service.data.answer_format import closing_of
 from ft_service.data.formats.reading import open_data
 from ft_service.data.sample_kinds import GradedPrompt
 from ft_service.data.template_process import TemplateProcess
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens.answer_ends import answer_ends
+from ft_service.data.tokens.answer_ends import answer_ends, answer_format
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
-from ft_service.data.tool_call_parser import call_format
 from ft_service.errors import DataError
 from ft_service.reinforcement.prompt_file import PROMPTS, PromptHeader, PromptTokens, write_prompts
 from ft_service.rundir.directory import RunDir
@@ -36,18 +36,21 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
         def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
             return process.write(messages, tools, options.day, prompt=prompt)
 
-        ends, calls = answer_ends(write, tokenizer, Path(spec.model.path)), call_format(write)
-    special = sorted(added.content for added in tokenizer.added_tokens_decoder.values() if added.special)
-    header = PromptHeader(sorted(ends), len(training), len(validation), special, calls)
-    write_prompts(run, header, _prompts(spec, options, training, validation))
+        ends, answers = answer_ends(write, tokenizer, Path(spec.model.path)), answer_format(write, tokenizer)
+    header = PromptHeader(sorted(ends), len(training), len(validation), answers)
+    write_prompts(run, header, _prompts(spec, options, tokenizer, training, validation))
 
 
-def _prompts(spec: JobSpec, options: TokenOptions, training: TokenSet, validation: TokenSet) -> Iterator[PromptTokens]:
+def _prompts(
+    spec: JobSpec, options: TokenOptions, tokenizer: Any, training: TokenSet, validation: TokenSet
+) -> Iterator[PromptTokens]:
     for file, samples in ((spec.training_data, training), (spec.validation_data, validation)):
         if file is None:
             continue
         for number, record in enumerate(_records(file, options)):
-            yield PromptTokens(samples[number].ids.tolist(), record.item, _last_message(record), bool(record.tools))
+            ids = samples[number].ids.tolist()
+            closing = closing_of(tokenizer.decode(ids))
+            yield PromptTokens(ids, record.item, _last_message(record), bool(record.tools), closing)
 
 
 def _records(file: DataFileRef, options: TokenOptions) -> Iterator[GradedPrompt]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ft_service.bases.module_rules import learned_positions
+from ft_service.data.answer_format import Answer
 from ft_service.data.answer_metrics import score
 from ft_service.data.tokens.sample import Tokens
 from ft_service.rundir.evaluations import (
@@ -40,7 +41,7 @@ from workers.output.publishing import write_document
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import reshard
 from workers.training.context import TrainingContext
-from workers.training.evaluation_prompts import Question, ends_of, text_of
+from workers.training.evaluation_prompts import Asked, Question
 from workers.training.guards import positions_of
 from workers.training.packing import TOKENS
 from workers.training.step import last_logits
@@ -57,18 +58,9 @@ REPORT_SECONDS = 30.0
 class Evaluator:
     """A job's prompts, answered by the model as it is. Every method is called by all ranks together."""
 
-    def __init__(
-        self,
-        context: TrainingContext,
-        questions: Sequence[Question],
-        tokenizer: Any,
-        options: EvaluationOptions,
-        ends: Collection[int] = (),
-    ) -> None:
-        """`ends`: tokens that end an answer, besides those of the questions."""
+    def __init__(self, context: TrainingContext, asked: Asked, tokenizer: Any, options: EvaluationOptions) -> None:
         self._context, self._runtime, self._tokenizer, self._options = context, context.runtime, tokenizer, options
-        self._questions = list(questions)
-        self._ends = ends_of(questions, tokenizer) | set(ends)
+        self._asked, self._questions = asked, asked.questions
         self._begun: Evaluation | None = None
         self._reported_at = 0.0
 
@@ -87,7 +79,7 @@ class Evaluator:
                 return False
             scores = self.scores(answers)
             rows = [
-                EvaluatedPrompt(**self._told(question), base=answer, tuned=None, scores=own, base_scores=own)
+                EvaluatedPrompt(**self._told(question), base=answer.whole, tuned=None, scores=own, base_scores=own)
                 for question, answer, own in zip(self._questions, answers, scores, strict=True)
             ]
             means = mean_scores(scores)
@@ -105,7 +97,7 @@ class Evaluator:
             return None
         scores, begun = self.scores(answers), self._begun
         rows = [
-            before.model_copy(update={"tuned": answer, "scores": own})
+            before.model_copy(update={"tuned": answer.whole, "scores": own})
             for before, answer, own in zip(begun.samples, answers, scores, strict=True)
         ]
         evaluation = Evaluation(
@@ -115,21 +107,22 @@ class Evaluator:
             self._context.reporter.message(sentence)
         return self._write(evaluation).metrics
 
-    def ask(self, step: int, model: nn.Module | None = None, seconds: float | None = None) -> list[str] | None:
+    def ask(self, step: int, model: nn.Module | None = None, seconds: float | None = None) -> list[Answer] | None:
         """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile, or took more
         than so many seconds."""
         runtime, model = self._runtime, model or self._context.model
-        own = [question.ids for question in self._questions[runtime.rank :: runtime.world]]
+        own = self._questions[runtime.rank :: runtime.world]
         self._reported_at = time.monotonic()
         training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):  # every token is of another length
-            decoding = GreedyDecoding.of(self._context, self._options.max_new_tokens, self._ends)
-            written = greedy(runtime, model, own, decoding, self._goes_on(step, seconds))
+            decoding = GreedyDecoding.of(self._context, self._options.max_new_tokens, self._asked.ends)
+            written = greedy(runtime, model, [question.ids for question in own], decoding, self._goes_on(step, seconds))
         model.train(training)
         if written is None:
             return None
-        by_rank = from_all([text_of(tokens, self._tokenizer) for tokens in written])
+        pairs = zip(own, written, strict=True)
+        by_rank = from_all([question.read(tokens, self._tokenizer, self._asked.answers) for question, tokens in pairs])
         return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._questions))]
 
     def _tell_of_room(self) -> None:
@@ -160,7 +153,7 @@ class Evaluator:
 
         return goes_on
 
-    def scores(self, answers: Sequence[str]) -> list[dict[str, float]]:
+    def scores(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
         """Scores of the answers to all prompts."""
         pairs = zip(answers, self._questions, strict=True)
         return [score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs]

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ft_service.data.answer_format import Answer, AnswerFormat, closing_of
 from ft_service.data.line_errors import LineError
 from ft_service.data.template_process import TemplateProcess
 from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokenizer_files import stops_of
+from ft_service.data.tokens.answer_ends import answer_ends, answer_format
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import bare_prompt
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.template_parser import Write, turns_of
+from ft_service.data.tokens.template_parser import turns_of
+from ft_service.data.tool_call_parser import Write
 from ft_service.errors import DataError
-from ft_service.spec import Prompt
+from ft_service.spec import JobSpec, Prompt
 
 ROLES = {"developer": "system"}
 """Role → the name that chat templates use for it."""
@@ -32,27 +39,61 @@ class Question:
     prompt: str
     """The same as text, without special tokens."""
     reference: str | None
-    """Expected answer; None: unknown."""
+    """Expected answer (`Answer.whole`); None: unknown."""
     ends: frozenset[int] = frozenset()
-    """Special tokens in the expected answer, with which the model learns to end it."""
+    """The special token with which the model learns to end the expected answer, if there is one."""
     messages: list[dict[str, Any]] | None = None
     """The prompt as a conversation; None: it is plain text, or only its tokens are known."""
     item: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the prompt's line, for templates of graders."""
+    tools: bool = False
+    """Whether the prompt may offer tools, so that answers may call them."""
+    closing: str = ""
+    """Text that closes the thought which the prompt opens; empty: it opens none."""
+
+    def read(self, tokens: Sequence[int], tokenizer: Any, answers: AnswerFormat) -> Answer:
+        """An answer of these tokens."""
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        return answers.read(text, tools=self.tools, closing=self.closing)
 
 
-def questions_of(samples: Sequence[Tokens], tokenizer: Any, options: TokenOptions) -> list[Question]:
-    """Return a question for each sample: its tokens before the last learned stretch, which is the expected answer."""
+@dataclass(frozen=True)
+class Asked:
+    """The questions of a job, with how answers to them are written."""
+
+    questions: list[Question]
+    answers: AnswerFormat
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+
+
+def asked_of(spec: JobSpec, samples: Sequence[Tokens], tokenizer: Any) -> Asked:
+    """A job's own prompts; without any, a question for each sample: its tokens before the last learned stretch, which is the
+    expected answer. Raises DataError for a prompt that the template rejects."""
+    day, folder = TokenOptions.of(spec).day, Path(spec.model.path)
     with _rendering(tokenizer) as process:
-        write = (lambda messages: process.write(messages, None, options.day, prompt=True)) if process else None
-        return [_question(sample, tokenizer, write) for sample in samples]
+        write = _write(process, day) if process else None
+        answers = answer_format(write, tokenizer)
+        learned = [_question(sample, tokenizer, answers, write) for sample in samples]
+        given = spec.evaluation.given if spec.evaluation is not None else ()
+        own = [_question_of(number, prompt, tokenizer, write) for number, prompt in enumerate(given, 1)]
+        stops = answer_ends(write, tokenizer, folder) if write is not None else stops_of(folder)
+    return Asked(own or learned, answers, stops | ends_of(learned, tokenizer))
 
 
 def questions_of_prompts(prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions) -> list[Question]:
-    """Return a job's own prompts, rendered as when the model is served: conversations with the chat template. Raises DataError
-    for a prompt that the template rejects."""
+    """Prompts, rendered as when the model is served: conversations with the chat template. Raises DataError for one that the
+    template rejects."""
     with _rendering(tokenizer) as process:
-        return [_question_of(number, prompt, tokenizer, options, process) for number, prompt in enumerate(prompts, 1)]
+        write = _write(process, options.day) if process else None
+        return [_question_of(number, prompt, tokenizer, write) for number, prompt in enumerate(prompts, 1)]
+
+
+def _write(process: TemplateProcess, day: date) -> Write:
+    def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+        return process.write(messages, tools, day, prompt=prompt)
+
+    return write
 
 
 def _rendering(tokenizer: Any) -> AbstractContextManager[TemplateProcess | None]:
@@ -79,35 +120,48 @@ def last_stretch(targets: np.ndarray) -> tuple[int, int]:
     return max(begin, 1), end
 
 
-def _question_of(
-    number: int, prompt: Prompt, tokenizer: Any, options: TokenOptions, process: TemplateProcess | None
-) -> Question:
+def _question_of(number: int, prompt: Prompt, tokenizer: Any, write: Write | None) -> Question:
     messages = None
     if prompt.messages is not None:
         messages = [{"role": ROLES.get(turn.role, turn.role), "content": turn.content} for turn in prompt.messages]
     try:
         if messages is None:
             text = bare_prompt(tokenizer, prompt.prompt or "")
-        elif process is None:
+        elif write is None:
             raise LineError("messages", "the base has no chat template: give chat_template, or bare text as prompt")
         else:
-            text = process.write(messages, None, options.day, prompt=True)
+            text = write(messages, prompt=True)
     except LineError as error:
         raise DataError(f"evaluation.prompts: prompt {number}: {error.reason}.", code="invalid_prompt") from None
     ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     if not len(ids):
         raise DataError(f"evaluation.prompts: prompt {number} has no token.", code="invalid_prompt")
-    return Question(ids, text_of(ids, tokenizer), prompt.reference, messages=messages, item=prompt.item)
+    shown, closing = text_of(ids, tokenizer), closing_of(text)
+    return Question(ids, shown, prompt.reference, messages=messages, item=prompt.item, closing=closing)
 
 
-def _question(sample: Tokens, tokenizer: Any, write: Write | None) -> Question:
+def _question(sample: Tokens, tokenizer: Any, answers: AnswerFormat, write: Write | None) -> Question:
     begin, end = last_stretch(sample.targets)
-    learned = sample.ids[begin:end]
-    special = set(tokenizer.all_special_ids)
-    return Question(
-        ids=sample.ids[:begin],
-        prompt=text_of(sample.ids[:begin], tokenizer),
-        reference=text_of(learned, tokenizer),
-        ends=frozenset(int(token) for token in learned if int(token) in special),
-        messages=turns_of(sample.ids[:begin], tokenizer, write) if write else None,
+    ids = sample.ids[:begin]
+    learned, ends = _without_end(sample.ids[begin:end].tolist(), tokenizer)
+    messages = turns_of(ids, tokenizer, partial(write, prompt=True)) if write else None
+    asked = Question(
+        ids,
+        text_of(ids, tokenizer),
+        None,
+        ends,
+        messages,
+        tools=answers.marks_calls,  # whether a prompt offers any cannot be told from its tokens
+        closing=closing_of(tokenizer.decode(ids, skip_special_tokens=False)),
     )
+    return replace(asked, reference=asked.read(learned, tokenizer, answers).whole)
+
+
+def _without_end(learned: list[int], tokenizer: Any) -> tuple[list[int], frozenset[int]]:
+    """A learned answer without the special token that ends it, and that token, if there is one: others may stand within."""
+    end = len(learned)
+    while end > 1 and not tokenizer.decode(learned[end - 1 : end], skip_special_tokens=False).strip():
+        end -= 1
+    if learned[end - 1] not in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
+        return learned, frozenset()
+    return learned[: end - 1], frozenset(learned[end - 1 : end])

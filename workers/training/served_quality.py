@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.bases.adapter_names import is_lora
+from ft_service.data.answer_format import Answer
 from ft_service.host.hardware import available_memory
 from ft_service.plan.quantities import duration_text
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality, finite_nats
@@ -81,7 +82,7 @@ class Comparison:
         budget = TimeBudget(max(LEAST_SECONDS, SHARE * self.job_seconds))
         losses = {AS_TRAINED: self._loss(self.built.peft_model, items, self.context.limits)}
         once = budget.spent  # any other way takes about as long
-        answers: dict[str, list[str]] = {}
+        answers: dict[str, list[Answer]] = {}
         model = self.built.peft_model
         quantised = set(self.built.formats.values()) != {"bf16"}
         if budget.left < once:
@@ -111,7 +112,7 @@ class Comparison:
             samples=len(items),
             loss=losses,
             bound=BOUND,
-            answers=answers,
+            answers={way: [answer.whole for answer in said] for way, said in answers.items()},
             metrics={way: self._scored(said) for way, said in answers.items()},
         )
         for level, text in messages(quality, sorted(set(self.built.formats.values()) - {"bf16"})):
@@ -156,7 +157,7 @@ class Comparison:
             self.context.reporter.heartbeat()
             yield batch
 
-    def _ask(self, model: nn.Module, way: str, answers: dict[str, list[str]], step: int, budget: TimeBudget) -> None:
+    def _ask(self, model: nn.Module, way: str, answers: dict[str, list[Answer]], step: int, budget: TimeBudget) -> None:
         """Add the answers of a way. Other jobs on the base wait meanwhile, since the model is none of theirs."""
         if self.evaluator is None:
             return
@@ -177,7 +178,7 @@ class Comparison:
             f"{duration_text(budget.seconds)}. `ft merge` compares the losses."
         )
 
-    def _scored(self, answers: Sequence[str]) -> dict[str, float]:
+    def _scored(self, answers: Sequence[Answer]) -> dict[str, float]:
         assert self.evaluator is not None, "there are answers"
         return mean_scores(self.evaluator.scores(answers))
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ft_service.data.answer_format import THOUGHTS
 from ft_service.data.line_errors import LineError
 
 Span = tuple[int, int]
@@ -31,11 +32,6 @@ Message = dict[str, Any]
 TRUSTED_AFTER = 2
 """Answers of a kind that are rendered and must agree before further ones are taken to begin or end like them."""
 _OPEN, _CLOSE = "<think>", "</think>"
-_THOUGHTS = (
-    *((_OPEN, _CLOSE), ("[THINK]", "[/THINK]"), ("<thought>", "</thought>"), ("<seed:think>", "</seed:think>")),
-    *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought\n", "<channel|>")),
-)
-"""Pairs of texts that enclose a thought in published templates."""
 MARKUP = r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,40}\]"
 """Text that looks like a special token; some bases do not declare theirs."""
 _CHOICE = (
@@ -385,7 +381,7 @@ class _PositionsByKind:
 
 def _is_open(prompt: str) -> bool:
     """Return whether a prompt ends within a thought."""
-    return any(prompt.rfind(opening) > prompt.rfind(closing) for opening, closing in _THOUGHTS)
+    return any(prompt.rfind(opening) > prompt.rfind(closing) for opening, closing in THOUGHTS)
 
 
 def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: str, index: int) -> str:
@@ -393,7 +389,7 @@ def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: s
     first `common` characters. `head`: the conversation's text between these and the answer's words; `rest`: the text from there
     on. Raises LineError for a thought that cannot be learned.
     """
-    for opening, closing in _THOUGHTS:
+    for opening, closing in THOUGHTS:
         if prompt_end.rfind(opening) > prompt_end.rfind(closing):
             if common < len(prompt_end) and head.lstrip().startswith(opening):
                 head = head.lstrip().removeprefix(opening)

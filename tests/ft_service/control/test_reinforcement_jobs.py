@@ -17,6 +17,7 @@ import pytest
 
 from ft_service.control import reinforcement_jobs
 from ft_service.control.reinforcement_jobs import JobPaused, ReinforcementJobs, RolloutLoop
+from ft_service.data.answer_format import AnswerFormat
 from ft_service.data.tool_call_parser import CallFormat
 from ft_service.errors import SpecError
 from ft_service.graders import text_processes
@@ -50,7 +51,7 @@ from tests.support.rollouts import rollout_spec, save_prompts
 STEPS = 3
 TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]
 CALLS = CallFormat("<call>", "name", "arguments")
-HEADER = PromptHeader(ends=[9], training=4, validation=2, special=["<end>"], calls=CALLS)
+HEADER = PromptHeader(ends=[9], training=4, validation=2, answers=AnswerFormat(("<end>",), CALLS))
 
 
 class EchoSampler:

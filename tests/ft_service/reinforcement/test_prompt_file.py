@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from ft_service.data.answer_format import Answer, AnswerFormat
 from ft_service.data.tool_call_parser import CallFormat
 from ft_service.errors import DataError
 from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptHeader, PromptTokens, write_prompts
@@ -17,8 +19,8 @@ ADDITION = '{"name": "add", "arguments": {"a": 1}}'
 
 def test_prompts_come_back(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    prompts = [PromptTokens([number, 7], {"answer": "é" * number}, f"prompt {number}", number == 1) for number in range(3)]
-    header = PromptHeader([2, 9], 2, 1, ["</s>"], CALLS)
+    prompts = [PromptTokens([i, 7], {"answer": "é" * i}, f"prompt {i}", i == 1, "</think>") for i in range(3)]
+    header = PromptHeader([2, 9], 2, 1, AnswerFormat(("</s>",), CALLS))
     write_prompts(run, header, prompts)
     file = PromptFile(run)
     assert file.header == header
@@ -29,23 +31,14 @@ def test_prompts_come_back(tmp_path: Path) -> None:
         PromptFile(run)
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "calls"),
-    [
-        ("<s>four</s>", "four", []),
-        (f"Let me see.<tool_call>{ADDITION}</tool_call></s>", "Let me see.", [{"name": "add", "arguments": '{"a": 1}'}]),
-        (f"<s><tool_call>{ADDITION}\n{ADDITION}", "", [{"name": "add", "arguments": '{"a": 1}'}] * 2),
-        ("<tool_call>add 1</tool_call>", "add 1</tool_call>", []),
-    ],
-)
-def test_words_and_calls_of_an_answer(text: str, words: str, calls: list[dict[str, str]]) -> None:
-    assert PromptHeader([], 0, 0, ["<s>", "</s>", "<tool_call>"], CALLS).read(text, tools=True) == (words, calls)
-
-
-def test_without_tools_an_object_of_json_is_text() -> None:
-    assert PromptHeader([], 0, 0, [], CallFormat("", "name", "arguments")).read(ADDITION, tools=False) == (ADDITION, [])
-
-
-def test_special_texts_within_others_and_no_known_calls() -> None:
-    assert PromptHeader([], 0, 0, ["<a", "<a>"]).read(f"<a>x<a{ADDITION}", tools=True) == (f"x{ADDITION}", [])
-    assert PromptHeader([], 0, 0).read("as it is", tools=True) == ("as it is", [])
+def test_a_header_of_ft_service_0_2_is_read(tmp_path: Path) -> None:
+    """Its job goes on with the next version of the service."""
+    run = RunDir(tmp_path)
+    calls = {"prefix": "<tool_call>", "name": "name", "arguments": "arguments"}
+    head = {"ends": [2], "training": 1, "validation": 0, "special": ["<s>", "<tool_call>"], "calls": calls}
+    prompt = {"ids": [7], "item": {}, "text": "2+2?", "tools": True}
+    run.path(PROMPTS).parent.mkdir()
+    run.path(PROMPTS).write_text("".join(json.dumps(line) + "\n" for line in (head, prompt)))
+    file = PromptFile(run)
+    read = file.header.read(f"<think>two</think><s>See.<tool_call>{ADDITION}</tool_call>", file.training(0))
+    assert read == Answer("See.", "two", [{"name": "add", "arguments": '{"a": 1}'}])

@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from ft_service.data.answer_format import Answer, AnswerFormat
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
@@ -26,7 +27,7 @@ from workers.ranks.sharding import Gradients
 from workers.training import evaluation_answers
 from workers.training.context import TrainingContext
 from workers.training.evaluation_answers import Evaluator, GreedyDecoding, greedy, room_of
-from workers.training.evaluation_prompts import Question
+from workers.training.evaluation_prompts import Asked, Question
 
 CPU = torch.device("cpu")
 
@@ -152,7 +153,7 @@ def evaluator(
     model = cast(Any, _with_positions(16))
     reporter, stop = (cast(Any, own) for own in (told, SimpleNamespace(agreed=lambda: False)))
     context = TrainingContext(runtime, model, MicroBatchLimits(1, packed=False), reporter, stop, Gradients(model, 1))
-    return Evaluator(context, questions, Letters(), options)
+    return Evaluator(context, Asked(questions, AnswerFormat(), frozenset({0})), cast(Any, Letters()), options)
 
 
 def test_answers_of_another_model_end_where_their_time_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_answers_of_another_model_end_where_their_time_does(tmp_path: Path, monk
     assert own.ask(3, torch.nn.Identity(), seconds=-1.0) is None
     assert 8 not in asked
     asked.clear()
-    assert own.ask(3, torch.nn.Identity()) == ["a", "a"]
+    assert own.ask(3, torch.nn.Identity()) == [Answer("a")] * 2
 
 
 def test_each_step_is_asked_once_and_its_document_has_both_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,135 @@
+"""What goes into a conversation comes out of its answer, by the templates of families: in evaluations and for graders."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ft_service.data.answer_format import Answer
+from ft_service.data.chat_line import parse_line
+from ft_service.data.line_errors import Fault
+from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.tokenize import load_tokenizer, tokenize
+from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens
+from tests.support.chat_templates import TEMPLATES
+from tests.support.training.models import save_tokenizer
+from workers.training import evaluation_prompts
+from workers.training.evaluation_prompts import asked_of
+
+FILES = Path(__file__).parents[2] / "support/chat_templates_by_family"
+FAMILIES = {
+    "qwen 2.5": TEMPLATES["chatml with tools"],
+    "gemma 3": TEMPLATES["gemma"],
+    "mistral": TEMPLATES["mistral"],
+    "phi 3.5": TEMPLATES["phi"],
+    **{path.stem: path.read_text() for path in sorted(FILES.glob("*.jinja"))},
+}
+PARTS = re.compile(r"</?(think|tool_call|tool_response|arg_key|arg_value|function|parameter|invoke|tool|minimax)\b")
+"""Of the texts that look like special tokens, those that published tokenizers do not declare as such."""
+LOOK_LIKE_TOKENS = re.compile(r"<[|｜a-z_][^<>\n'=: ]{0,50}>|\[/?[A-Z_]+\]|\[e~\[|\]~b?!?b?\]|\]~!b\[")  # noqa: RUF001
+
+TWO = {"role": "user", "content": "2+2?"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def call(number: int, **arguments: Any) -> dict[str, Any]:
+    function = {"name": "add", "arguments": json.dumps(arguments)}
+    return {"id": f"functions.add:{number}", "type": "function", "function": function}
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "plain": {"content": "4"},
+    "json": {"content": '{"name": "four", "parameters": {}}'},
+    "lines": {"content": "So:\n\n- four <b>4</b>\n- [4]"},
+    "reasoned": {"content": "4", "reasoning_content": "two twos\n\nare four"},
+    "called": {"content": "", "tool_calls": [call(0, a=2, b="four or so")]},
+    "called twice": {"content": "", "tool_calls": [call(0, a=2, b="x y"), call(1, a=[3], b="{")]},
+    "called with nothing": {"content": "", "tool_calls": [call(0)]},
+    "called with words": {"content": "I add.", "tool_calls": [call(0, a=2, b="four")]},
+    "called after a thought": {"content": "", "reasoning_content": "two twos", "tool_calls": [call(0, a=2, b="four")]},
+}
+MERGED = {("gpt-oss", "called with words")}
+"""Where the template writes words as a thought."""
+
+
+def answer_of(message: dict[str, Any]) -> Answer:
+    calls = [own["function"] for own in message.get("tool_calls", ())]
+    return Answer(message["content"], message.get("reasoning_content", ""), calls)
+
+
+@pytest.fixture(scope="module")
+def bytes_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))._tokenizer
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(request: pytest.FixtureRequest, bytes_alone: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """A family's name, and a tokenizer with its template and its special tokens."""
+    folder, text = tmp_path_factory.mktemp("base"), FAMILIES[request.param]
+    special = sorted({match[0] for match in LOOK_LIKE_TOKENS.finditer(text) if not PARTS.match(match[0])} | {"<|user|>"})
+    own: Any = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_alone, bos_token="<s>", eos_token="</s>", extra_special_tokens=special
+    )
+    own.chat_template = text
+    own.save_pretrained(folder)
+    stops = ["<|user|>"] if request.param == "glm 4.5" else ["<|call|>", "<|return|>"] if request.param == "gpt-oss" else []
+    ids = own.convert_tokens_to_ids(stops) or [own.eos_token_id]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return request.param, load_tokenizer(str(folder))
+
+
+def learned_of(tokenizer: Any, message: dict[str, Any]) -> Tokens | None:
+    """A conversation that ends with an answer. None: the template has no place for the answer's parts."""
+    tools = {"tools": [TOOL]} if "tool_calls" in message else {}
+    line = json.dumps({"messages": [TWO, {"role": "assistant", **message}], **tools})
+    (tokens,) = tokenize(tokenizer, [(1, parse_line(line))])
+    return None if isinstance(tokens, Fault) else tokens
+
+
+class Here:
+    """What renders in a process of its own, in this one."""
+
+    def __init__(self, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
+        self.write = ChatTemplate(sources, special_tokens).write
+
+    def close(self) -> None: ...
+
+
+def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_prompts, "TemplateProcess", Here)
+    family, tokenizer = base
+    samples = {name: learned_of(tokenizer, message) for name, message in ANSWERS.items() if (family, name) not in MERGED}
+    proven = {name: sample for name, sample in samples.items() if sample is not None}
+    spec: Any = SimpleNamespace(
+        model=SimpleNamespace(path=tokenizer.name_or_path),
+        evaluation=SimpleNamespace(given=()),
+        chat_template="",
+        date="2026-01-01",
+        training=SimpleNamespace(train_on="all_assistant"),
+        data=SimpleNamespace(pairs={}),
+        reinforcement=None,
+    )
+    evaluation = asked_of(spec, list(proven.values()), tokenizer)
+    stored = json.loads(json.dumps(asdict(PromptHeader([], 1, 0, evaluation.answers))))
+    header = PromptHeader.of_json(stored)
+    for (name, sample), question in zip(proven.items(), evaluation.questions, strict=True):
+        expected = answer_of(ANSWERS[name])
+        learned = sample.ids[sample.targets].tolist()
+        end = next(place for place, token in enumerate(learned) if token in evaluation.ends)
+        written = learned[:end]  # where generation stops
+        if family != "llama 3.2" or not expected.calls:  # a call of which nothing but its prompt says that it is one
+            assert (name, question.read(written, tokenizer, evaluation.answers)) == (name, expected)
+            assert question.reference == expected.whole, name
+        prompt = PromptTokens([], {}, "", "tool_calls" in ANSWERS[name], question.closing)
+        graded = header.read(tokenizer.decode(written), prompt).sample()
+        assert (graded.output_text, graded.reasoning) == (expected.text, expected.reasoning), name
+        assert [own["function"] for own in graded.output_tools] == expected.calls, name
+    assert {"plain", "json", "lines"} <= set(proven), "every template has a place for these"

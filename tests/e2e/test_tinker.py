@@ -55,7 +55,7 @@ def test_every_method(server: Server, tmp_path: Path) -> None:
 def test_ranks_whose_server_is_gone_leave_and_go_on_when_it_is_back(tmp_path: Path, engine_jobs: str) -> None:
     """An engine then ends, too, once it has had no job for a minute."""
     save_chat_base(tmp_path / "models" / "tiny")
-    settings = {"FT_UNATTENDED_SECONDS": "10", "FT_TINKER_IDLE_SECONDS": "600", "FT_ENGINE_JOBS": engine_jobs}
+    settings: Any = {"FT_UNATTENDED_SECONDS": "10", "FT_TINKER_IDLE_SECONDS": "600", "FT_ENGINE_JOBS": engine_jobs}
     with serving(tmp_path, tmp_path / "models", slots=2, ranks=1, **settings) as server:
         command = [sys.executable, str(PROGRAMS / "tinker_pause.py"), "tiny"]
         pipe, environment = subprocess.PIPE, environment_of(server)

@@ -273,7 +273,9 @@ class Examination:
             )
             findings.fault(Fault(0, "", text))
         report = findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
-        joined = report.joined if ChatTemplate.of(self.tokenizer) is not None else ()
+        # Kept tokens do without a tokenizer: that the base has a template was told when they were made.
+        is_chat = self.tokenizer is not None and ChatTemplate.of(self.tokenizer) is not None
+        joined = report.joined if is_chat else ()
         return replace(report, joined=joined, unread_names=unread_names)
 
     def _unread(self, names: NamedRecords) -> dict[str, Lines]:

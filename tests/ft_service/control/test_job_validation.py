@@ -75,7 +75,8 @@ def test_a_check_that_never_ends_well_costs_others_no_turn(tmp_path: Path, store
     add_job(store)
     reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=check)
     try:
-        reconciler._validation._retries["ftjob-1"] = 2_000
+        for _ in range(2_000):
+            reconciler._validation._lost.add("ftjob-1", "There is no room.")
         wait_for(lambda: reconciler.step() and get(store).pending)
         add_job(store, "ftjob-2")
         assert step_until(reconciler, store, State.RUNNING, job_id="ftjob-2").id == "ftjob-2"

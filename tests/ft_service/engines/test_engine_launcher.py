@@ -208,7 +208,7 @@ def test_an_engine_that_cannot_be_started_is_told(tmp_path, launcher, inner) -> 
     inner.refusal = "no room"
     with pytest.raises(LaunchError, match="no room"):
         launcher.start(one)
-    assert ended(launcher.observe(one))[0] is ExitReason.WORKER_KILLED
+    assert ended(launcher.observe(one))[0] is ExitReason.LAUNCH_FAILED
 
 
 def test_a_seat_waits_with_its_engine_and_its_time_begins_with_it(tmp_path, launcher, inner) -> None:

@@ -271,7 +271,8 @@ def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatc
     others = threading.Thread(target=grade_for, args=("b",))
     grade_for("a")
     others.join()
-    assert order[:4] == ["a", "b", "a", "b"]
+    assert order[:2] == ["a", "b"]
+    assert "a" in order[2:5], "in turn by what their cases cost, of which each has three"
 
 
 def test_a_database_that_does_not_answer_is_no_error_of_the_answers(server: Receiver) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_a_helper_that_takes_too_much_memory_is_refused_it_and_says_so() -> None
         ("print('no JSON')", {}, False),
     ],
 )
-def test_only_the_host_loses_a_helper(code: str, options: dict[str, object], is_lost: bool) -> None:
+def test_only_the_host_loses_a_helper(code: str, options: dict[str, Any], is_lost: bool) -> None:
     assert failure_of(code, **options).is_lost is is_lost
 
 

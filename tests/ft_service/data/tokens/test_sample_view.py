@@ -130,7 +130,7 @@ def test_a_beginning_of_text_is_the_templates(tokenizer: PreTrainedTokenizerFast
         ("learned", "Once.<|im_end|>"),
     ]
     (sample,) = pages(begins, tmp_path, [{"text": "<|im_start|>Once."}]).samples
-    assert sample.error == "begins with <|im_start|> twice: the base's tokenizer writes it before every text. Leave it out"
+    assert (sample.error or "").startswith("text was written by a chat template: it begins with <|im_start|>")
 
 
 def test_a_document_is_learned_whole_however_long(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_what_admission_refuses_is_refused_later_with_the_same_words(
 
     assert failed.error is not None
     assert (failed.error["message"], failed.error["param"], failed.error["code"]) == (
-        refused.value.message,
+        service.settings.without_paths(refused.value.message),  # the API leaves them out too
         refused.value.param,
         refused.value.code,
     )

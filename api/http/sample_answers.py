@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from typing import Generic, TypeVar
 
-from starlette.concurrency import run_in_threadpool
-
-from ft_service.errors import LimitError, UnavailableError
+from api.http.threads import in_thread_of
+from ft_service.errors import FtError, LimitError
 from ft_service.rundir.directory import RunDir
 from ft_service.store.sql import Store
 from ft_service.tinker.commands import CommandLog
+
+log = logging.getLogger("ft_service.api")
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 LOOK_SECONDS = 0.03
 SHORTEST, LONGEST = 0.01, 0.2
@@ -25,12 +31,53 @@ MOST_WAITING = 400
 """Limit of a key's requests that wait for answers, of less than half of a server's connections."""
 
 
+class _Waiting(Generic[Key]):
+    """Requests that wait, by what each waits for."""
+
+    def __init__(self) -> None:
+        self._events: dict[Key, list[asyncio.Event]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._events)
+
+    async def wait(self, key: Key, seconds: float) -> bool:
+        """Return whether `wake` was called for the key within so many seconds."""
+        event = asyncio.Event()
+        self._events.setdefault(key, []).append(event)
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            return False
+        finally:
+            self._events[key].remove(event)
+            if not self._events[key]:
+                del self._events[key]
+        return True
+
+    def wake(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            for event in self._events.get(key, ()):
+                event.set()
+
+
+async def _looked(look: Callable[[], Found], nothing: Found) -> Found:
+    """Return what a look finds, for many at once; `nothing` if it fails: whoever waits asks again."""
+    try:
+        return await in_thread_of("", look)
+    except (FtError, OSError) as error:
+        log.warning("answers for Tinker's clients cannot be looked for: %s", error)
+        return nothing
+
+
 class SampleAnswers:
     """Requests that wait for answers. For one event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[str, list[asyncio.Event]] = {}
+        self._waiting = _Waiting[str]()
         self._looks: asyncio.Task[None] | None = None
         self._of_keys: Counter[str] = Counter()
         self.commands = CommandResults(store)
@@ -53,31 +100,14 @@ class SampleAnswers:
 
     async def wait(self, sample_id: str, seconds: float) -> bool:
         """Return whether a sample is answered, within so many seconds."""
-        event = asyncio.Event()
-        self._waiting.setdefault(sample_id, []).append(event)
         if self._looks is None or self._looks.done():
             self._looks = asyncio.create_task(self._look())
-        try:
-            await asyncio.wait_for(event.wait(), seconds)
-        except TimeoutError:
-            return False
-        finally:
-            others = self._waiting.get(sample_id, [])
-            if event in others:
-                others.remove(event)
-            if not others:
-                self._waiting.pop(sample_id, None)
-        return True
+        return await self._waiting.wait(sample_id, seconds)
 
     async def _look(self) -> None:
         while self._waiting:
-            try:
-                answered = await run_in_threadpool(self._store.tinker.answered, list(self._waiting))
-            except UnavailableError:  # whoever waits asks again
-                answered = set()
-            for sample_id in answered:
-                for event in self._waiting.get(sample_id, ()):
-                    event.set()
+            asked = list(self._waiting)
+            self._waiting.wake(await _looked(lambda asked=asked: self._store.tinker.answered(asked), set[str]()))
             await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -86,7 +116,7 @@ class _Model:
 
     def __init__(self, run: RunDir) -> None:
         self.log = CommandLog(run)
-        self.waiting: dict[int, list[asyncio.Event]] = {}
+        self.waiting = _Waiting[int]()
         self.look_soon()
 
     def look_soon(self) -> None:
@@ -96,11 +126,6 @@ class _Model:
     def looked(self) -> None:
         self.pause = min(self.pause * 1.5, LONGEST)
         self.due = time.monotonic() + self.pause
-
-    def wake(self, seqs: Sequence[int]) -> None:
-        for seq in seqs:
-            for event in self.waiting.get(seq, ()):
-                event.set()
 
 
 class CommandResults:
@@ -119,21 +144,13 @@ class CommandResults:
         if seq < min(model.waiting, default=seq + 1):
             model.look_soon()
             self._sooner.set()
-        event = asyncio.Event()
-        model.waiting.setdefault(seq, []).append(event)
         if self._looks is None or self._looks.done():
             self._looks = asyncio.create_task(self._look())
         try:
-            await asyncio.wait_for(event.wait(), seconds)
-        except TimeoutError:
-            return False
+            return await model.waiting.wait(seq, seconds)
         finally:
-            model.waiting[seq].remove(event)
-            if not model.waiting[seq]:
-                del model.waiting[seq]
             if not model.waiting:
                 self._models.pop(job_id, None)
-        return True
 
     async def _look(self) -> None:
         ended_due = time.monotonic() + ENDED_SECONDS
@@ -146,15 +163,16 @@ class CommandResults:
             now = time.monotonic()
             due = {job_id: model for job_id, model in self._models.items() if model.due <= now + model.pause / 2}
             asked = {job_id: (model.log, sorted(model.waiting)) for job_id, model in due.items()}
-            for job_id, seqs in (await run_in_threadpool(results_of, asked)).items():
-                due[job_id].wake(seqs)
-                due[job_id].look_soon() if seqs else due[job_id].looked()
+            found = await _looked(lambda asked=asked: results_of(asked), dict[str, list[int]]())
+            for job_id, model in due.items():
+                model.waiting.wake(found.get(job_id, ()))
+                model.look_soon() if found.get(job_id) else model.looked()
             if now >= ended_due:
                 ended_due = now + ENDED_SECONDS
-                with contextlib.suppress(UnavailableError):  # whoever waits asks again
-                    for job_id in await run_in_threadpool(self._store.tinker.ended, list(self._models)):
-                        if job_id in self._models:
-                            self._models[job_id].wake(list(self._models[job_id].waiting))
+                models = list(self._models)
+                for job_id in await _looked(lambda models=models: self._store.tinker.ended(models), set[str]()):
+                    if job_id in self._models:
+                        self._models[job_id].waiting.wake(list(self._models[job_id].waiting))
 
 
 def results_of(asked: Mapping[str, tuple[CommandLog, Sequence[int]]]) -> dict[str, list[int]]:

@@ -22,6 +22,7 @@ from ft_service.host.signed_post import SignedMessage, signed_post
 from ft_service.host.webhook_receiver import AddressInfos, Receiver, address_of, look_up, parse_receiver
 from ft_service.meters import Meters
 from ft_service.settings import Settings
+from ft_service.shared_work.losses import pause_seconds
 from ft_service.store.records import Delivery, WebhookEndpoint
 from ft_service.store.sql import Store
 
@@ -166,7 +167,7 @@ class Deliveries:
 
 def retry_after(tries: int, age_seconds: float) -> float | None:
     """Seconds until the next try of a delivery that has failed `tries` times; None: give up."""
-    delay = min(FIRST_RETRY_SECONDS * 2 ** min(tries - 1, 20), MAX_RETRY_SECONDS)
+    delay = pause_seconds(tries, first=FIRST_RETRY_SECONDS, longest=MAX_RETRY_SECONDS)
     return delay if age_seconds + delay <= GIVE_UP_SECONDS else None
 
 

@@ -39,7 +39,8 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.errors import DataError, SpecError, UnavailableError
 from ft_service.host.hardware import memory_bytes
-from ft_service.host.helper_process import CRASHES, LATER_SECONDS, HelperFailed, HelperProcess, Program, ran_out_of_memory
+from ft_service.host.helper_process import LATER_SECONDS, HelperFailed, HelperProcess, Program, ran_out_of_memory
+from ft_service.host.processes import CRASHES
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
 

@@ -33,7 +33,7 @@ from ft_service.errors import SpecError, UnavailableError
 from ft_service.host import helper_start
 from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import require_linux
-from ft_service.host.processes import has_ended
+from ft_service.host.processes import CRASHES, has_ended
 
 REFUSED = 64
 """Exit code of a helper that refused the request; its last line says why."""
@@ -88,10 +88,6 @@ class Program:
         if "-m" in words:
             return words[words.index("-m") + 1]
         return Path(next((word for word in words if word.endswith(".py")), words[0])).name
-
-
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
-"""Signals of a program's own fault: its input would crash it again."""
 
 
 class Failure(Enum):

@@ -1,4 +1,4 @@
-"""Identities of processes, which stay unique when a process id is reused."""
+"""Identities of processes, which stay unique when a process id is reused, and signals that say whose fault an end is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.host.lifetime import require_linux
 
+CRASHES = (*(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE), *(signal.SIGILL, signal.SIGSYS, signal.SIGTRAP))
+"""Signals by which a process ends for a fault of its own: the same work would end it again."""
 GONE_STATES = frozenset("ZXx")
 """States in /proc/<pid>/stat of processes that have ended; a zombie only waits to be reaped."""
 

@@ -20,6 +20,7 @@ from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, Queued
 from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of, retry_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
+from ft_service.shared_work.losses import pause_seconds
 from ft_service.wording import counted
 
 MAX_FAILURES = 3
@@ -299,7 +300,7 @@ def _later(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | No
     job = _since_checkpoint(job, checkpoint_step)
     job = replace(job, losses=job.losses + 1)
     first = REST_SECONDS if reason is Reason.DISK_FULL else BACKOFF_SECONDS
-    pause = min(first * 2.0 ** min(job.losses - 1, 30), MOST_PAUSE_SECONDS)
+    pause = pause_seconds(job.losses, first=first, longest=MOST_PAUSE_SECONDS)
     where, rest = _continued(job, checkpoint_step, reason, now + pause)
     lost = f" That is {job.losses} times in a row without a new checkpoint." if job.losses > 1 else ""
     text = f"{failure_text(reason, error)}{lost} This counts as no failure of the job, which continues {where}"

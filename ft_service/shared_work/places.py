@@ -1,6 +1,6 @@
 """Places: turns for threads and for the event loop alike, with limits on what may wait, and counts of how work ended.
 
-    READING = Kind("reading", places=2, of_project=1, waiting=16, seconds=60, busy="Files are being read")
+    READING = Kind(name="reading", places=2, of_project=1, waiting=16, seconds=60, busy="Files are being read")
     places = Places(READING)
     with places.hold(project_id): ...              in a thread
     async with places.held(project_id): ...        in an event loop

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ft_service.host import missing_package
 from ft_service.host.disk import DISK_FULL
+from ft_service.host.processes import CRASHES
 from ft_service.jobs.reasons import CRASHED, OUT_OF_MEMORY, Reason
 from ft_service.rundir.attempt import Attempt, unreadable_exit
 from ft_service.rundir.directory import UnreadableDocumentError
@@ -38,14 +39,14 @@ _REASON_OF_CODE: dict[str | None, ExitReason] = {
 }
 """`error.code` of an outcome → exit reason."""
 
-_CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-"""Signals by which a process ends for a fault of its own."""
 OWN_SHARE = 0.8
 """Part of the memory from which on an attempt was too large by itself when the memory ran out: two such cannot be at once."""
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")
 _FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _RANK_NUMBERS = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)", re.MULTILINE)
-_KILLED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-9)\b")
+_KILLED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-9) \(pid: (\d+)\)")
+_KILLED_BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
+"""What torchrun says of a rank that has not ended by SIGTERM after another one had failed."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def find_failed_rank(torchrun_log: str, first_rank: int = 0) -> FailedRank | Non
     match = _FAILED_RANK.search(torchrun_log)
     if match is None:
         return None
-    killed = _KILLED_RANK.search(torchrun_log)
+    own = set(_KILLED_BY_TORCHRUN.findall(torchrun_log))
+    killed = next((found for found in _KILLED_RANK.finditer(torchrun_log) if found[3] not in own), None)
     exitcode, local = (int(match[1]), int(match[2])) if killed is None else (int(killed[2]), int(killed[1]))
     numbers = {int(match[2]): int(match[1]) for match in _RANK_NUMBERS.finditer(torchrun_log)}
     return FailedRank(rank=numbers.get(local, first_rank + local), exitcode=exitcode, local=local)
@@ -276,9 +278,9 @@ def _exit_of_rank(seen: Evidence, failed: FailedRank) -> Exit:
 def _killed(seen: Evidence, who: str, number: int, rank: int | None = None) -> Exit:
     """Return the exit record of an attempt of which a process was ended by a signal: from outside, or because it crashed, or
     took all the memory that there is."""
-    name, code, starved = signal_name(number), Reason.WORKER_KILLED.code, seen.starved
-    message = f"{who} was killed by {name}."
-    if name in _CRASHES:
+    code, starved = Reason.WORKER_KILLED.code, seen.starved
+    message = f"{who} was killed by {signal_name(number)}."
+    if number in CRASHES:
         code = CRASHED
     elif number == signal.SIGKILL and starved is not None:
         message += f" {starved}"

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.rundir.events import Metrics
+from ft_service.shared_work.losses import pause_seconds
 from ft_service.spec import Integration, JobSpec, Mlflow, Trackio, Wandb
 from ft_service.store.records import JobIntegration
 
@@ -161,7 +162,7 @@ def point(metrics: Metrics, time: float) -> dict[str, float]:
 
 def retry_after(tries: int, seconds_over: float) -> float | None:
     """Return the seconds until the next try after `tries` failed ones; None: give up. `seconds_over`: since the job's end."""
-    delay = min(FIRST_RETRY_SECONDS * 2 ** min(tries - 1, 20), MAX_RETRY_SECONDS)
+    delay = pause_seconds(tries, first=FIRST_RETRY_SECONDS, longest=MAX_RETRY_SECONDS)
     return delay if seconds_over + delay <= GIVE_UP_SECONDS else None
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from api.http import threads
 from api.http.threads import AT_ONCE, AT_ONCE_OF_PROJECT, THREADS, TURNS, WAITING, in_thread, turn, with_key, work_for
 from ft_service.errors import LimitError, UnavailableError
 
@@ -117,3 +120,13 @@ def test_keys_alternate_before_it_is_known_whose_they_are() -> None:
         asyncio.run(asyncio.wait_for(run(), 60))
     finally:
         released.set()
+
+
+def test_no_other_module_takes_threads() -> None:
+    """They would be taken first come, first served, whatever project asks."""
+    taken = [
+        path.name
+        for path in Path(threads.__file__).parents[1].rglob("*.py")
+        if path.name != "threads.py" and re.search(r"run_in_threadpool|to_thread|run_in_executor", path.read_text())
+    ]
+    assert taken == []

@@ -159,6 +159,18 @@ def test_of_two_failed_ranks_the_killed_one_is_told_not_the_one_that_lost_it() -
     assert find_failed_rank(log) == FailedRank(rank=5, exitcode=-9, local=1)
 
 
+def test_a_rank_that_torchrun_itself_had_to_kill_is_not_what_failed() -> None:
+    """It was stuck, as in a collective, when another rank's error ended the attempt."""
+    log = (
+        "Sending process 41 closing signal SIGTERM\n"
+        "Unable to shutdown process 41 via 15, forcefully exiting via 9\n"
+        "failed (exitcode: 1) local_rank: 1 (pid: 42) of binary: /usr/bin/python\n"
+        "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -9 (pid: 41)  (SIGKILL)\n"
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 42)\n"
+    )
+    assert find_failed_rank(log) == FailedRank(rank=1, exitcode=1, local=1)
+
+
 GIB = 2**30
 
 

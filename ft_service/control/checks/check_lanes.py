@@ -150,10 +150,12 @@ class Lanes:
         self._changed.notify_all()
 
     def _lane(self, *, is_long: bool, warm: bool = False) -> None:
-        """Start a lane of the kind unless enough exist or one is idle."""
+        """Start a lane of the kind unless enough exist, or as many are idle as work waits: one that has just been started is
+        idle until its thread runs."""
         there = [lane for lane in self._lanes if lane.is_long == is_long]
-        idle = any(lane.turn is None for lane in there)
-        if len(there) < self._turns[is_long].places and not idle and not self._closed:
+        idle = sum(lane.turn is None for lane in there)
+        waiting = len(self._turns[is_long])
+        if len(there) < self._turns[is_long].places and idle < max(1, waiting) and not self._closed:
             lane = _Lane(self, Examiner(self._known, tokens=self._tokens), is_long=is_long, warm=warm)
             self._lanes.append(lane)
             lane.start()

@@ -41,7 +41,9 @@ def test_a_file_is_judged_as_a_job_would_read_it(service: Service) -> None:
     )
     found = check(service, "more.csv", b"prompt,completion,id\na,b,1\nc,d,2\n")
     assert found["message"] == "more.csv: prompt and completion in CSV; 2 rows, all of them fine."
-    assert found["warnings"] == ["more.csv: 1 column is not of this format, and left out: id."]
+    left_out, as_text = found["warnings"]
+    assert left_out == "more.csv: 1 column is not of this format, and left out: id."
+    assert "data: {instruction: prompt, output: completion}" in as_text
     pairs = json.dumps(PAIR).encode()
     assert check(service, "pairs.jsonl", pairs, method="dpo")["ok"]
     assert "method: {type: dpo}" in check(service, "pairs.jsonl", pairs, method="supervised")["message"]

@@ -25,5 +25,5 @@ def test_outcomes(word: str) -> None:
 
 
 def test_every_word_is_known() -> None:
-    assert len(ExitReason) == 12
+    assert len(ExitReason) == 13
     assert len(Desired) == len(OutcomeKind) == 3

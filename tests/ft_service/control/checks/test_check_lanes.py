@@ -46,7 +46,7 @@ def test_a_project_has_one_long_lane_and_the_next_ones_go_to_the_others(lanes: L
     work = put(lanes, "a1", "a2", "a3", "b1", "c1", is_long=True)
     wait_for(lambda: len(begun) == 2)
     assert sorted(begun) == ["a1", "b1"]
-    assert [each.name for each in lanes.under_way() if isinstance(each, Some)] == ["a1", "b1"]
+    assert sorted(each.name for each in lanes.under_way() if isinstance(each, Some)) == ["a1", "b1"]
     work["b1"].end.set()
     wait_for(lambda: len(begun) == 3)
     assert begun[2] == "c1", "not the second of the first"
@@ -57,6 +57,18 @@ def test_a_project_has_one_long_lane_and_the_next_ones_go_to_the_others(lanes: L
     for each in work.values():
         each.end.set()
     wait_for(lambda: not lanes.under_way())
+
+
+def test_a_lane_whose_thread_has_not_run_yet_counts_for_one_work_only(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    with monkeypatch.context() as held:
+        held.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
+        work = put(lanes, "a1", "b1", is_long=True)
+    for each in threads:
+        each.start()
+    wait_for(lambda: len(begun) == 2)
+    for each in work.values():
+        each.end.set()
 
 
 def test_projects_alternate_in_the_short_lane_however_many_one_of_them_has(lanes: Lanes) -> None:

@@ -110,7 +110,7 @@ def data(path: Path, turns: int = 2, lines: int = 1) -> DataFileRef:
 def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
     monkeypatch: pytest.MonkeyPatch, store: Store, tmp_path: Path
 ) -> None:
-    """With real processes. The endless one comes first, and is still at it when the others are done."""
+    """With real processes. The endless one, of another project, comes first and is still at it when the others are done."""
     monkeypatch.setattr(check_lanes, "SHORT_SECONDS", 1.0)
     monkeypatch.setattr(examiner, "RENDER_SECONDS", 600.0)
     monkeypatch.setattr(examiner, "MEMORY_BYTES", 256 * MIB)
@@ -123,18 +123,20 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
     }
     reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
     try:
-        add_job(store, "endless", model=files["endless"][0], training_data=files["endless"][1])
+        model, training_data = files["endless"]
+        store.projects.ensure_project("other", "local")
+        add_job(store, "endless", model=model, training_data=training_data, project_id="other")
         reconciler.step()
         for name in ("growing", "long", "good"):
             add_job(store, name, model=files[name][0], training_data=files[name][1])
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="good")
-        assert get(store, "endless").state is State.VALIDATING
+        assert get(store, "endless", "other").state is State.VALIDATING
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="long")
         for name, why in (("growing", "needed more than 256 MiB of memory"), ("endless again", "took longer than 1 seconds")):
             if name == "endless again":
-                assert get(store, "endless").state is State.VALIDATING
+                assert get(store, "endless", "other").state is State.VALIDATING
                 monkeypatch.setattr(examiner, "RENDER_SECONDS", 1.0)
-                add_job(store, name, model=files["endless"][0], training_data=files["endless"][1])
+                add_job(store, name, model=model, training_data=training_data)
             failed = step_until(reconciler, store, State.FAILED, job_id=name)
             assert failed.error is not None
             assert failed.error["code"] == "invalid_training_file"

@@ -2,9 +2,9 @@
 
 OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat if that
 count is above 0 and the same object was created in the same project a short while ago; a deliberate second request has a count
-of 0. With `Idempotency-Key`, the id of the job, sweep or upload is derived from the key, so that the database admits only one.
-The bytes of files and parts are on the disk under their ids, where two tries would write over each other's: their ids are
-drawn, and the digest of the key is stored beside them, once. All of it works across restarts.
+of 0. With `Idempotency-Key`, the id of what is created is derived from the key, so that the database admits only one. The bytes
+of files and parts are on the disk under their ids, where two tries would write over each other's: their ids are drawn, and the
+digest of the key is stored beside them, once. All of it works across restarts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,21 @@ from api.http.gone_clients import refuse_without_client
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job
-from ft_service.store.records import File, Principal, Sweep, Upload, UploadPart
+from ft_service.store.records import (
+    ApiKey,
+    File,
+    Principal,
+    Project,
+    Scope,
+    Sweep,
+    TenantLimits,
+    Upload,
+    UploadPart,
+    WebhookEndpoint,
+)
 from ft_service.store.sql import Store
 
-Created = TypeVar("Created", Job, Sweep, File, Upload, UploadPart)
+Created = TypeVar("Created", Job, Sweep, File, Upload, UploadPart, WebhookEndpoint, Project, tuple[ApiKey, str])
 Requested = TypeVar("Requested", Job, Sweep)
 
 WINDOW_SECONDS = 40 * 60
@@ -70,9 +81,10 @@ def key_digest(key: str | None, *owners: str) -> str | None:
     return hashlib.sha256("\n".join((*owners, key)).encode()).hexdigest()
 
 
-def keyed_id(prefix: str, key: str | None, principal: Principal) -> str | None:
-    """Return the id of what a request with an `Idempotency-Key` creates; None without one. Raises SpecError as `key_digest`."""
-    digest = key_digest(key, principal.project_id)
+def keyed_id(prefix: str, key: str | None, principal: Principal, *owners: str) -> str | None:
+    """Return the id of what a request with an `Idempotency-Key` creates; None without one. `owners`: what the key is unique in,
+    below the caller's project. Raises SpecError as `key_digest`."""
+    digest = key_digest(key, principal.project_id, *owners)
     return digest and prefix + digest[:24]
 
 
@@ -112,6 +124,50 @@ def earlier_upload(store: Store, new: Upload, key: str | None) -> Upload | None:
         _found(store.uploads.get_upload, new.project_id, new.id),
         lambda upload: _announced(upload) == _announced(new),
     )
+
+
+def earlier_webhook(store: Store, new: WebhookEndpoint, key: str | None, headers: Mapping[str, str]) -> WebhookEndpoint | None:
+    """Return the webhook endpoint that an earlier try of this request created, with its secret. Raises SpecError as
+    `earlier_job`."""
+
+    def is_same(found: WebhookEndpoint) -> bool:
+        return (found.name, found.url, found.event_types) == (new.name, new.url, new.event_types)
+
+    if key is not None:
+        return _of_key("webhook endpoint", _found(store.webhooks.get_webhook, new.project_id, new.id), is_same)
+    if not is_retry(headers):
+        return None
+    since = store.now() - WINDOW_SECONDS
+    endpoints = store.webhooks.list_webhooks(new.project_id, limit=_NEWEST).data
+    return next((found for found in endpoints if found.created_at >= since and is_same(found)), None)
+
+
+def earlier_project(store: Store, project_id: str | None, name: str, limits: TenantLimits) -> Project | None:
+    """Return the project that an earlier try of a request with this key created. Raises SpecError as `earlier_job`."""
+    if project_id is None:
+        return None
+    try:
+        found = store.projects.get_project(project_id)
+    except NotFoundError:
+        return None
+    return _of_key("project", found, lambda project: (project.name, project.limits) == (name, limits))
+
+
+def earlier_api_key(store: Store, project_id: str, key_id: str | None, name: str, scope: Scope) -> tuple[ApiKey, str] | None:
+    """Return the API key that an earlier try of a request with this key created. Its secret was in the lost answer and is not
+    stored, so that it gets another one. Raises SpecError as `earlier_job`, and if the API key is in use already."""
+    if key_id is None:
+        return None
+    try:
+        found = store.keys.get_key(project_id, key_id)
+    except NotFoundError:
+        return None
+    if (found.name, found.scope) != (name, scope):
+        raise _other_body("API key")
+    renewed = store.keys.replace_secret(project_id, key_id)
+    if renewed is None:
+        raise _refused(f"the API key that it made, {key_id}, was used or revoked since. Send a new key.")
+    return renewed
 
 
 def earlier_file(store: Store, new: File, seconds: int | None, headers: Mapping[str, str]) -> File | None:
@@ -160,8 +216,12 @@ def _found(get: Callable[[str, str], Created], project_id: str, object_id: str) 
 def _of_key(noun: str, created: Created | None, is_same: Callable[[Created], bool]) -> Created | None:
     """Return what was created with a key. Raises SpecError if this request asks for something else."""
     if created is not None and not is_same(created):
-        raise _refused(f"this key was used with another body. Send a new key for a new {noun}.")
+        raise _other_body(noun)
     return created
+
+
+def _other_body(noun: str) -> SpecError:
+    return _refused(f"this key was used with another body. Send a new key for a new {noun}.")
 
 
 def _refused(why: str) -> SpecError:

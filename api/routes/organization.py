@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import Header, Query
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
+from api.http import idempotency
 from api.http.auth import Admin, known_project, manages
 from api.http.dependencies import After, JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
@@ -35,7 +36,9 @@ from api.wire.views import ListView, list_view
 from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import Strict
 from ft_service.store.records import Principal, Project, TenantLimits
+from ft_service.store.tenants.keys import PREFIX as KEY_PREFIX
 from ft_service.store.tenants.projects import MANAGING_PROJECT
+from ft_service.store.tenants.projects import PREFIX as PROJECT_PREFIX
 from ft_service.store.tenants.usage import UsageQuery
 
 router = keyed_router("/v1/organization", "organization")
@@ -106,12 +109,19 @@ def list_projects(caller: Admin, services: Svc, after: After = None, limit: Limi
 
 
 @router.post("/projects", openapi_extra=body_schema(ProjectRequest))
-def create_project(body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
+def create_project(
+    body: JsonBody, caller: Admin, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+) -> ProjectView:
     """Create a project, without keys. `limits` are not in OpenAI's API."""
     given = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
     limits = TenantLimits(**given.limits.given())
-    made = services.store.projects.create_project(name=given.name, organization=caller.organization, limits=limits)
+    keyed_id, store = idempotency.keyed_id(PROJECT_PREFIX, idempotency_key, caller), services.store
+    organization = caller.organization
+    made, _ = idempotency.once(
+        lambda: idempotency.earlier_project(store, keyed_id, given.name, limits),
+        lambda: store.projects.create_project(name=given.name, organization=organization, limits=limits, project_id=keyed_id),
+    )
     return _view(made, services)
 
 
@@ -162,14 +172,25 @@ def list_keys(project_id: str, caller: Admin, services: Svc, after: After = None
 
 
 @router.post("/projects/{project_id}/api_keys", openapi_extra=body_schema(ProjectKeyRequest))
-def create_key(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
-    """Create a key. Its `value` is shown only once."""
+def create_key(
+    project_id: str,
+    body: JsonBody,
+    caller: Admin,
+    services: Svc,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> NewApiKeyView:
+    """Create a key. Its `value` is shown only once. A repeat with the same `Idempotency-Key` gives the same key a new value,
+    as long as it was not used."""
     given = parse_body(body, ProjectKeyRequest)
     known_project(project_id, caller, services)
     now = services.store.now()
     expires_at = None if given.expires_in_seconds is None else now + given.expires_in_seconds
-    key, secret = services.store.keys.create_key(
-        project_id=project_id, name=given.name, scope=given.scope, expires_at=expires_at
+    keyed_id, store = idempotency.keyed_id(KEY_PREFIX, idempotency_key, caller, project_id), services.store
+    (key, secret), _ = idempotency.once(
+        lambda: idempotency.earlier_api_key(store, project_id, keyed_id, given.name, given.scope),
+        lambda: store.keys.create_key(
+            project_id=project_id, name=given.name, scope=given.scope, expires_at=expires_at, key_id=keyed_id
+        ),
     )
     return new_api_key_view(key, secret, now)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import Header, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
+from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import After, JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router, written
@@ -23,6 +24,7 @@ from ft_service.store.webhooks import EVENT_TYPES, event_body
 
 router = keyed_router("/v1", "webhooks")
 
+PREFIX = "we_"
 KEPT_SECONDS = 24 * 3600.0
 """Validity of an old secret after a rotation that keeps it."""
 
@@ -103,18 +105,25 @@ def list_event_types(caller: Caller) -> EventTypesView:
 
 
 @router.post("/webhook_endpoints", openapi_extra=body_schema(WebhookRequest))
-def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
+def create(
+    request: Request, body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+) -> WebhookSecretView:
     """The answer holds the signing secret, which is not shown again."""
     given = parse_body(body, WebhookRequest)
     parse_receiver(given.url, allow_private=services.settings.webhook_allow_private)
+    keyed_id = idempotency.keyed_id(PREFIX, idempotency_key, caller)
     new = WebhookEndpoint(
-        id=new_id("we_"),
+        id=keyed_id or new_id(PREFIX),
         project_id=caller.project_id,
         name=given.name,
         url=given.url,
         event_types=list(dict.fromkeys(given.event_types)),
     )
-    return _secret_view(services.store.webhooks.add_webhook(new))
+    endpoint, _ = idempotency.once(
+        lambda: idempotency.earlier_webhook(services.store, new, keyed_id, request.headers),
+        lambda: services.store.webhooks.add_webhook(new),
+    )
+    return _secret_view(endpoint)
 
 
 @router.get("/webhook_endpoints", response_model=ListView[WebhookView])

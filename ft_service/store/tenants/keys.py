@@ -24,6 +24,7 @@ from ft_service.store.tenants.projects import THERE, limits_of
 
 log = logging.getLogger(__name__)
 
+PREFIX = "key_"
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 20
 SHOWN_CHARACTERS = 8
@@ -60,27 +61,35 @@ class KeyStore(StorePart):
             return connection.scalars(select(exists().select_from(keys))).one()
 
     def create_key(
-        self, *, project_id: str, name: str, scope: Scope, expires_at: float | None = None, secret: str | None = None
+        self,
+        *,
+        project_id: str,
+        name: str,
+        scope: Scope,
+        expires_at: float | None = None,
+        secret: str | None = None,
+        key_id: str | None = None,
     ) -> tuple[ApiKey, str]:
-        """Create a key. Returns it with its secret, which is not stored. `secret`: None: a random one.
+        """Create a key. Returns it with its secret, which is not stored. `secret`, `key_id`: None: random ones.
 
-        Raises NotFoundError for an unknown project, SpecError for a short secret, ConflictError for one that is in use.
+        Raises NotFoundError for an unknown project, SpecError for a short secret, ConflictError for a secret or an id that is
+        in use.
         """
         if secret is None:
-            secret = f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
+            secret = _new_secret()
         if len(secret) < MIN_SECRET_CHARACTERS:
             raise SpecError(f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.", param="secret")
         with self._database.writing() as connection:
             if connection.scalars(select(projects.c.id).where(projects.c.id == project_id, THERE)).one_or_none() is None:
                 raise NotFoundError(f"There is no project {project_id!r}.")
-            key = _insert(connection, project_id, name, scope, secret, expires_at)
+            key = _insert(connection, project_id, name, scope, secret, expires_at, key_id)
             record(connection, project_id, "key.created", key.id, name=name, scope=scope)
         return key, secret
 
     def rotate_key(self, project_id: str, key_id: str, *, keep_seconds: float) -> tuple[ApiKey, str]:
         """Create a key with the name and scope of another, which stays valid for `keep_seconds`. Returns the new key and its
         secret. Raises SpecError for a revoked or expired key."""
-        secret = f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
+        secret = _new_secret()
         mine = (keys.c.id == key_id, keys.c.project_id == project_id)
         with self._database.writing() as connection:
             row = connection.execute(select(*KEY, database_time().label("now")).where(*mine)).mappings().one_or_none()
@@ -100,6 +109,23 @@ class KeyStore(StorePart):
             key = _insert(connection, project_id, old.name, old.scope, secret, expires_at)
             record(connection, project_id, _ROTATED, key_id, replaced_by=key.id)
         return key, secret
+
+    def replace_secret(self, project_id: str, key_id: str) -> tuple[ApiKey, str] | None:
+        """Give a key that was never used another secret, since nobody has seen the first. None: it was used, or revoked."""
+        secret = _new_secret()
+        unused = (keys.c.last_used_at.is_(None), keys.c.revoked_at.is_(None), keys.c.identity.is_(None))
+        statement = (
+            update(keys)
+            .where(keys.c.id == key_id, keys.c.project_id == project_id, *unused)
+            .values(digest=digest_of(secret), prefix=secret[:SHOWN_CHARACTERS])
+            .returning(*KEY)
+        )
+        with self._database.writing() as connection:
+            row = connection.execute(statement).mappings().one_or_none()
+            if row is None:
+                return None
+            record(connection, project_id, "key.secret_replaced", key_id)
+        return ApiKey(**row), secret
 
     def get_key(self, project_id: str, key_id: str) -> ApiKey:
         with self._database.reading() as connection:
@@ -277,9 +303,21 @@ def _principal(row: Any) -> Principal:
     )
 
 
-def _insert(connection: Connection, project_id: str, name: str, scope: Scope, secret: str, expires_at: float | None) -> ApiKey:
+def _new_secret() -> str:
+    return f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
+
+
+def _insert(
+    connection: Connection,
+    project_id: str,
+    name: str,
+    scope: Scope,
+    secret: str,
+    expires_at: float | None,
+    key_id: str | None = None,
+) -> ApiKey:
     row = {
-        "id": new_id("key_"),
+        "id": key_id or new_id(PREFIX),
         "project_id": project_id,
         "name": name,
         "scope": scope,

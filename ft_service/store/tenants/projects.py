@@ -25,6 +25,7 @@ from ft_service.store.tables import (
 )
 from ft_service.store.tenants.audit import record
 
+PREFIX = "proj_"
 MANAGING_PROJECT = "default"
 """The first project of a service. Its admin keys manage the other projects of its organisation."""
 
@@ -53,8 +54,11 @@ class ProjectStore(StorePart):
                 connection.execute(mine.values(organization=organization))
                 record(connection, project_id, "organization.renamed", project_id, organization=organization)
 
-    def create_project(self, *, name: str, organization: str, limits: TenantLimits | None = None) -> Project:
-        row = {"id": new_id("proj_"), "organization": organization, "name": name, "created_at": database_time()}
+    def create_project(
+        self, *, name: str, organization: str, limits: TenantLimits | None = None, project_id: str | None = None
+    ) -> Project:
+        """Create a project. `project_id`: None: a random one. Raises ConflictError for one that exists."""
+        row = {"id": project_id or new_id(PREFIX), "organization": organization, "name": name, "created_at": database_time()}
         with self._database.writing() as connection:
             connection.execute(insert(projects).values(row | _limit_values(limits or TenantLimits())))
             record(connection, row["id"], "project.created", row["id"], name=name, **_set_limits(limits or TenantLimits()))

@@ -22,6 +22,7 @@ import pytest
 from api.routes import files, fine_tuning, uploads
 from api.routes.tuning import sweeps
 from tests.support.attempts import HANG_SECONDS
+from tests.support.rest.refusals import check_error
 from tests.support.rest.service import TRAINING, Service, stored, wait_until
 
 
@@ -430,3 +431,50 @@ def test_tries_that_are_checked_at_once_make_one_job_or_sweep(
     store = service.store
     found = store.jobs.list_jobs("default").data if module is fine_tuning else store.sweeps.list_sweeps("default").data
     assert [one.id for one in found] == [created]
+
+
+KEYED = {"Idempotency-Key": "of a provisioning script"}
+RECEIVER: dict[str, Any] = {
+    "name": "ci",
+    "url": "https://93.184.215.14/hook",
+    "event_types": ["fine_tuning.job.succeeded", "fine_tuning.job.failed"],
+}
+ORGANIZATION = {
+    "/v1/webhook_endpoints": RECEIVER,
+    "/v1/organization/projects": {"name": "team", "limits": {"max_slots": 2, "bases": ["tiny"]}},
+    "/v1/organization/projects/default/api_keys": {"name": "ci", "scope": "read"},
+}
+
+
+@pytest.mark.parametrize("path", ORGANIZATION)
+def test_a_key_stands_for_one_webhook_project_or_api_key(service: Service, path: str) -> None:
+    body = ORGANIZATION[path]
+    before = len(service.http("GET", path).json()["data"])
+    with ThreadPoolExecutor(3) as threads:
+        made = list(threads.map(lambda _: service.http("POST", path, json=body, headers=KEYED), range(3)))
+    assert [answer.status_code for answer in made] == [200] * 3, [answer.text for answer in made]
+    assert len({answer.json()["id"] for answer in made}) == 1
+    assert len(service.http("GET", path).json()["data"]) == before + 1
+    refused = service.http("POST", path, json={**body, "name": "other"}, headers=KEYED)
+    assert check_error(refused, 400)["code"] == "idempotency_key_reused"
+    assert service.http("POST", path, json=body).json()["id"] != made[0].json()["id"], "a deliberate second one"
+
+
+def test_a_webhook_whose_answer_was_lost_is_told_with_its_secret(service: Service) -> None:
+    path = "/v1/webhook_endpoints"
+    for headers in (KEYED, RETRIED):
+        first, again = (service.http("POST", path, json=RECEIVER, headers=headers).json() for _ in range(2))
+        assert first["signing_secret"] == again["signing_secret"]
+    assert len(service.http("GET", path).json()["data"]) == 1
+
+
+def test_an_api_key_whose_answer_was_lost_gets_another_value_until_it_is_used(service: Service) -> None:
+    path, body = "/v1/organization/projects/default/api_keys", {"name": "ci", "scope": "read"}
+    lost = service.http("POST", path, json=body, headers=KEYED).json()["value"]
+    value = service.http("POST", path, json=body, headers=KEYED).json()["value"]
+    check_error(service.http("GET", "/v1/files", key=lost), 401)
+    assert service.http("GET", "/v1/files", key=value).status_code == 200
+    service.store.keys.close()
+    refused = service.http("POST", path, json=body, headers=KEYED)
+    assert check_error(refused, 400)["code"] == "idempotency_key_reused"
+    assert service.http("GET", "/v1/files", key=value).status_code == 200

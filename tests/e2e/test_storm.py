@@ -8,8 +8,8 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,15 @@ from safetensors.torch import load_file
 
 from ft_service.rundir.directory import RunDir
 from ft_service.store.sql import open_store
+from ft_service.tinker.names import job_id_of
 from tests.e2e import test_reinforcement as reinforcement
+from tests.e2e.test_tinker import VARIANTS, outcome
+from tests.e2e.test_tinker import loops as tinker_loops
 from tests.support.attempts import wait_for
+from tests.support.databases import new_postgres_database
 from tests.support.ports import free_port
 from tests.support.service import SECONDS, Server, eventually, nothing_left, upload
+from tests.support.tinker_server import serving, tinker_settings
 from tests.support.training.attempts import run_attempt
 from tests.support.training.models import save_chat_base, save_chats, save_pairs
 
@@ -46,17 +51,22 @@ MODULES = {
 
 @dataclass
 class Storm:
-    """A service, its jobs, and what has struck them."""
+    """A service of one server or two, its jobs, and what has struck them."""
 
-    server: Server
+    servers: list[Server]
+    database: str
     folder: Path
     random: random.Random
     jobs: dict[str, tuple[openai.OpenAI, str]] = field(default_factory=dict)
     """Job → its project's client, and what it is."""
     struck: Counter[str] = field(default_factory=Counter[str])
 
+    @property
+    def home(self) -> Path:
+        return self.servers[0].home
+
     def victims(self) -> dict[str, list[int]]:
-        """Living processes of the service, by kind: those below the server, and those that name its home."""
+        """Living processes of the service, by kind: those below a server, and those that name its home."""
         parents: dict[int, tuple[int, list[str]]] = {}
         for entry in Path("/proc").iterdir():
             try:
@@ -72,7 +82,8 @@ class Storm:
             while above in parents and above not in line:
                 line.append(above)
                 above = parents[above][0]
-            if self.server.pid in line or any(word.startswith(str(self.server.home)) for word in words):
+            ours = {server.pid for server in self.servers} & {*line}
+            if ours or any(word.startswith(str(self.home)) for word in words):
                 module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
                 found.setdefault(MODULES.get(module, module), []).append(pid)
         return found
@@ -82,9 +93,10 @@ class Storm:
         victims = self.victims()
         kind = self.random.choice(sorted(victims))
         if kind == "server":
-            self.server.kill()
+            server = self.random.choice(self.servers)
+            server.kill()
             time.sleep(self.random.uniform(0, 1))
-            self.server.start()
+            server.start()
         else:
             try:
                 os.kill(self.random.choice(victims[kind]), signal.SIGKILL)
@@ -93,14 +105,13 @@ class Storm:
         self.struck[kind] += 1
 
     def clients(self) -> list[openai.OpenAI]:
-        """One for each project."""
-        first = self.server.client(max_retries=20)
-        found = [first]
-        with closing(open_store(f"sqlite:///{self.server.home}/ft.db")) as store:
+        """One for each project, the last of which asks the last server."""
+        found = [self.servers[0].client(base_url=self.servers[0].url, max_retries=20)]
+        with closing(open_store(self.database)) as store:
             for name in PROJECTS[1:]:
                 store.projects.ensure_project(name, store.projects.get_project("default").organization)
                 key = store.keys.create_key(project_id=name, name="storm", scope="submit")[1]
-                found.append(openai.OpenAI(base_url=first.base_url, api_key=key, max_retries=20))
+                found.append(self.servers[-1].client(base_url=self.servers[-1].url, api_key=key, max_retries=20))
         return found
 
     def submit(self, client: openai.OpenAI, what: str) -> None:
@@ -138,43 +149,58 @@ class Storm:
 
 @pytest.fixture
 def storm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Storm]:
+    """On SQLite; of two servers on PostgreSQL."""
     save_chat_base(tmp_path / "models" / "tiny")
     (tmp_path / "home").mkdir()
-    settings = {"FT_PORT": str(free_port()), "FT_ENGINE_JOBS": "4"}
-    server = Server(tmp_path / "home", tmp_path / "models", slots=3, described=False, **settings)
-    server.start()
-    storm = Storm(server, tmp_path, random.Random(1))
-    yield storm
-    server.stop()
+    database, number = f"sqlite:///{tmp_path}/home/ft.db", 1
+    if request.param == "postgresql":
+        database, number = new_postgres_database(request.getfixturevalue("postgres_url")), 2
+    settings = {"FT_DATABASE_URL": database, "FT_ENGINE_JOBS": "4", **tinker_settings(tmp_path, ranks=1)}
+    servers: list[Server] = []
+    for each in range(number):
+        own: Any = {**settings, "FT_PORT": str(free_port())}
+        servers.append(Server(tmp_path / "home", tmp_path / "models", slots=3, described=False, api_only=each > 0, **own))
+        servers[-1].start()
+    yield Storm(servers, database, tmp_path, random.Random(1))
+    for server in servers:
+        server.stop()
+
+
+LONG = (pytest.mark.slow, pytest.mark.timeout(7200))
+MIXED = ("supervised", "dpo", "supervised", "reinforcement", "dpo") * 7
 
 
 @pytest.mark.parametrize(
-    ("jobs", "blows"),
+    ("storm", "jobs", "loops", "blows"),
     [
-        pytest.param(("supervised", "dpo") * 3, 8, id="short"),
-        pytest.param(
-            ("supervised", "dpo", "supervised", "reinforcement") * 10,
-            200,
-            id="long",
-            marks=(pytest.mark.slow, pytest.mark.timeout(7200)),
-        ),
+        pytest.param("sqlite", ("supervised", "dpo") * 3, 0, 8, id="short"),
+        pytest.param("sqlite", MIXED, VARIANTS, 200, id="long-sqlite", marks=LONG),
+        pytest.param("postgresql", MIXED, VARIANTS, 200, id="long-postgresql", marks=LONG),
     ],
+    indirect=["storm"],
 )
-def test_in_a_storm_no_job_is_lost_doubled_or_failed(storm: Storm, jobs: tuple[str, ...], blows: int, tmp_path: Path) -> None:
-    clients = storm.clients()
-    for number, what in enumerate(jobs):
-        storm.submit(clients[number % len(clients)], what)
-    while storm.struck.total() < blows and storm.unfinished():
-        time.sleep(storm.random.uniform(0.5, 4))
-        storm.strike()
-    assert storm.struck.total() >= blows // 2, "the jobs were faster"
-    wait_for(lambda: not storm.unfinished(), SECONDS + 30 * len(jobs), every=0.5)
+def test_in_a_storm_no_job_is_lost_doubled_or_failed(
+    storm: Storm, jobs: tuple[str, ...], loops: int, blows: int, tmp_path: Path
+) -> None:
+    """`loops`: those of Tinker's clients beside the jobs."""
+    clients, server = storm.clients(), storm.servers[0]
+    alone = _alone(tmp_path, range(loops)) if loops else {}
+    with tinker_loops(server, range(loops)) if loops else nullcontext((None, {})) as (_, lines):
+        for number, what in enumerate(jobs):
+            storm.submit(clients[number % len(clients)], what)
+        while storm.struck.total() < blows and storm.unfinished():
+            time.sleep(storm.random.uniform(0.5, 4))
+            storm.strike()
+        assert storm.struck.total() >= blows // 2, "the jobs were faster"
+        wait_for(lambda: not storm.unfinished(), SECONDS + 30 * len(jobs), every=0.5)
+    for seed, own in lines.items():
+        assert outcome(server, own) == alone[seed], f"Tinker's client {seed}, after {storm.struck}"
 
-    listed = [job.id for client in clients for job in client.fine_tuning.jobs.list(limit=100)]
-    assert sorted(listed) == sorted(storm.jobs), "each once"
+    listed = {job.id for client in clients for job in client.fine_tuning.jobs.list(limit=100)}
+    assert listed == {*storm.jobs, *(job_id_of(own[0]["model"]) for own in lines.values())}, "each once"
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for job_id, (_, what) in storm.jobs.items():
-        run = storm.server.run(job_id)
+        run = server.run(job_id)
         eventually(lambda run=run: nothing_left(run))
         if what == "reinforcement":  # its answers are its own
             wanted = reinforcement.trained_again(run, tmp_path / f"again-{job_id}")
@@ -185,6 +211,14 @@ def test_in_a_storm_no_job_is_lost_doubled_or_failed(storm: Storm, jobs: tuple[s
         ours = _adapter(run)
         assert ours.keys() == wanted.keys()
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items()), f"{what}, after {storm.struck}"
+
+
+def _alone(folder: Path, seeds: Sequence[int]) -> dict[int, Any]:
+    """What Tinker's clients are told, and what they leave, on ranks of their own that nobody kills."""
+    with serving(folder / "alone", folder / "models", slots=2, ranks=1, FT_ENGINE_JOBS="0") as server:
+        with tinker_loops(server, seeds) as (_, lines):
+            pass
+        return {seed: outcome(server, own) for seed, own in lines.items()}
 
 
 def _uninterrupted(like: RunDir, folder: Path) -> RunDir:

@@ -28,9 +28,20 @@ SECONDS = 300.0
 class Server:
     """`ft serve` on a free port, with a home of its own. Started and killed as often as a test likes."""
 
-    def __init__(self, home: Path, models: Path, slots: int = 2, *, described: bool = True, **settings: str) -> None:
-        """`described`: the server finds the descriptions of its bases in its cache; False: it has to make them."""
+    def __init__(
+        self,
+        home: Path,
+        models: Path,
+        slots: int = 2,
+        *,
+        described: bool = True,
+        api_only: bool = False,
+        **settings: str,
+    ) -> None:
+        """`described`: the server finds the descriptions of its bases in its cache; False: it has to make them. `api_only`: a
+        second server of the home, which moves no jobs."""
         self.home = home
+        self._command = [sys.executable, "-m", "ft_service.cli", "serve", *(["--api-only"] if api_only else [])]
         self._models = models if described else None
         self._environment = {
             **os.environ,
@@ -50,14 +61,18 @@ class Server:
         if self._models is not None:
             put_descriptions(self.home, self._models)
         with (self.home / "server.log").open("ab") as log:
-            command = [sys.executable, "-m", "ft_service.cli", "serve"]
-            self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
         wait_for(lambda: (self.home / "server.json").exists(), SECONDS)
 
     def client(self, **options: Any) -> openai.OpenAI:
         credentials = json.loads((self.home / "credentials").read_text())
         url = json.loads((self.home / "server.json").read_text())["url"]
         return openai.OpenAI(**{"base_url": f"{url}/v1", "api_key": credentials["api_key"], "max_retries": 5, **options})
+
+    @property
+    def url(self) -> str:
+        """Base address of one that was given its FT_PORT."""
+        return f"http://127.0.0.1:{self._environment['FT_PORT']}/v1"
 
     @property
     def pid(self) -> int:

@@ -23,13 +23,7 @@ def serving(
 ) -> Iterator[Server]:
     """A server for clients of these bases, on the same port after a kill. `together`: sequences of a micro-batch."""
     (folder / "home").mkdir(parents=True)
-    options = folder / "options.yaml"
-    options.write_text(
-        f"precision: {{default: {precision}, compute: fp32}}\n"
-        f"training: {{max_length: 256, per_device_train_batch_size: {together}}}\n"
-        f"distributed: {{nproc_per_node: {ranks}}}\n"
-    )
-    own: Any = {"FT_TINKER_OPTIONS": str(options), "FT_TINKER_IDLE_SECONDS": "5", "FT_PORT": str(free_port()), **settings}
+    own: Any = {**tinker_settings(folder, ranks, together, precision), "FT_PORT": str(free_port()), **settings}
     server = Server(folder / "home", models, slots=slots, **own)
     server.start()
     try:
@@ -37,6 +31,17 @@ def serving(
     finally:
         server.stop()
         send(set(trainers_of(server)), signal.SIGKILL)  # which a failed test leaves, and go on without a server
+
+
+def tinker_settings(folder: Path, ranks: int, together: int = 1, precision: str = "nf4") -> dict[str, str]:
+    """How the models of such clients train, written into a file of the folder. `together`: as of `serving`."""
+    options = folder / "options.yaml"
+    options.write_text(
+        f"precision: {{default: {precision}, compute: fp32}}\n"
+        f"training: {{max_length: 256, per_device_train_batch_size: {together}}}\n"
+        f"distributed: {{nproc_per_node: {ranks}}}\n"
+    )
+    return {"FT_TINKER_OPTIONS": str(options), "FT_TINKER_IDLE_SECONDS": "5"}
 
 
 def environment_of(server: Server) -> dict[str, str]:

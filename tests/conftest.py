@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ft_service.host.quick_imports import begin_imports, end_imports
+from tests.support.cpu_seconds import CpuSeconds
 from tests.support.environment import forget_settings
 from tests.support.ports import listening_sockets
 
@@ -31,16 +32,20 @@ LONG = ("tests/e2e/", "tests/ft_service/store/", "tests/ft_service/supervisor/",
 TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
 """Never side by side: tests that share one GPU; tests that share one PostgreSQL, whose start takes longer than most of them."""
 LEFT = "left_behind"
+CPU = "cpu_seconds"
+SHOWN_FILES = 25
+"""Files whose CPU seconds are printed at the end of a run of many."""
 
 _TREE = pytest.StashKey[set[str]]()
 _LEFT = pytest.StashKey[list[str]]()
+_CPU = pytest.StashKey[CpuSeconds]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     begin_imports()
     forget_settings()
     os.environ[MARK] = uuid.uuid4().hex
-    config.stash[_LEFT] = []
+    config.stash[_LEFT], config.stash[_CPU] = [], CpuSeconds()
     if _is_one_of_several(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads of torch as test processes, and not their product
     else:
@@ -59,6 +64,18 @@ def no_helper_is_left() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((n for n, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with item.config.stash[_CPU].counted(item.location[0]):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    cpu = config.stash[_CPU]
+    if len(cpu.of_file) > SHOWN_FILES:
+        terminalreporter.write_line(cpu.report(SHOWN_FILES))
 
 
 def pytest_collection_finish() -> None:
@@ -82,7 +99,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take down what one of several test processes has found. One that crashed has failed its test, and tells nothing."""
-    node.config.stash[_LEFT] += getattr(node, "workeroutput", {}).get(LEFT, [])
+    told = getattr(node, "workeroutput", {})
+    node.config.stash[_LEFT] += told.get(LEFT, [])
+    node.config.stash[_CPU].of_file.update(told.get(CPU, {}))
 
 
 @pytest.hookimpl(trylast=True)  # fixtures of the session and other test processes have ended
@@ -90,7 +109,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     left = [*session.config.stash[_LEFT], *(f"process {pid}: {command}" for pid, command in processes_of_this_run().items())]
     left += [f"port {port}, on which a test still listens" for port in listening_sockets(os.getpid()).values()]
     if _is_one_of_several(session.config):
-        session.config.workeroutput[LEFT] = left  # type: ignore[attr-defined]  # set by pytest-xdist
+        output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]  # set by pytest-xdist
+        output |= {LEFT: left, CPU: dict(session.config.stash[_CPU].of_file)}
         return
     left += [f"file {line[3:]}" for line in sorted(working_tree() - session.config.stash[_TREE])]
     if left:

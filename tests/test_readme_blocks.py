@@ -40,8 +40,8 @@ def test_every_command_of_ft_has_these_options(page: str) -> None:
 
 def test_blocks_are_found_as_people_see_them() -> None:
     assert [block.text for block in blocks("README.md")][:2] == [
+        'pip install "ft-service[all] @ git+<this repository>"\nft quickstart\n',
         "git clone <this repository> && cd ft-service\nmake quickstart\n",
-        "make quickstart TORCH_INDEX=<URL>\n",
     ]
     assert len(blocks("docs/kubernetes.md")) >= 3
     assert blocks("docs/guide.md")[2].commands[:2] == ["mkdir -p my-job", "cat > my-job/train.jsonl"]

@@ -138,7 +138,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "sweep": CommandEntry(
         "jobs.sweep_command",
         _JOBS,
-        "Try several values of options: jobs under one id, of which those without hope are stopped early.",
+        "Run a job for each combination of values, and stop the poor ones early.",
     ),
     "engines": CommandEntry(
         "jobs.engines_command", _JOBS, "List the engines that train several jobs on one base, and their jobs."
@@ -166,9 +166,9 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "merge": CommandEntry(
         "merge_command",
         _MODELS,
-        "Write base + adapter as one model, without a GPU, and what that changes in validation loss.",
+        "Merge an adapter into its base (no GPU needed), and report the change in validation loss.",
     ),
-    "export": CommandEntry("export_command", _MODELS, "Write a tuned model as another program reads it."),
+    "export": CommandEntry("export_command", _MODELS, "Export a tuned model for vLLM, Ollama, llama.cpp or Transformers."),
     "verify": CommandEntry("jobs.verify_command", _MODELS, "Check an adapter's manifest, checksums and shapes."),
     "serve": CommandEntry("serve_command", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."),
     "quickstart": CommandEntry(
@@ -197,7 +197,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "doctor": CommandEntry(
         "doctor_command",
         _SERVICE,
-        "Look for attempts that run in the cluster although this database does not know their job, as after its loss.",
+        "Find training processes on the cluster that this database does not know.",
     ),
     "reconcile": CommandEntry(
         "serve_command",
@@ -225,7 +225,7 @@ def first_screen() -> str:
             "",
             *lines,
             "",
-            "What a command takes: ft COMMAND -h",
+            "Help on a command:    ft COMMAND -h",
             "All commands:         ft --help",
         ]
     )

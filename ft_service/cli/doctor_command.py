@@ -20,8 +20,8 @@ def doctor(
     end: Annotated[bool, typer.Option("--end", help="End the attempts that it lists, for good.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Look for attempts that run in the cluster although this database does not know their job, as after its loss. They hold
-    GPUs until they end. The exit code is 1 if some are left. Also say how many bases each
+    """Find training processes on the cluster that this database does not know. They hold GPUs
+    until they end. The exit code is 1 if some are left. Also say how many bases each
     folder of FT_MODELS holds, and how many of them are described."""
     from ft_service.control import describe_bases
     from ft_service.control.launcher_choice import new_launchers  # the database takes time to import

@@ -46,8 +46,8 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a tuned model as another program reads it. The result is read again and compared before it is there, and says what
-    the form costs."""
+    """Export a tuned model for vLLM, Ollama, llama.cpp or Transformers. The result is read again and compared before it is
+    there, and says what the form costs."""
     if out.exists():
         raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
     if push is not None:
@@ -115,7 +115,7 @@ def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, 
 
 
 def _show(report: dict[str, Any], to: ExportFormat, out: Path) -> None:
-    tensors = f"{report['exact']} of {report['tensors']} tensors hold the very values" if "tensors" in report else None
+    tensors = f"verified: {report['exact']} of {report['tensors']} tensors identical" if "tensors" in report else None
     error = report.get("relative_error")
     print_fields(
         [

@@ -41,7 +41,7 @@ def merge(
     samples: Annotated[int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")] = 64,
     as_json: Json = False,
 ) -> None:
-    """Write base + adapter as one model, without a GPU, and what that changes in validation loss."""
+    """Merge an adapter into its base (no GPU needed), and report the change in validation loss."""
     if out.exists():
         raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
     with find_adapter(source) as folder:
@@ -51,7 +51,7 @@ def merge(
         base_folder = base or local_base(folder)
         options += ["--base", str(base_folder.absolute())] if base_folder else []
         then = f", then compare losses over up to {samples} validation samples, if the job had any" if samples else ""
-        print_note(f"Merging base and adapter, a file at a time{then}. That takes a minute or more.")
+        print_note(f"Merging file by file{then}. This takes a minute or more.")
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
     if as_json:
         print_json({"out": str(out.absolute()), **report})
@@ -89,7 +89,7 @@ def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
     rounding = report["rounding"]
     return [
         *((title, f"{losses[name]:.4f}" if name in losses else None) for name, title in names.items()),
-        ("no losses", report.get("reason")),
+        ("losses", f"not measured: {report['reason']}" if report.get("reason") else None),
         (
             "rounding",
             f"{rounding['relative_to_weights']:.2%} of the weights, {rounding['relative_to_update']:.1%} of the update",

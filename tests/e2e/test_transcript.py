@@ -155,7 +155,7 @@ def test_the_blocks_of_readme_and_docs_do_what_they_say(newcomer: Newcomer) -> N
     assert "has succeeded: ft:tiny-llama:local:quickstart:" in readme
     assert "Created fine-tuning job: ftjob-" in readme, "the program's events"
     assert len(re.findall(r"has succeeded: ft:tiny-llama:local:(?:mine|faster):", guide)) == 2
-    assert "is unchanged since it was written" in guide
+    assert "is intact" in guide
     assert "FutureWarning" not in guide
     assert "Step 6/6: training loss=" in guide, "what rank 0 prints tells of training"
     assert re.search(r"training\.learning_rate\s+0\.001\s+0\.003", guide)

@@ -18,7 +18,7 @@ from ft_service.client.responses import RemoteSweep, shown
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.sweeps.search_space import values_text
 
-app = typer.Typer(help="Try several values of options: jobs under one id, of which those without hope are stopped early.")
+app = typer.Typer(help="Run a job for each combination of values, and stop the poor ones early.")
 
 
 def register(typer_app: typer.Typer) -> None:

@@ -78,5 +78,5 @@ def _show(report: VerifyReport) -> None:
     if report.kind in ("model", "exported adapter"):
         verdict = "is not complete" if report.faults else "is complete"
     else:
-        verdict = "differs from what was written" if report.faults else "is unchanged since it was written"
+        verdict = "differs from what was written" if report.faults else "is intact"
     print_text(f"{report.path}: {verdict} (checked: {', '.join(report.checked)})")

@@ -54,7 +54,7 @@ def test_a_form_that_a_worker_makes_and_what_it_costs(ft: Ft, tmp_path: Path, ca
         )
     ]
     assert "loss, merged to gguf" in ended.out
-    assert "22 of 22 tensors hold the very values" in ended.out
+    assert "22 of 22 tensors identical" in ended.out
     assert "its context is cut" in ended.out
     shown = json.loads(ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out", "--json").out)
     assert shown == {"out": str(tmp_path / "out"), "format": "gguf", **REPORT}

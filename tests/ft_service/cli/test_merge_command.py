@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_run_directory_is_merged_and_its_losses_shown(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
     run = finished_run(tmp_path)
     ended = ft("merge", run.root, "--to", "fp8", "--out", tmp_path / "out", "--samples", "5")
-    assert (ended.code, ended.err.startswith("Merging base and adapter, ")) == (0, True)
+    assert (ended.code, ended.err.startswith("Merging file by file")) == (0, True)
     assert ended.out.split("\n")[:3] == [
         "loss, base as trained  1.5000",
         "loss, bf16 base        1.2500",

@@ -73,7 +73,7 @@ def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, c
     form = {"model": "tiny", "training_file": prompts.id, "other": json.dumps({"method": method()})}
     plan = browser.post("/new/plan", data=form, headers=headers).text
     assert "cannot be trained on" not in plan
-    assert "Memory of a rank" in plan
+    assert "Peak memory per GPU" in plan
 
 
 @pytest.mark.parametrize("param", ["training_file", "validation_file"])
@@ -134,7 +134,7 @@ def test_a_base_that_is_being_examined_is_offered_with_a_note_and_a_job_on_it_is
     folder = service.settings.models[0] / "tiny"
     descriptions.add(folder, described_here(folder))
     assert '<option value="tiny">tiny</option>' in browser.get("/new").text
-    assert "Memory of a rank" in browser.post("/new/plan", data=form, headers=headers).text
+    assert "Peak memory per GPU" in browser.post("/new/plan", data=form, headers=headers).text
 
 
 def test_a_base_that_nothing_here_can_describe_is_shown_with_the_way_out(

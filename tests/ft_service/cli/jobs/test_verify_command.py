@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_the_command_says_what_differs_and_exits_1(ft: Ft, run: RunDir) -> None:
     fine = ft("verify", run.root)
     assert fine.code == 0
-    assert "is unchanged since it was written" in fine.out.splitlines()[-1]
+    assert "is intact" in fine.out.splitlines()[-1]
     flip_a_bit(run.path("adapter/adapter_model.safetensors"))
     ended = ft("verify", run.root)
     assert ended.code == 1

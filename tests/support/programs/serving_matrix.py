@@ -76,7 +76,7 @@ linear layer (in mixtures of experts on attention).
 
 Where `vllm` says matrices, vLLM itself was not tried with the family, and SGLang with none: the hand-off verifies it on the
 operator's server, by log-probabilities, for each model
-([how](serving-and-trying.md#hand-off-to-vllm-and-to-what-speaks-as-it-does)).
+([how](serving-and-trying.md#hand-off-to-vllm-and-compatible-servers)).
 """
 
 

@@ -39,7 +39,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_every_method(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAMS / "tinker_walk.py"), "tiny"]
     folder = tmp_path / "models"  # where the client finds the tokenizer of "tiny"
-    walked = subprocess.run(command, env=environment_of(server), cwd=folder, capture_output=True, text=True, timeout=400)
+    walked = subprocess.run(command, env=environment_of(server), cwd=folder, capture_output=True, text=True, timeout=800)
     assert walked.returncode == 0, walked.stderr[-4000:]
     lines = [json.loads(line) for line in walked.stdout.splitlines() if line.startswith("{")]
     errors = {line["method"]: line["error"] for line in lines}

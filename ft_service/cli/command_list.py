@@ -197,7 +197,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "doctor": CommandEntry(
         "doctor_command",
         _SERVICE,
-        "Find training processes on the cluster that this database does not know.",
+        "Check this installation: PyTorch, GPUs, disk, home, port, models, database.",
     ),
     "reconcile": CommandEntry(
         "serve_command",

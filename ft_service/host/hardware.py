@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,6 +29,16 @@ _QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 _COUNTS = ("memory.stat", "memory/memory.stat")
 _FILES = (("active_file", "inactive_file"), ("total_active_file", "total_inactive_file"))
 """Counts of files' bytes, which the kernel gives back."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU, as its driver tells."""
+
+    name: str
+    bytes: int
+    driver: str
+    """Version."""
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -71,16 +82,33 @@ def counted_gpus(build: str | None, nvidia: int, wsl: int, amd: int) -> int:
 @lru_cache
 def torch_build() -> str | None:
     """Return what PyTorch was built for, `cuda`, `hip` or `cpu`, by its files: it is not imported. None: it is not found."""
+    text = _version_module()
+    return None if text is None else build_of(text)
+
+
+def torch_versions() -> tuple[str, str | None] | None:
+    """Return the versions of PyTorch and of the CUDA or ROCm that it was built for, by its files; None: it is not found."""
+    text = _version_module()
+    return None if text is None else (_assigned("__version__", text) or "?", _assigned(build_of(text), text))
+
+
+def _version_module() -> str | None:
+    """Return the text of PyTorch's module `version`."""
     with contextlib.suppress(OSError, ValueError):
         found = importlib.util.find_spec("torch")
         if found is not None and found.origin is not None:
-            return build_of(Path(found.origin).with_name("version.py").read_text(encoding="utf-8"))
+            return Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
     return None
+
+
+def _assigned(name: str, text: str) -> str | None:
+    found = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return found and found[1]
 
 
 def build_of(version: str) -> str:
     """Return what PyTorch was built for, from the text of its module `version`."""
-    return next((name for name in ("hip", "cuda") if re.search(rf"^{name}\b[^=\n]*= *['\"]", version, re.MULTILINE)), "cpu")
+    return next((name for name in ("hip", "cuda") if _assigned(name, version)), "cpu")
 
 
 def amd_gpus(nodes: Path) -> list[str]:
@@ -102,12 +130,24 @@ def amd_gpus(nodes: Path) -> list[str]:
 @lru_cache
 def wsl_models(program: Path = WSL_SMI) -> tuple[str, ...]:
     """Return the names of the NVIDIA GPUs of WSL2, which has no device files for them."""
-    command = [str(program), "--query-gpu=name", "--format=csv,noheader"]
+    return tuple(name for (name,) in _smi("name", str(program)) if name)
+
+
+def nvidia_gpus(program: str = "nvidia-smi") -> list[Gpu]:
+    """Return the GPUs that NVIDIA's driver lists; none where there is no driver, or it does not answer."""
+    found = _smi("name,memory.total,driver_version", program) or _smi("name,memory.total,driver_version", str(WSL_SMI))
+    return [Gpu(name, int(mib) * 1024**2, driver) for name, mib, driver in found if mib.isdecimal()]
+
+
+def _smi(fields: str, program: str) -> list[list[str]]:
+    """Return the fields of each GPU by NVIDIA's program."""
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SMI_SECONDS)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    return [row for row in rows if len(row) == fields.count(",") + 1]
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 _SHOWN = 80
@@ -36,6 +37,16 @@ def shown_value(value: object) -> str:
         if len(text) > _SHOWN:
             return text[: _SHOWN - 3] + "..."
     return text
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return a sentence, with a blank before it, that names the most similar choice; empty where none is similar.
+
+    did_you_mean("tiny-lama", ["tiny-llama"])    " Did you mean tiny-llama?"
+    """
+    by_letters = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(name.lower(), by_letters, n=1, cutoff=0.7)
+    return f" Did you mean {by_letters[close[0]]}?" if close else ""
 
 
 def _parts(value: Any) -> Iterator[str]:

@@ -86,6 +86,7 @@ class JobQuery(BaseModel):
     ] = None
     status: State | None = None
     base: Annotated[str | None, Field(description="Name of a base model: only jobs that train on it.")] = None
+    suffix: Annotated[str | None, Field(max_length=64, description="Only jobs whose suffix contains it, in any case.")] = None
     project: Annotated[str | None, Field(description="Id of a project: its jobs instead of those of the key's project.")] = None
 
 
@@ -108,9 +109,9 @@ def create(
 @router.get("", response_model=ListView[JobView])
 def list_jobs(request: Request, caller: Caller, services: Svc, query: Annotated[JobQuery, Query()]) -> Any:
     """List jobs, the newest first. `metadata[k]=v`, any number of times: only jobs whose metadata contain all these pairs.
-    `metadata=null`: only jobs without metadata. Not in OpenAI's API: `status` and `base` list only jobs in that state or on
-    that base; `project` lists another project's jobs, for an admin key of the first project (to read their events, files and
-    models, use a key of that project)."""
+    `metadata=null`: only jobs without metadata. Not in OpenAI's API: `status`, `base` and `suffix` list only jobs in that
+    state, on that base or with that in their suffix; `project` lists another project's jobs, for an admin key of the first
+    project (to read their events, files and models, use a key of that project)."""
     project_id = caller.project_id if query.project is None else known_project(query.project, caller, services).id
     page = services.store.jobs.list_jobs(
         project_id,
@@ -119,6 +120,7 @@ def list_jobs(request: Request, caller: Caller, services: Svc, query: Annotated[
         metadata=_metadata(request),
         state=query.status,
         base=query.base,
+        suffix=query.suffix,
     )
     return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from ft_service.bases.base_files import cached_name, is_base_file, shown
 from ft_service.bases.describing import Descriptions
-from ft_service.bases.origin import cached_snapshots
+from ft_service.bases.origin import cached_snapshots, is_published
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef
+from ft_service.wording import did_you_mean
 
 MAX_DEPTH = 4
 """Levels below a model folder that are searched for models."""
@@ -92,7 +93,7 @@ class Catalogue:
         named = f"model = {shown(name)}" + (f" (an alias of {shown(target)})" if target != name else "")
         found = self._search(target, to_train)
         if found is None or isinstance(found, str):
-            raise self._not_found(f"{named}: {found or 'there is no such base model'}.")
+            raise self._not_found(f"{named}: {found or 'there is no such base model'}.", target if found is None else None)
         return found
 
     @classmethod
@@ -124,7 +125,8 @@ class Catalogue:
         document = self.descriptions.known(base.path)
         return pickled_weights(base.path) is None and (document is None or document.refused is None)
 
-    def _not_found(self, message: str) -> SpecError:
+    def _not_found(self, message: str, wanted: str | None = None) -> SpecError:
+        """`wanted`: a name that no base has, for which a similar one is proposed, or the way to fetch it."""
         models = self.list_models()
         tunable = [model for model in models if self._may_be_tuned(model)]
         there = "The bases that are here cannot be tuned." if models else _NONE
@@ -132,6 +134,10 @@ class Catalogue:
             there = f"There are: {_listed([model.name for model in tunable])}."
         if aliases := [alias for alias, _ in self._aliases_of(tunable)]:
             there = f"{there} Aliases: {_listed(aliases)}."
+        if wanted is not None:
+            similar = did_you_mean(wanted, [*(model.name for model in tunable), *aliases])
+            fetch = f" To fetch it, on the server's host: ft pull {wanted}." if is_published(wanted) else ""
+            message = f"{message}{similar or fetch}"
         return SpecError(f"{message} {there}", param="model", code="model_not_found")
 
 

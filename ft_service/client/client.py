@@ -139,9 +139,10 @@ class Client:
         """Create a job. `body`: OpenAI's create body with our additions, and file ids."""
         return RemoteJob.model_validate(self._call("POST", "/fine_tuning/jobs", json=body))
 
-    def jobs(self, limit: int = 20) -> list[RemoteJob]:
-        """Return the newest `limit` jobs, newest first."""
-        return list(islice(self._pages("/fine_tuning/jobs", RemoteJob, min(limit, PAGE)), limit))
+    def jobs(self, limit: int = 20, **filters: str | None) -> list[RemoteJob]:
+        """Return the newest `limit` jobs, newest first. `filters`: parameters of the list, as `status`; None: not given."""
+        given = {name: value for name, value in filters.items() if value is not None}
+        return list(islice(self._pages("/fine_tuning/jobs", RemoteJob, min(limit, PAGE), **given), limit))
 
     def engines(self) -> list[RemoteEngine]:
         """Return the engines that hold slots, oldest first."""
@@ -306,10 +307,10 @@ class Client:
 
     # Transport
 
-    def _pages(self, path: str, model: type[Item], limit: int) -> Iterator[Item]:
+    def _pages(self, path: str, model: type[Item], limit: int, **filters: str) -> Iterator[Item]:
         after: dict[str, str] = {}
         while True:
-            page = self._call("GET", path, params={"limit": limit, **after})
+            page = self._call("GET", path, params={"limit": limit, **filters, **after})
             items = [model.model_validate(item) for item in page["data"]]
             yield from items
             if not items or not page.get("has_more"):

@@ -17,6 +17,7 @@ from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count, memory_bytes, torch_build, wsl_models
 from ft_service.host.processor import Products, processor_kind
 from ft_service.spec import JobSpec
+from ft_service.wording import did_you_mean
 
 EFFICIENCY = 0.48
 """Share of the data sheet's matrix products that training reaches in bf16: an 8B model trained with 482 to 501 TFLOP/s on an
@@ -130,21 +131,25 @@ def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by its name in any case, with or without `RTX-`. Raises SpecError that lists the known names."""
+    """A machine by its name in any spelling (`RTX4090`, `rtx 4090`), or by its marketing name. Raises SpecError that lists the
+    known names."""
     if name.lower() == CPU:
         return host_cpu()
     machine = {_bare(known): machine for known, machine in MACHINES.items()}.get(_bare(name))
     if machine is None:
-        known = ", ".join([*MACHINES, CPU])
+        marketed = machine_of_model(name)
+        if marketed.memory is not None:
+            return marketed
+        known, meant = ", ".join([*MACHINES, CPU]), did_you_mean(name, [*MACHINES, CPU])
         raise SpecError(
-            f"--hardware = {name!r}: not known. There are {known}; for another card give the nearest one and --memory.",
+            f"--hardware = {name!r}: not known.{meant} There are {known}; for another card give the nearest one and --memory.",
             param="hardware",
         )
     return machine
 
 
 def _bare(name: str) -> str:
-    return name.upper().replace(" ", "-").removeprefix("RTX-")
+    return re.sub(r"[^A-Z0-9]", "", name.upper()).removeprefix("RTX")
 
 
 def _words(name: str) -> frozenset[str]:

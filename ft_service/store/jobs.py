@@ -150,9 +150,10 @@ class JobStore(StorePart):
         state: State | None = None,
         base: str | None = None,
         metadata_key: str | None = None,
+        suffix: str | None = None,
     ) -> Page[Job]:
         """A project's jobs, newest first. `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
-        `metadata_key`: only jobs that have this key."""
+        `metadata_key`: only jobs that have this key. `suffix`: only jobs whose suffix contains it, in any case."""
         mine = jobs.c.project_id == project_id
         query = select(*JOB).where(mine, _THERE)
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
@@ -165,6 +166,8 @@ class JobStore(StorePart):
             query = query.where(jobs.c.state == state.value)
         if base is not None:
             query = query.where(jobs.c.base == base)
+        if suffix is not None:
+            query = query.where(jobs.c.request["suffix"].as_string().icontains(suffix, autoescape=True))
         with self._database.reading() as connection:
             query = Listing(jobs.c.position, jobs.c.id, [mine]).apply(connection, query, after)
             return page(connection, query, limit, to_job)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.plan.plan_text import time_text
-from ft_service.wording import counted, kind, shown_value
+from ft_service.wording import counted, did_you_mean, kind, shown_value
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,11 @@ def test_kinds_of_values_are_those_of_json() -> None:
     assert [kind(value) for value in (None, True, 1.5, "a", [], [1], {}, {"a": 1})] == [
         *("null", "true", "a number", "a string", "an empty list", "a list", "an empty object", "an object")
     ]
+
+
+def test_the_most_similar_choice_is_proposed_in_its_own_case() -> None:
+    assert did_you_mean("rtx4090", ["RTX-4090", "H100"]) == " Did you mean RTX-4090?"
+    assert did_you_mean("b200x", []) == did_you_mean("cpu", ["H100"]) == ""
 
 
 def test_values_are_shown_as_in_yaml_and_shortened() -> None:

@@ -16,6 +16,7 @@ from ft_service.client.client import Client
 from ft_service.client.progress import clock
 from ft_service.client.responses import RemoteEvaluation, RemoteJob, scores_text, shown
 from ft_service.errors import FtError
+from ft_service.jobs.states import State
 from ft_service.plan.plan_text import bytes_text
 from ft_service.rundir.evaluations import Forgetting
 from ft_service.sweeps.search_space import values_text
@@ -35,10 +36,16 @@ def register(app: typer.Typer) -> None:
     app.command()(files)
 
 
-def list_jobs(limit: Newest = 20, as_json: Json = False) -> None:
+def list_jobs(
+    limit: Newest = 20,
+    state: Annotated[State | None, typer.Option(help="Only jobs in this state.")] = None,
+    base: Annotated[str | None, typer.Option(help="Only jobs on this base model.", metavar="MODEL")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs with this in their suffix.", metavar="TEXT")] = None,
+    as_json: Json = False,
+) -> None:
     """List the newest jobs."""
     with connect() as client:
-        newest = client.jobs(limit)
+        newest = client.jobs(limit, status=state, base=base, suffix=name)
     if as_json:
         print_json([job.model_dump() for job in newest])
     elif newest:
@@ -46,6 +53,8 @@ def list_jobs(limit: Newest = 20, as_json: Json = False) -> None:
         print_table(
             ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK"), rows, notes=("WHY", [_note(job) for job in newest])
         )
+    elif state or base or name:
+        print_text("No job is like that. All jobs: ft jobs")
     else:
         print_text("No jobs yet. Create one: ft submit SPEC")
 

@@ -180,6 +180,20 @@ def test_jobs_are_listed_newest_first_paged_and_filtered(client: openai.OpenAI, 
     assert len(list(client.fine_tuning.jobs.list(metadata={}))) == 5
 
 
+def test_jobs_are_listed_by_state_base_and_suffix(client: openai.OpenAI, training_file: str) -> None:
+    first, second = (
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix=s).id for s in ("a-1", "b-1")
+    )
+    client.fine_tuning.jobs.cancel(first)
+
+    def listed(**query: str) -> list[str]:
+        return [job.id for job in client.fine_tuning.jobs.list(extra_query=query)]
+
+    assert (listed(suffix="A-"), listed(suffix="-1")) == ([first], [second, first])
+    assert listed(status="cancelled", suffix="1") == [first]
+    assert (listed(base="tiny"), listed(base="other")) == ([second, first], [])
+
+
 def test_jobs_without_metadata_can_be_asked_for(service: Service, client: openai.OpenAI, training_file: str) -> None:
     def create(**more: Any) -> str:
         return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id

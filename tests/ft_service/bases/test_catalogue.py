@@ -70,6 +70,16 @@ def test_a_refusal_names_only_bases_that_can_be_tuned(tmp_path: Path) -> None:
     assert "The bases that are here cannot be tuned." in message
 
 
+def test_an_unknown_name_is_told_with_the_one_that_was_meant_or_the_way_to_fetch_it(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny-llama")
+    catalogue = Catalogue([tmp_path])
+    assert "Did you mean tiny-llama? There are: tiny-llama." in refusal(catalogue, "Tiny-Lama").message
+    assert (
+        "ft pull meta-llama/Llama-3.1-8B-Instruct. There are" in refusal(catalogue, "meta-llama/Llama-3.1-8B-Instruct").message
+    )
+    assert refusal(catalogue, "gpt-4o").message.endswith("there is no such base model. There are: tiny-llama.")
+
+
 def test_aliases_are_mapped_first(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "tiny")
     aliases = tmp_path / "aliases.yaml"

@@ -97,6 +97,10 @@ def test_the_host_s_gpu_is_named_by_its_driver(tmp_path: Path, monkeypatch: pyte
         ("h100-pcie", "H100-PCIe"),
         ("rtx 3090", "RTX-3090"),
         ("a100-40gb", "A100-40GB"),
+        ("RTX4090", "RTX-4090"),
+        ("h100 pcie", "H100-PCIe"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
     ],
 )
 def test_a_machine_is_found_by_what_it_is_called(name: str, known: str) -> None:

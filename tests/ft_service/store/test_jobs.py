@@ -150,6 +150,13 @@ def test_metadata_filter_takes_keys_and_values_literally(store, key):
     assert len(store.jobs.list_jobs(PROJECT, metadata={}).data) == 5
 
 
+def test_jobs_are_found_by_a_part_of_their_suffix(store):
+    made = {suffix: create_job(store, new_job(request={"suffix": suffix})).id for suffix in ("Nightly-1", "50%", "mine", None)}
+    create_job(store, new_job(request={}))
+    found = {part: [job.id for job in store.jobs.list_jobs(PROJECT, suffix=part).data] for part in ("nightly", "%", "_", "n")}
+    assert found == {"nightly": [made["Nightly-1"]], "%": [made["50%"]], "_": [], "n": [made["mine"], made["Nightly-1"]]}
+
+
 def test_filtered_pages_go_on_after_a_job(store):
     ids = [create_job(store, new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)]
     first = store.jobs.list_jobs(PROJECT, metadata={"run": "1"}, limit=2)

@@ -27,6 +27,18 @@ def test_jobs(ft: Ft, server: StubServer) -> None:
     assert [job["id"] for job in json.loads(ft("jobs", "--json", "--limit", "1").out)] == ["ftjob-3"]
 
 
+def test_jobs_are_asked_for_by_state_base_and_name(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body()
+    assert "ftjob-1" in ft("jobs", "--state", "queued", "--base", "tiny", "--name", "mine").out
+    asked = server.requests[-1].url.params
+    assert {name: asked[name] for name in ("status", "base", "suffix")} == {
+        "status": "queued",
+        "base": "tiny",
+        "suffix": "mine",
+    }
+    assert ft("jobs", "--state", "finished").code == 64
+
+
 def test_get(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body(status="failed", error={"code": "x", "message": "Line 3 is no chat.", "param": None})
     shown = dict(line.split("  ", 1) for line in ft("get", "ftjob-1").out.splitlines())

@@ -84,7 +84,7 @@ class JobQuery(BaseModel):
         str | None,
         Field(description="`metadata[key]=value`: only jobs with this pair. `metadata=null`: only jobs without any."),
     ] = None
-    status: State | None = None
+    status: Annotated[list[State], Field(max_length=len(State), description="Only jobs in one of these states.")] = []
     base: Annotated[str | None, Field(description="Name of a base model: only jobs that train on it.")] = None
     suffix: Annotated[str | None, Field(max_length=64, description="Only jobs whose suffix contains it, in any case.")] = None
     project: Annotated[str | None, Field(description="Id of a project: its jobs instead of those of the key's project.")] = None
@@ -118,7 +118,7 @@ def list_jobs(request: Request, caller: Caller, services: Svc, query: Annotated[
         after=query.after,
         limit=query.limit,
         metadata=_metadata(request),
-        state=query.status,
+        states=query.status,
         base=query.base,
         suffix=query.suffix,
     )

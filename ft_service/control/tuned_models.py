@@ -128,7 +128,7 @@ def _outcome(job: Job) -> Tuned:
 def _succeeded_jobs(caller: Principal, store: Store) -> Iterator[Job]:
     after: str | None = None
     while True:
-        page = store.jobs.list_jobs(caller.project_id, after=after, limit=_PAGE, state=State.SUCCEEDED)
+        page = store.jobs.list_jobs(caller.project_id, after=after, limit=_PAGE, states=[State.SUCCEEDED])
         yield from page.data
         if not page.has_more:
             return

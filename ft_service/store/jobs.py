@@ -147,13 +147,14 @@ class JobStore(StorePart):
         after: str | None = None,
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
-        state: State | None = None,
+        states: Sequence[State] = (),
         base: str | None = None,
         metadata_key: str | None = None,
         suffix: str | None = None,
     ) -> Page[Job]:
         """A project's jobs, newest first. `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
-        `metadata_key`: only jobs that have this key. `suffix`: only jobs whose suffix contains it, in any case."""
+        `metadata_key`: only jobs that have this key. `states`: only jobs in one of them; none: in any. `suffix`: only jobs
+        whose suffix contains it, in any case."""
         mine = jobs.c.project_id == project_id
         query = select(*JOB).where(mine, _THERE)
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
@@ -162,8 +163,8 @@ class JobStore(StorePart):
             query = query.join(pair, and_(pair.c.job_position == jobs.c.position, *matches))
         if metadata_key is not None:
             query = query.where(_has_key(metadata_key))
-        if state is not None:
-            query = query.where(jobs.c.state == state.value)
+        if states:
+            query = query.where(jobs.c.state.in_([state.value for state in states]))
         if base is not None:
             query = query.where(jobs.c.base == base)
         if suffix is not None:

@@ -17,18 +17,21 @@ from api.http.dependencies import Services, Svc
 from api.http.threads import parsed_in_turn
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
-from api.page.rendering import DocumentPart, fragment, page, rendered, sent
+from api.page.rendering import DocumentPart, fragment, leave_for, page, rendered, sent
 from api.page.summaries import answers_of, graded_over_time
 from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
 from api.routes.page.sign_in_page import Visitor, page_router
+from ft_service.jobs.states import TERMINAL, State
 from ft_service.store.records import Principal
 
 router = page_router()
 
 JOBS = "/v1/fine_tuning/jobs"
 _PAGE = 50
+_UNFINISHED = 30
+"""Jobs that run or wait, which are shown above all others."""
 _FIRST_PAINT = 20
 """Jobs that are painted first: more than a screen holds."""
 _SPARK_POINTS = 48
@@ -193,6 +196,12 @@ async def delete_export(request: Request, job_id: str, form: str, api: Api) -> R
     return await live_exports(request, job_id, api)
 
 
+@router.post("/jobs/{job_id}/delete")
+async def delete(request: Request, job_id: str, api: Api) -> Response:
+    await api.delete(f"{JOBS}/{job_id}")
+    return leave_for(request, "/jobs")
+
+
 @router.post("/jobs/{job_id}/{verb}")
 async def act(request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc) -> Response:
     """Pause, resume or cancel. The answer is the new head of the job's page."""
@@ -238,19 +247,29 @@ async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:
 async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bool = False) -> dict[str, Any]:
     """Return the values of `jobs_rows.html`. `first`: a short list without curves, after which the browser loads the whole."""
     given = request.query_params
-    filters = {name: given.get(name) or None for name in ("status", "base", "metadata", "project")}
+    filters = {name: given.get(name) or None for name in ("status", "suffix", "base", "metadata", "project")}
     key, equals, value = (filters["metadata"] or "").partition("=")
     if filters["metadata"] and not equals:  # else every job would be listed
         raise ApiError(400, {"message": f"metadata = {key[:80]!r}: filter by a pair, as key=value."})
     pair = {f"metadata[{key.strip()}]": value.strip()} if equals else {}
-    query = {name: filters[name] for name in ("status", "base", "project")} | {"after": given.get("after"), **pair}
-    listed = await api.get(JOBS, limit=_FIRST_PAINT if first else _PAGE, **query)
+    query = {name: filters[name] for name in ("status", "suffix", "base", "project")} | pair
+    unfinished: list[dict[str, Any]] = []
+    if "after" not in given and not filters["status"]:
+        states = [state for state in State if state not in TERMINAL]
+        unfinished = (await api.get(JOBS, limit=_UNFINISHED, **query | {"status": states}))["data"]
+    listed = await api.get(JOBS, limit=_FIRST_PAINT if first else _PAGE, after=given.get("after"), **query)
+    above = {job["id"] for job in unfinished}
+    others = [job for job in listed["data"] if job["id"] not in above]
+    if first:
+        unfinished = unfinished[:_FIRST_PAINT]
+        others = others[: _FIRST_PAINT - len(unfinished)]
     kept = {name: value for name, value in filters.items() if value}
     foreign = filters["project"] not in (None, viewer.project_id)
     here = kept | ({"after": given["after"]} if "after" in given else {})
     return {
-        "jobs": listed["data"],
-        "curves": {} if first or foreign else await _losses(api, listed["data"]),
+        "jobs": [*unfinished, *others],
+        "groups": [(title, jobs) for title, jobs in (("Unfinished", unfinished), ("Earlier", others)) if jobs],
+        "curves": {} if first or foreign else await _losses(api, [*unfinished, *others]),
         "foreign": foreign,
         "filters": filters,
         "filtered": bool(kept),

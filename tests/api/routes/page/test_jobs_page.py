@@ -9,9 +9,11 @@ import httpx2
 import openai
 import pytest
 
+from api.http.sessions import token_of
 from api.routes.page import data_page
 from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent, Scope
+from tests.support.page.sessions import secret_of
 from tests.support.rest.service import METRICS, TRAINING, Service, put
 
 LINKED = re.compile(r'<a href="/jobs/(ftjob-\w+)"')
@@ -47,6 +49,46 @@ def test_what_a_screen_holds_is_painted_first_and_then_all_of_it(
     assert LINKED.findall(painted) == made[:1:-1]
     assert 'hx-get="/page/live/jobs?&seen=" hx-trigger="load delay' in painted
     assert LINKED.findall(opened["default submit"].get("/page/live/jobs?").text) == made[::-1]
+
+
+def test_what_is_unfinished_stands_above_all_others_and_nothing_is_left_out(
+    service: Service, client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
+) -> None:
+    made = [client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id for _ in range(5)]
+    for job_id in (made[0], made[3], made[4]):
+        client.fine_tuning.jobs.cancel(job_id)
+    browser = opened["default submit"]
+    listed = browser.get("/page/live/jobs?").text
+    assert LINKED.findall(listed) == [made[2], made[1], made[4], made[3], made[0]]
+    assert re.findall(r'scope="rowgroup">(\w+)<', listed) == ["Unfinished", "Earlier"]
+    older = browser.get(f"/page/live/jobs?after={made[3]}").text
+    assert LINKED.findall(older) == [made[2], made[1], made[0]], "in their order"
+    assert LINKED.findall(browser.get("/page/live/jobs?status=cancelled").text) == [made[4], made[3], made[0]]
+
+
+def test_jobs_are_searched_by_name(client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]) -> None:
+    nightly, other = (
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix=suffix).id
+        for suffix in ("Nightly-7", "x")
+    )
+    found = opened["default submit"].get("/jobs?suffix=night").text
+    assert (LINKED.findall(found), other in found) == ([nightly], False)
+    assert 'name="suffix" value="night"' in found
+
+
+def test_a_job_that_is_over_is_deleted_on_the_page(
+    service: Service, client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    browser = opened["default submit"]
+    headers = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
+    assert 'id="verb-delete"' not in browser.get(f"/jobs/{job_id}").text
+    assert browser.post(f"/jobs/{job_id}/delete", headers=headers).status_code == 400, "it is not over"
+    client.fine_tuning.jobs.cancel(job_id)
+    assert 'id="verb-delete"' in browser.get(f"/jobs/{job_id}").text
+    deleted = browser.post(f"/jobs/{job_id}/delete", headers=headers)
+    assert (deleted.status_code, deleted.headers["hx-redirect"]) == (204, "/jobs")
+    assert browser.get(f"/jobs/{job_id}").status_code == 404
 
 
 def test_a_managing_key_looks_at_another_projects_list_and_at_no_more(

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ft_service.convert import Conversion, convert_file
-from ft_service.convert.convert import FORMATS, convert, yaml_text
+from ft_service.convert.convert import convert, yaml_text
+from ft_service.convert.recognition import FORMATS
 from ft_service.convert.rules import for_method, load_table
 from ft_service.convert.verdicts import Lost, NoEffect, Taken, ToDo, Verdict
 from ft_service.errors import SpecError
@@ -289,7 +290,7 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-REFUSING = {"stage", "rl", "pref_loss", "reward_model"}
+REFUSING = {"stage", "rl", "rlhf_type", "pref_loss", "reward_model"}
 """Options for the sake of which a whole file is refused, as it is by those that only another method has."""
 
 
@@ -333,6 +334,8 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str, method
             body.pop(name, None)
         if kind == "verl":
             body["algorithm"]["adv_estimator"] = "grpo"
+        if kind == "torchtune":
+            body["loss"].pop("_component_")
         if method == "reinforcement":
             body["num_generations"] = deepcopy(value)
         conversion = convert(body, table, "file", method=method)

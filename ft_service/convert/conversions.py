@@ -39,23 +39,13 @@ def batch_size(value: Any, source: Source, micro: str = "") -> Verdict:
         rounds is None and size and not micro and (total := source.number("batch_size"))
     ):  # Axolotl's older name for the product of both
         rounds = total // size
+    if rounds is None and size and source.least_batch:
+        rounds = -(-source.least_batch // (size * (source.gpus or 1)))
     if size is None:
         return ToDo(f"set training.batch_size to the samples of a micro-batch x {rounds or value} x the number of your GPUs")
     rounds, gpus = rounds or 1, source.gpus
     said = f"{size} x {rounds} x {gpus} GPUs" if gpus else f"{size} x {rounds} on one GPU; multiply by your number of GPUs"
     return Taken({"training.batch_size": size * rounds * (gpus or 1)}, said)
-
-
-_SWIFT_BATCH = 16
-"""Samples of a step that ms-swift's default of gradient_accumulation_steps reaches."""
-
-
-def swift_batch_size(value: Any, source: Source) -> Verdict:
-    """ms-swift accumulates until a step has 16 samples, unless it is told how often."""
-    size, gpus = source.number(*_MICRO) or source.micro_batch or 1, source.gpus or 1
-    if source.get("gradient_accumulation_steps") is not None:
-        return batch_size(value, source)
-    return batch_size(value, source.with_options(gradient_accumulation_steps=-(-_SWIFT_BATCH // (size * gpus))))
 
 
 def epochs(value: Any, source: Source, steps: str = "max_steps") -> Verdict:
@@ -143,6 +133,45 @@ def decay_steps(value: Any, source: Source) -> Verdict:
         ratio = {"training.decay_ratio": round(steps / total, 6)}
         return Taken({"training.lr_scheduler_type": "warmup_stable_decay"} | ratio)
     return ToDo(f"the number of steps is not in this file: set training.decay_ratio to {value} / steps")
+
+
+_NO_FALL = NoEffect("a constant rate does not fall")
+_NO_RATE = "learning_rate is not in this file: set training.min_lr_ratio to {} / learning_rate"
+_LAST_RATE = 1e-7
+"""Transformers' default of the rate at which polynomial ends."""
+
+
+def _rate(source: Source) -> float | None:
+    return as_number(source.get("learning_rate")) or None
+
+
+def min_rate(value: Any, source: Source) -> Verdict:
+    """The rate at which a schedule ends, which is a share of learning_rate here."""
+    least, rate = as_number(value), _rate(source)
+    if least is None or rate is None:
+        return ToDo(_NO_RATE.format(value))
+    return Taken({"training.min_lr_ratio": round(least / rate, 6)}, f"{value} / {source['learning_rate']}")
+
+
+def polynomial(value: Any, source: Source) -> Verdict:
+    """Transformers' polynomial, which falls linearly to lr_end unless it has another power."""
+    last = min_rate(source.get("lr_scheduler_kwargs.lr_end", _LAST_RATE), source)
+    said = "with power 1 it is linear, down to lr_end"
+    return Taken({"training.lr_scheduler_type": "linear", **(last.options if isinstance(last, Taken) else {})}, said)
+
+
+def cycles(value: Any, source: Source) -> Verdict:
+    """How often a cosine falls: 1 is once for cosine_with_restarts, and half a period for others."""
+    restarts = "cosine_with_restarts" in (source.get("lr_scheduler_type"), source.get("lr_scheduler"))
+    once = as_number(value) == (1 if restarts else 0.5)
+    return NoEffect("it falls once here too") if once else Lost("the cosine falls once here: leave it out")
+
+
+def min_rate_of_cosine(value: Any, source: Source) -> Verdict:
+    """verl's min_lr_ratio, which its constant rate does not read."""
+    names = ("lr_scheduler_type", "warmup_style")
+    is_cosine = any(source.get(f"actor_rollout_ref.actor.optim.{name}") == "cosine" for name in names)
+    return Taken({"training.min_lr_ratio": value}) if is_cosine and as_plain(value) not in OFF else _NO_FALL
 
 
 def betas(value: Any, source: Source) -> Verdict:
@@ -331,9 +360,9 @@ _OTHER_METHODS = ("kto", "simpo", "orpo", "cpo", "kto_pair", "apo_zero_unpaired"
 
 
 def adapter_dropout(value: Any, source: Source) -> Verdict:
-    """TRL's DPO sets every dropout to 0, the adapter's too, unless disable_dropout is false. None: TRL's default."""
+    """DPO's trainers set every dropout to 0, the adapter's too, unless disable_dropout is false. None: TRL's default."""
     if source.method == "dpo" and as_plain(source.get("disable_dropout", True)) is not False:
-        return NoEffect("disable_dropout, which is on unless it says false, makes it 0 there too")
+        return NoEffect(f"in DPO {source.tool} turns all dropout off, unless disable_dropout says false")
     return Taken({"lora.lora_dropout": _TRL_DROPOUT if value is None else value})
 
 

@@ -249,7 +249,8 @@ def convert(
 def _source(table: Table, given: Mapping[str, Any], gpus: int | None) -> Source:
     """The options of a file, with those that have an effect if they are not given."""
     source = Source({**table.absent, **given})
-    source.tool, source.gpus, source.micro_batch = table.tool, gpus, table.micro_batch
+    source.tool, source.gpus = table.tool, gpus
+    source.micro_batch, source.least_batch = table.micro_batch, table.least_batch
     return source
 
 

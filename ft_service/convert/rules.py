@@ -86,6 +86,8 @@ class Table:
     defaults: Mapping[str, Default] = field(default_factory=dict)
     """Dotted name of ours → the tool's default."""
     micro_batch: int | None = None
+    least_batch: int | None = None
+    """Samples of a step that its default of accumulation reaches. None: it does not accumulate unless it is told."""
     says_method: str = ""
     """The option that names the method; empty: it follows from `methods`."""
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -139,6 +141,7 @@ def load_table(name: str) -> Table:
         sources=sources,
         defaults=defaults,
         micro_batch=micro_batch,
+        least_batch=given.get("least_batch"),
         methods={method: tuple(names) for method, names in methods.items()},
         per_method=per_method,
         hydra=given.get("hydra", False),

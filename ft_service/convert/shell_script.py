@@ -23,12 +23,12 @@ _COMMENT = re.compile(r"#[^\n]*")
 _REDIRECTION = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>\||<|>)|&>>?)(&[\d-]+)?")
 _END = re.compile(r"\n|;+|&&|\|\||\|&?|&|[()]")
 _PIECE = re.compile(
-    r"(?P<single>\$?'[^']*')|(?P<double>\"(?:[^\"\\]|\\.)*\")|(?P<value>\$\(\(|\$\(|`[^`]*`|\$\{|\$\w+|\$[@*#?$!-])"
+    r"(?P<single>\$?'[^']*')|(?P<double>\")|(?P<value>\$\(\(|\$\(|`[^`]*`|\$\{|\$\w+|\$[@*#?$!-])"
     r"|(?P<escape>\\.)|(?P<bare>[^\s'\"$`\\;&|<>()]+|\$)",
     re.DOTALL,
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
-_PARAMETER = re.compile(r"(\w+|[@*])(?:\[([@*])\])?(?:(:?[-=])(.*))?", re.DOTALL)
+_PARAMETER = re.compile(r"(\w+)(?:\[([@*])\])?(?:(:?[-=])(.*))?", re.DOTALL)
 _INSIDE = re.compile(r"\\([\"$`\\\n])|(\$\(\(|\$\(|`[^`]*`|\$\{|\$\w+|\$[@*#?$!-])")
 _CLOSING = {"$((": "))", "$(": ")", "${": "}"}
 
@@ -172,7 +172,7 @@ class _Reader:
             if piece["value"]:
                 add([part for item in self.value(piece["value"]) for part in _split(item)])
             elif piece["double"]:
-                add(self._inside(piece["double"][1:-1]))
+                add(self._inside(self._quoted()))
             else:
                 text = piece[0]
                 plain = text.lstrip("$")[1:-1] if piece["single"] else text[1:] if piece["escape"] else text
@@ -180,6 +180,21 @@ class _Reader:
         if self.at == start:
             raise self._unclosed(self._text[start])
         return [_joined(parts) for parts in fields]
+
+    def _quoted(self) -> str:
+        """The text up to the quotes that end it. Those in a `$(…)` do not."""
+        start = self.at
+        while self.at < len(self._text):
+            letter = self._text[self.at]
+            if letter == '"':
+                self.at += 1
+                return self._text[start : self.at - 1]
+            self.at += 2 if letter == "\\" else 1
+            if self._text.startswith("$(", self.at - 1):
+                self.at += 1
+                self._balanced("$(")
+        self.at = start
+        raise self._unclosed('"')
 
     def _inside(self, text: str) -> list[str]:
         """What stands between double quotes: one text, or the items of an array."""
@@ -229,13 +244,13 @@ class _Reader:
         return None
 
     def _parameter(self, text: str, written: str) -> list[str]:
+        if text[:1] in ("@", "*"):
+            return []
         found = _PARAMETER.fullmatch(text)
         if found is None:
             return [Unread(written)]
         name, items, instead, other = found.groups()
         value = self._values.get(name)
-        if name in ("@", "*"):
-            return []
         if isinstance(value, Unread) and ("$(" in value or "`" in value):
             return [Unread(written)]  # its name says more than the command from which it comes
         if value is not None and not (instead and instead.startswith(":") and not value):
@@ -271,7 +286,7 @@ def _split(value: str) -> list[str]:
     """A value without quotes: the words in it."""
     if not isinstance(value, Unread):
         return value.split()
-    whole = "$(" in value or "`" in value
+    whole = "$" not in value or "$(" in value
     return [value] if whole else [Unread(part) if "$" in part else part for part in value.split()]
 
 

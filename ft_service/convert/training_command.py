@@ -137,7 +137,7 @@ def _options(arguments: Sequence[str], overrides: bool) -> tuple[dict[str, Any],
             values[flag] = [] if found[2] is None else [_of(word, found[2])]
             if found[2] is not None:
                 flag = ""
-        elif flag:
+        elif flag and not word.startswith("--"):
             values[flag].append(word)
         elif word.endswith(_CONFIG):
             config = word

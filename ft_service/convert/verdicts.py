@@ -66,6 +66,8 @@ class Source(dict[str, Any]):
     """Number of GPUs that train together, as given by the user. None: not given."""
     micro_batch: int | None = None
     """The tool's default of samples in a micro-batch. None: it has no default."""
+    least_batch: int | None = None
+    """Samples of a step that the tool's default of accumulation reaches. None: it does not accumulate."""
     data_sets: Mapping[str, Any] = MappingProxyType({})
     """LLaMA-Factory's descriptions of data sets, by name, with the path of each file."""
     around: Source | None = None
@@ -81,18 +83,9 @@ class Source(dict[str, Any]):
 
     def inside(self, prefix: str) -> Source:
         """The options of a section, without the prefix."""
-        inner = self._like({name.removeprefix(prefix): value for name, value in self.items() if name.startswith(prefix)})
-        inner.micro_batch, inner.around = None, self
+        inner = Source({name.removeprefix(prefix): value for name, value in self.items() if name.startswith(prefix)})
+        inner.method, inner.tool, inner.gpus, inner.around = self.method, self.tool, self.gpus, self
         return inner
-
-    def with_options(self, **options: Any) -> Source:
-        """The same file with these options too."""
-        return self._like({**self, **options})
-
-    def _like(self, options: Mapping[str, Any]) -> Source:
-        other = Source(options)
-        other.method, other.tool, other.gpus, other.micro_batch = self.method, self.tool, self.gpus, self.micro_batch
-        return other
 
 
 Rule = Callable[[Any, Source], Verdict]

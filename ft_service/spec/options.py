@@ -458,7 +458,7 @@ class JobOptions(NullableSections):
             raise ValueError("training.decay_ratio is of lr_scheduler_type warmup_stable_decay only: leave one of the two out")
         if training.min_lr_ratio and training.lr_scheduler_type == "constant":
             raise ValueError(
-                "training.min_lr_ratio: a constant rate does not fall: give another lr_scheduler_type, or leave it out"
+                "training.min_lr_ratio is of rates that fall, not of lr_scheduler_type constant: leave one of the two out"
             )
         if training.group_by_length and training.packing:
             raise ValueError(

@@ -320,6 +320,8 @@ def _learns_whole(source: Source) -> bool:
         return False
     if _is_pretraining(source):
         return True
+    if source.tool == "ms-swift":
+        return source.get("loss_scale") == "all"
     if source.tool in ("TRL", "Unsloth"):
         return not _is_on(source, *_ANSWERS_ONLY)
     data = source.get("datasets")

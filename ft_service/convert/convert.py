@@ -41,6 +41,8 @@ _METHODS = "methods are supervised, dpo and reinforcement (GRPO)"
 _OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
 """Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
 _GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)
+_SECRET = re.compile(r"(hub|hf|ms|om|auth)_token$|api_key$")
+"""Options whose values are not shown."""
 _TITLES = ("output_dir", "hub_model_id", "run_name")
 """Options whose text often names the method."""
 _ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
@@ -233,7 +235,8 @@ def convert(
         verdict = _settle(verdict_on(table, source, name), taken, decisions)
         if isinstance(verdict, Taken):
             taken |= verdict.options
-        decisions.append(Decision(name, source[name], verdict, table.sources[rule] if rule else "", name not in absent))
+        shown = "…" if _SECRET.search(name) else source[name]
+        decisions.append(Decision(name, shown, verdict, table.sources[rule] if rule else "", name not in absent))
     no_adapter = _trains_all(table, decisions)
     for name, text in table.differs.items():
         if name not in source and not (no_adapter and name.startswith("lora_")):

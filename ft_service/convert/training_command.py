@@ -60,7 +60,7 @@ def training_programs(text: str, name: str) -> list[Program]:
     """The commands of a shell script that may train, in their order. `name`: for messages. Raises SpecError for another method
     than those converted, and for text that is no shell script."""
     script = read_script(text, name)
-    defaults = [f"{name}={value}" for name, value in script.defaults.items()]
+    defaults = [f"{name}={value}" for name, value in script.defaults.items() if value]
     notes = [f"defaults of variables that the environment may set: {', '.join(defaults)}"] if defaults else []
     return [program for command in script.commands if (program := _program(command, notes)) is not None]
 

@@ -82,6 +82,8 @@ def unsloth_program(text: str, name: str) -> Program:
             given = _arguments(call, constants, "model_name" if called == "from_pretrained" else "")
             wanted = _OF_TRAINER if called in _TRAINERS else given.keys() - set(_OBJECTS)
             options |= {key: value for key, value in given.items() if key in wanted}
+    if options.get("max_length"):
+        options.pop("max_seq_length", None)  # the base's context, and not the length of samples
     if len(methods) > 1:
         lines = "; ".join(f"line {call.lineno}: {_name(call)}" for call in methods.values())
         raise SpecError(
@@ -103,8 +105,9 @@ def _calls(tree: ast.Module) -> Iterator[tuple[ast.Call, dict[str, Any]]]:
         constants = dict(constants)
         for node in ast.walk(statement):
             for target in _targets(node):
-                value = _value(node.value, constants) if node is statement and isinstance(node, ast.Assign) else None
-                if value is None or isinstance(value, Unread):
+                given = node.value if node is statement and isinstance(node, ast.Assign | ast.AnnAssign) else None
+                value = Unread(target) if given is None else _value(given, constants)
+                if isinstance(value, Unread):
                     constants.pop(target, None)
                 else:
                     constants[target] = value

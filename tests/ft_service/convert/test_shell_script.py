@@ -69,5 +69,5 @@ def test_variables_before_a_command_are_its_environment() -> None:
 
 @pytest.mark.parametrize("text", ["run 'a\n", 'run "a\n', "A=(b\n"])
 def test_what_is_not_closed_is_no_script(text: str) -> None:
-    with pytest.raises(SpecError, match="train.sh, line [12]: .* is not closed"):
+    with pytest.raises(SpecError, match=r"train\.sh, line [12]: .* is not closed"):
         read_script("# x\n" + text, "train.sh")

@@ -8,7 +8,10 @@ from ft_service.convert.unsloth_script import notebook_code, unsloth_program
 from ft_service.convert.verdicts import Unread
 from ft_service.errors import SpecError
 
-LOAD = "from unsloth import FastLanguageModel\nlength = 2048\nmodel, tok = FastLanguageModel.from_pretrained('org/base', max_seq_length=length)\n"
+LOAD = (
+    "from unsloth import FastLanguageModel\nlength = 2048\n"
+    "model, tok = FastLanguageModel.from_pretrained('org/base', max_seq_length=length)\n"
+)
 
 
 def test_arguments_are_constants_or_as_they_are_written() -> None:
@@ -16,7 +19,8 @@ def test_arguments_are_constants_or_as_they_are_written() -> None:
         "!pip install unsloth\n%cd x\nimport os, torch\n"
         + LOAD
         + "r = 8\nfor i in range(3):\n    r = i\nnames = ['q_proj', 'v_proj']\nrest = {'use_rslora': True}\n"
-        "model = FastLanguageModel.get_peft_model(model, r=r, target_modules=names, lora_alpha=os.environ['A'], **rest, **more)\n"
+        "model = FastLanguageModel.get_peft_model(\n"
+        "    model, r=r, target_modules=names, lora_alpha=os.environ['A'], **rest, **more)\n"
         "args = SFTConfig(learning_rate=-2e-4, bf16=is_bfloat16_supported(), fp16=not torch.cuda.is_bf16_supported(),\n"
         "                 hub_token='secret', token='secret')\n"
         "trainer = SFTTrainer(model=model, args=args, packing=True, data_collator=x)\n",

@@ -23,12 +23,13 @@ _HEAD = """\
 
 - a configuration (YAML, JSON) of TRL, verl, Axolotl, LLaMA-Factory, ms-swift, torchtune, Accelerate, DeepSpeed or Transformers,
 - a shell script with a training command: `trl`, `swift`, `llamafactory-cli train`, `axolotl train`, `tune run`,
-  `python -m verl.trainer.main_ppo`, or a script of TRL or LLaMA-Factory by `accelerate launch`, `torchrun`, `deepspeed` or `python`,
+  `python -m verl.trainer.main_ppo`, or a script of TRL or LLaMA-Factory by `accelerate launch`, `torchrun`, `deepspeed` or
+  `python`,
 - a Python script or notebook of Unsloth.
 
 Scripts are read and never run. Variables count that the script itself sets to constants, and `${NAME:-value}` as its value; an
-option whose value is known only when the script runs is named as one to set. A file of options that a command names is read from
-beside the script, or from the working directory, and LLaMA-Factory's `dataset_info.json` from beside its config.
+option whose value is known only when the script runs is named as one to set. A file of options that a command names is read
+from beside the script, or from the working directory, and LLaMA-Factory's `dataset_info.json` from beside its config.
 
 For every option it says what became of it, what is lost, and what you have to do first. Where the tool's default
 differs from ours, the SPEC states the value, with a comment. The exit code is

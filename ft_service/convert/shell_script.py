@@ -61,10 +61,22 @@ def read_script(text: str, name: str) -> Script:
         return _Reader(text).script()
     except _NotClosedError as error:
         raise SpecError(f"{name}, {error}; it is no shell script.") from None
+    except (_TooLongError, RecursionError):
+        raise SpecError(
+            f"{name} has variables that hold more than {_MAX_LENGTH:,} letters, or too deep in each other."
+        ) from None
 
 
 class _NotClosedError(Exception):
     """Quotes or brackets that are not closed."""
+
+
+class _TooLongError(Exception):
+    """Values that double each other."""
+
+
+_MAX_LENGTH = 2**18
+"""Letters of a value, and words of an array, at most."""
 
 
 class _Reader:
@@ -155,7 +167,10 @@ class _Reader:
     def _set_array(self, name: str, adds: bool, items: list[str]) -> None:
         before = self._values.get(name, []) if adds else []
         unsure = [Unread(item) for item in items] if self._depth else items
-        self._values[name] = [*(before if isinstance(before, list) else [before]), *unsure]
+        items = [*(before if isinstance(before, list) else [before]), *unsure]
+        if sum(map(len, items)) + len(items) > _MAX_LENGTH:
+            raise _TooLongError
+        self._values[name] = items
 
     def _word(self) -> list[str]:
         """One word; several where a variable without quotes, or an array, holds several; none where it is empty."""
@@ -178,7 +193,7 @@ class _Reader:
                 plain = text.lstrip("$")[1:-1] if piece["single"] else text[1:] if piece["escape"] else text
                 add(["" if text == "\\\n" else plain])
         if self.at == start:
-            raise self._unclosed(self._text[start])
+            raise self._unclosed(self._text[start : start + 1])
         return [_joined(parts) for parts in fields]
 
     def _quoted(self) -> str:
@@ -275,6 +290,8 @@ def _of(word: str, text: str) -> str:
 
 def _joined(parts: list[str]) -> str:
     text = "".join(parts)
+    if len(text) > _MAX_LENGTH:
+        raise _TooLongError
     return Unread(text) if any(isinstance(part, Unread) for part in parts) else text
 
 

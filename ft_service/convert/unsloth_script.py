@@ -166,13 +166,13 @@ def _value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
         return True
     if isinstance(node, ast.Attribute) and _is_torch(node):
         return node.attr  # torch.bfloat16
-    if isinstance(node, ast.List | ast.Tuple):
-        items = [_value(item, constants) for item in node.elts]
-        return Unread(ast.unparse(node)) if any(isinstance(item, Unread) for item in items) else items
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
+        return list(value) if isinstance(value, tuple) else value
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return Unread(ast.unparse(node))
+        items = [_value(item, constants) for item in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
+        plain = items and not any(isinstance(item, Unread | list | dict) for item in items)
+        return items if plain else Unread(ast.unparse(node))
 
 
 def _is_torch(node: ast.Attribute) -> bool:

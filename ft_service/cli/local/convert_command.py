@@ -39,9 +39,9 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file that --out names.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl, LLaMA-Factory, ms-swift or torchtune, a
-    shell script that trains with one of them, or a program of Unsloth as a SPEC, and what becomes of each of its options.
-    Scripts are read and never run. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be
+    """Print another tool's configuration or training script as a SPEC, and what becomes of each of its options. The tools are
+    Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl, LLaMA-Factory, ms-swift, torchtune, and Unsloth in Python. Scripts
+    are read and never run. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be
     done or is not supported (it says what), and with 64 where the file is not converted at all."""
     if force and out is None:
         raise SpecError("--force overwrites the file that --out names: give --out SPEC too, or leave it out.")

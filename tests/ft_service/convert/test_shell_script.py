@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from ft_service.convert.shell_script import Command, read_script
@@ -65,6 +67,52 @@ def test_variables_before_a_command_are_its_environment() -> None:
     command = last("export A=1\nB=2 C=$1 \\\nrun")
     assert (command.line, command.words) == (2, ["run"])
     assert command.environment == {"A": "1", "B": "2", "C": "$1"}
+
+
+@pytest.mark.parametrize(
+    "text", ["A=xxxxxxxx\n" + "A=$A$A\n" * 40, "A=(x y)\n" + 'A+=("${A[@]}")\n' * 40, "run " + "${A:-" * 1500 + "}" * 1500]
+)
+def test_values_have_an_end(text: str) -> None:
+    with pytest.raises(SpecError, match=r"train\.sh has variables that hold more than 262,144 letters, or too deep"):
+        read_script(text, "train.sh")
+
+
+def test_any_text_is_a_script_or_refused() -> None:
+    random = Random(7)
+    parts = [
+        "$",
+        "{",
+        "}",
+        "(",
+        ")",
+        "'",
+        '"',
+        "`",
+        "\\",
+        "\n",
+        " ",
+        "a",
+        "=",
+        "+",
+        "<",
+        ">",
+        "&",
+        "|",
+        ";",
+        "#",
+        "if ",
+        "fi ",
+        "$((",
+        "${a:-",
+    ]
+    ends = {"read": 0, "refused": 0}
+    for _ in range(2000):
+        try:
+            read_script("".join(random.choices(parts, k=30)), "train.sh")
+            ends["read"] += 1
+        except SpecError:
+            ends["refused"] += 1
+    assert min(ends.values()) > 100
 
 
 @pytest.mark.parametrize("text", ["run 'a\n", 'run "a\n', "A=(b\n"])

@@ -126,7 +126,7 @@ class _Reader:
             if redirection := self._skip(_REDIRECTION):
                 if redirection[1] is None:
                     self._skip(_SPACE)
-                    target = [] if _END.match(self._text, self.at) else self._word()
+                    target = self._word() if _PIECE.match(self._text, self.at) else []
                     documents += target[:1] if redirection[0].endswith(("<<", "<<-")) else []
                 continue
             if end := self._skip(_END):
@@ -243,7 +243,10 @@ class _Reader:
             if opening == "$((":
                 number = _arithmetic(inner, self._values)
                 return [Unread(written)] if number is None else [str(number)]
-            return self._parameter(inner, written) if opening == "${" else [Unread(written)]
+            if opening == "${":
+                return self._parameter(inner, written)
+            number = _arithmetic(inner[5:], self._values) if inner.startswith("expr ") else None
+            return [Unread(written)] if number is None else [str(number)]
         return [Unread(opening)] if opening.startswith("`") else self._parameter(opening[1:], opening)
 
     def _balanced(self, opening: str) -> str | None:

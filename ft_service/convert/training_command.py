@@ -22,8 +22,12 @@ _TOOLS: Mapping[tuple[str, str], str] = {
     ("tune", "run"): "torchtune",
 }
 """Command and subcommand → the table of its options."""
-_MODULES = {"verl.trainer.main_ppo": "verl", "axolotl.cli.train": "axolotl"}
-"""Python's modules → the table of their options."""
+_MODULES = {
+    "verl.trainer.main_ppo": "verl",
+    "axolotl.cli.train": "axolotl",
+    **{f"swift.cli.{name}": "ms_swift" for name in ("sft", "pt", "rlhf")},
+}
+"""Python's modules, which may be given as files, → the table of their options."""
 _STARTERS = ("python", "accelerate", "torchrun", "deepspeed")
 _NO_PROGRAMS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 """Modules that start another program."""
@@ -84,7 +88,9 @@ def _started(command: Command, words: Sequence[str], notes: list[str]) -> Progra
         if word in ("-m", "--module") and after and after[0] not in _NO_PROGRAMS:
             return _of_tool(command, _MODULES.get(after[0], ""), after[0], before, after[1:], notes)
         if word.endswith(".py"):
-            return _of_tool(command, "", PurePosixPath(word).name, before, after, notes)
+            module = word.removesuffix(".py").replace("/", ".")
+            table = next((table for name, table in _MODULES.items() if f".{module}".endswith(f".{name}")), "")
+            return _of_tool(command, table, PurePosixPath(word).name, before, after, notes)
         if index and (table := _TOOLS.get((PurePosixPath(word).name, after[0] if after else ""))):
             return _of_tool(command, table, f"{word} {after[0]}", before, after[1:], notes)
     return None
@@ -98,7 +104,8 @@ def _of_tool(
         name, launcher, arguments = f"{name} {arguments[recipe]}", arguments[:recipe], arguments[recipe + 1 :]
     options, config = _options(arguments, table in _OVERRIDES)
     if table == "ms_swift" and not config:  # what its commands differ in
-        options = {"swift pt": {"loss_scale": "all"}, "swift rlhf": {"rlhf_type": "dpo"}}.get(name, {}) | options
+        own = {"pt": {"loss_scale": "all"}, "rlhf": {"rlhf_type": "dpo"}}
+        options = own.get(name.removesuffix(".py").replace(".", " ").rpartition(" ")[2], {}) | options
     started = dict(_options(launcher, False)[0])
     if "config_file" in started:
         notes = [*notes, f"{started['config_file']} is the launcher's own file: run `ft convert` on it for its sharding"]

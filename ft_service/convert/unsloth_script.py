@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import add, mul, sub
 from typing import Any
 
 from ft_service.convert.training_command import Program
@@ -34,6 +35,9 @@ _OBJECTS = ("model", "tokenizer", "processing_class", "train_dataset", "eval_dat
 _HARDWARE = ("is_bfloat16_supported", "is_bf16_supported")
 """Calls that ask the GPU for bf16, which every one since 2020 has: they count as true."""
 _ANSWERS_ONLY = "train_on_responses_only"
+_OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
+_REWRITES = ("map", "filter", "select", "train_test_split")
+"""Methods of a data set that change what is trained on."""
 _TEMPLATE = "apply_chat_template"
 _MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 
@@ -74,14 +78,17 @@ def unsloth_program(text: str, name: str) -> Program:
             options[_ANSWERS_ONLY] = True
         elif called == "load_dataset":
             options = _data(call, constants) | options  # the first is trained on
-        elif called == "map":
-            options["map"] = _TEMPLATE if any(_name(each) == _TEMPLATE for each, _ in calls) else ast.unparse(call)
+        elif called in _REWRITES and _is_method(call):
+            by_template = called == "map" and any(_name(each) == _TEMPLATE for each, _ in calls)
+            options[called] = _TEMPLATE if by_template else ast.unparse(call)
         elif called == "get_chat_template":
             options |= {key: value for key, value in _arguments(call, constants).items() if key == "chat_template"}
         elif called in _TRAINERS or (called in _SETTINGS and (called != "from_pretrained" or call is loads[0])):
             given = _arguments(call, constants, "model_name" if called == "from_pretrained" else "")
             wanted = _OF_TRAINER if called in _TRAINERS else given.keys() - set(_OBJECTS)
             options |= {key: value for key, value in given.items() if key in wanted}
+    if made := _made_by_code(tree, calls):
+        options["map"] = made
     if options.get("max_length"):
         options.pop("max_seq_length", None)  # the base's context, and not the length of samples
     if len(methods) > 1:
@@ -135,6 +142,18 @@ def _owner(call: ast.Call) -> str:
     return owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
 
 
+def _is_method(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute)
+
+
+def _made_by_code(tree: ast.Module, calls: list[tuple[ast.Call, dict[str, Any]]]) -> str:
+    """The list comprehension that makes the data of a trainer. Empty: there is none."""
+    keywords = [keyword for call, _ in calls if _name(call) in _TRAINERS for keyword in call.keywords]
+    trained = {word.value.id for word in keywords if word.arg == "train_dataset" and isinstance(word.value, ast.Name)}
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.ListComp)]
+    return next((ast.unparse(node.value) for node in made if trained & set(_targets(node))), "")
+
+
 def _arguments(call: ast.Call, constants: Mapping[str, Any], first: str = "") -> dict[str, Any]:
     """The named arguments of a call. `first`: the name of the first one that has none; empty: it is an object."""
     options = {first: _value(call.args[0], constants)} if first and call.args else {}
@@ -164,6 +183,10 @@ def _value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
         return Unread(ast.unparse(node)) if isinstance(inner, Unread) else not inner
     if isinstance(node, ast.Call) and _name(node) in _HARDWARE:
         return True
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        left, right = _value(node.left, constants), _value(node.right, constants)
+        numbers = type(left) in (int, float) and type(right) in (int, float)
+        return _OPERATIONS[type(node.op)](left, right) if numbers else Unread(ast.unparse(node))
     if isinstance(node, ast.Attribute) and _is_torch(node):
         return node.attr  # torch.bfloat16
     try:

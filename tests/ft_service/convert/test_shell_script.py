@@ -28,6 +28,7 @@ def words(text: str) -> list[str]:
         ("A=1; A=2 && run $A", ["run", "2"]),
         ("export A=1 B=2\nlocal C=3\nrun $A$B$C", ["run", "123"]),
         ("N=$((1024 * 2))\nrun $((N + 1)) $(( (N+N)/3 )) $((${N} % 7))", ["run", "2049", "1365", "4"]),
+        ("N=2\nrun $(expr 32 / $N / 2) $(expr $M / 2)", ["run", "8", "?$(expr $M / 2)"]),
         ("A=(x 'y z'  # no\n w)\nrun \"${A[@]}\" ${A[*]} $A", ["run", "x", "y z", "w", "x", "y", "z", "w", "x"]),
         ("A=(x)\nA+=(y)\nA+=(z)\nrun \"${A[@]}\"", ["run", "x", "y", "z"]),
         ("ARGS=\"--a 1 \\\n  --b $HOME/x\"\nrun $ARGS", ["run", "--a", "1", "--b", "?$HOME/x"]),

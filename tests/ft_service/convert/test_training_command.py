@@ -31,6 +31,8 @@ def only(text: str) -> Program:
         ("accelerate launch -m axolotl.cli.train c.yml --lr 1", "axolotl", None, None),
         ("tune run --nproc_per_node 2 lora_finetune_distributed --config c.yaml lr=1", "torchtune", None, 2),
         ("python3 -m verl.trainer.main_ppo lr=1", "verl", None, None),
+        ("accelerate launch --num_processes 2 swift/cli/sft.py --lr 1", "ms_swift", None, 2),
+        ("python -m swift.cli.rlhf --lr 1", "ms_swift", None, None),
     ],
 )
 def test_the_tool_its_method_and_its_gpus_are_those_of_the_command(
@@ -65,6 +67,7 @@ def test_overrides_are_hydras() -> None:
 def test_what_ms_swifts_commands_differ_in_is_said() -> None:
     assert only("swift pt --model m").options == {"loss_scale": "all", "model": "m"}
     assert only("swift rlhf --model m").options["rlhf_type"] == "dpo"
+    assert only("python swift/cli/pt.py --model m").options == {"loss_scale": "all", "model": "m"}
     assert only("swift rlhf --rlhf_type kto").options["rlhf_type"] == "kto"
 
 

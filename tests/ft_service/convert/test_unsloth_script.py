@@ -21,7 +21,8 @@ def test_arguments_are_constants_or_as_they_are_written() -> None:
         + "r = 8\nfor i in range(3):\n    r = i\nnames = ['q_proj', 'v_proj']\nrest = {'use_rslora': True}\n"
         "model = FastLanguageModel.get_peft_model(\n"
         "    model, r=r, target_modules=names, lora_alpha=os.environ['A'], **rest, **more)\n"
-        "args = SFTConfig(learning_rate=-2e-4, bf16=is_bfloat16_supported(), fp16=not torch.cuda.is_bf16_supported(),\n"
+        "args = SFTConfig(learning_rate=-2e-4, max_steps=length - 8 * 6, bf16=is_bfloat16_supported(),\n"
+        "                 fp16=not torch.cuda.is_bf16_supported(),\n"
         "                 hub_token='secret', token='secret')\n"
         "trainer = SFTTrainer(model=model, args=args, packing=True, data_collator=x)\n",
         "train.py",
@@ -29,7 +30,7 @@ def test_arguments_are_constants_or_as_they_are_written() -> None:
     assert (program.tool, program.method) == ("unsloth", "supervised")
     assert program.options == {
         **{"model_name": "org/base", "max_seq_length": 2048, "r": "r", "target_modules": ["q_proj", "v_proj"]},
-        **{"lora_alpha": "os.environ['A']", "use_rslora": True, "**more": "**more", "learning_rate": -2e-4},
+        **{"lora_alpha": "os.environ['A']", "use_rslora": True, "**more": "**more", "learning_rate": -2e-4, "max_steps": 2000},
         **{"bf16": True, "fp16": False, "hub_token": "secret", "packing": True},
     }
     assert {name for name, value in program.options.items() if isinstance(value, Unread)} == {"r", "lora_alpha", "**more"}
@@ -41,6 +42,13 @@ def test_data_and_what_code_does_to_them() -> None:
     assert found.method == "dpo"
     assert found.options.items() >= {"dataset_name": "org/data", "dataset_train_split": "train[:5%]", "beta": 0.1}.items()
     assert (found.options["map"], found.options["train_on_responses_only"]) == ("data.map(write)", True)
+    parts = unsloth_program(
+        text + "data = data.select(range(9)).filter(f).train_test_split(0.1)\nlist(map(f, data))", "train.py"
+    )
+    assert {"select", "filter", "train_test_split"} <= parts.options.keys()
+    assert "map" not in parts.options
+    made = unsloth_program(text + "data = [write(one) for one in data]\nSFTTrainer(train_dataset=data)", "train.py")
+    assert made.options["map"] == "[write(one) for one in data]"
     chats = unsloth_program(text + "data.map(lambda x: tok.apply_chat_template(x))", "train.py")
     assert chats.options["map"] == "apply_chat_template"
 

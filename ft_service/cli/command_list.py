@@ -150,8 +150,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "convert": CommandEntry(
         "local.convert_command",
         _ALONE,
-        "Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl or LLaMA-Factory as a SPEC, and what "
-        "becomes of each of its options.",
+        "Print another tool's configuration or training script as a SPEC, and what becomes of each of its options.",
     ),
     "data": CommandEntry(
         "data_files.data_commands", _ALONE, "Look at a data file before it is trained on: check, show, count and convert it."

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ft_service.convert.verdicts import (
     NOT_SET,
     OFF,
     Lost,
-    Named,
     NoEffect,
     Refused,
     Source,
@@ -29,14 +27,20 @@ from ft_service.spec.templates import TEMPLATES
 _MICRO = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
 
 
-def batch_size(value: Any, source: Source) -> Verdict:
-    """Micro-batch x accumulation x GPUs: training.batch_size is the number of a step's samples over all GPUs."""
+def batch_size(value: Any, source: Source, micro: str = "") -> Verdict:
+    """Micro-batch x accumulation x GPUs: training.batch_size is the number of a step's samples over all GPUs. `micro`: the
+    option for the samples of a micro-batch, where it has a name of the tool's own."""
     if source.number("train_batch_size") is not None:
         return NoEffect("train_batch_size decides")
-    size = source.number(*_MICRO) or (source.around or source).number(*_MICRO) or source.micro_batch
+    names = (micro,) if micro else _MICRO
+    size = source.number(*names) or (source.around or source).number(*names) or source.micro_batch
     rounds = source.number("gradient_accumulation_steps")
-    if rounds is None and size and (total := source.number("batch_size")):  # Axolotl's older name for the product of both
+    if (
+        rounds is None and size and not micro and (total := source.number("batch_size"))
+    ):  # Axolotl's older name for the product of both
         rounds = total // size
+    if rounds is None and size and source.least_batch:
+        rounds = -(-source.least_batch // (size * (source.gpus or 1)))
     if size is None:
         return ToDo(f"set training.batch_size to the samples of a micro-batch x {rounds or value} x the number of your GPUs")
     rounds, gpus = rounds or 1, source.gpus
@@ -131,6 +135,45 @@ def decay_steps(value: Any, source: Source) -> Verdict:
     return ToDo(f"the number of steps is not in this file: set training.decay_ratio to {value} / steps")
 
 
+_NO_FALL = NoEffect("a constant rate does not fall")
+_NO_RATE = "learning_rate is not in this file: set training.min_lr_ratio to {} / learning_rate"
+_LAST_RATE = 1e-7
+"""Transformers' default of the rate at which polynomial ends."""
+
+
+def _rate(source: Source) -> float | None:
+    return as_number(source.get("learning_rate")) or None
+
+
+def min_rate(value: Any, source: Source) -> Verdict:
+    """The rate at which a schedule ends, which is a share of learning_rate here."""
+    least, rate = as_number(value), _rate(source)
+    if least is None or rate is None:
+        return ToDo(_NO_RATE.format(value))
+    return Taken({"training.min_lr_ratio": round(least / rate, 6)}, f"{value} / {source['learning_rate']}")
+
+
+def polynomial(value: Any, source: Source) -> Verdict:
+    """Transformers' polynomial, which falls linearly to lr_end unless it has another power."""
+    last = min_rate(source.get("lr_scheduler_kwargs.lr_end", _LAST_RATE), source)
+    said = "with power 1 it is linear, down to lr_end"
+    return Taken({"training.lr_scheduler_type": "linear", **(last.options if isinstance(last, Taken) else {})}, said)
+
+
+def cycles(value: Any, source: Source) -> Verdict:
+    """How often a cosine falls: 1 is once for cosine_with_restarts, and half a period for others."""
+    restarts = "cosine_with_restarts" in (source.get("lr_scheduler_type"), source.get("lr_scheduler"))
+    once = as_number(value) == (1 if restarts else 0.5)
+    return NoEffect("it falls once here too") if once else Lost("the cosine falls once here: leave it out")
+
+
+def min_rate_of_cosine(value: Any, source: Source) -> Verdict:
+    """verl's min_lr_ratio, which its constant rate does not read."""
+    names = ("lr_scheduler_type", "warmup_style")
+    is_cosine = any(source.get(f"actor_rollout_ref.actor.optim.{name}") == "cosine" for name in names)
+    return Taken({"training.min_lr_ratio": value}) if is_cosine and as_plain(value) not in OFF else _NO_FALL
+
+
 def betas(value: Any, source: Source) -> Verdict:
     """AdamW's two betas in one list."""
     numbers = [as_number(beta) for beta in value] if isinstance(value, list | tuple) else []
@@ -181,6 +224,45 @@ def twice_rank(value: Any, source: Source) -> Verdict:
     return Taken({"lora.lora_alpha": 2 * (source.number("lora_rank") or 8)})
 
 
+ALL_WEIGHTS = (
+    "THIS TRAINS ALL WEIGHTS THERE, and here a LoRA adapter: choose lora.r, and a learning rate about ten times as high, as "
+    "LoRA needs it"
+)
+_BUILDER = re.compile(r"(q?)(lora|dora)_")
+_TUNE_NAMES = {"output_proj": "o_proj"}
+"""torchtune's names of modules → Hugging Face's."""
+
+
+def torchtune_model(value: Any, source: Source) -> Verdict:
+    """The function that builds torchtune's model. Those of lora_…, dora_…, qlora_… and qdora_… have adapters."""
+    builder = _BUILDER.match(str(value).rpartition(".")[2])
+    if builder is None:
+        return Lost(ALL_WEIGHTS)
+    taken = ({"precision.default": "nf4"} if builder[1] else {}) | ({"lora.use_dora": True} if builder[2] == "dora" else {})
+    return Taken(taken) if taken else NoEffect("every job trains an adapter")
+
+
+def torchtune_modules(value: Any, source: Source) -> Verdict:
+    """torchtune's modules with adapters: those of attention, and by two switches the feed-forward's and the output head."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return ToDo("expected names of modules: set lora.target_modules")
+    names = [_TUNE_NAMES.get(name, name) for name in value]
+    if as_plain(source.get("model.apply_lora_to_mlp")) is True:
+        names += ["gate_proj", "up_proj", "down_proj"]
+    if as_plain(source.get("model.apply_lora_to_output")) is True:
+        names.append("lm_head")
+    return Taken({"lora.target_modules": names}, "Hugging Face's names, for Llama, Mistral, Qwen and Gemma")
+
+
+def eight_bits(value: Any, source: Source) -> Verdict:
+    """A base in 8-bit integers."""
+    if as_plain(value) in OFF:
+        return NoEffect("it is off here too")
+    return ToCheck(
+        "the base is kept in bf16 here, which is nearer to the original; precision.default: fp8 takes as little memory"
+    )
+
+
 _COMPUTE = {"bf16": "bf16", "bfloat16": "bf16", "no": "fp32", "fp32": "fp32", "float32": "fp32"}
 _NOT_SCALED = "there is not loss scaling here: bf16, with fp32 masters of what is trained, is the default"
 
@@ -218,7 +300,7 @@ def bf16(value: Any, source: Source) -> Verdict:
 
 # What is learned, and the rows of a batch -----------------------------------------------------------------------------------
 
-_ANSWERS_ONLY = ("assistant_only_loss", "completion_only_loss")
+_ANSWERS_ONLY = ("assistant_only_loss", "completion_only_loss", "train_on_responses_only")
 
 
 def _is_on(source: Source, *names: str) -> bool:
@@ -226,7 +308,7 @@ def _is_on(source: Source, *names: str) -> bool:
 
 
 def learned(value: Any, source: Source) -> Verdict:
-    """TRL's two options: if either is on only answers are learned, whatever the other says."""
+    """TRL's two options, and Unsloth's: if one is on only answers are learned, whatever the others say."""
     if _is_on(source, *_ANSWERS_ONLY):
         return NoEffect("the assistant's tokens are what is learnt; messages with weight: 0 are left out")
     return Taken({"training.train_on": "everything"})
@@ -238,11 +320,15 @@ def _learns_whole(source: Source) -> bool:
         return False
     if _is_pretraining(source):
         return True
+    if source.tool == "ms-swift":
+        return source.get("loss_scale") == "all"
     if source.tool in ("TRL", "Unsloth"):
         return not _is_on(source, *_ANSWERS_ONLY)
     data = source.get("datasets")
     kinds = [one.get("type") if isinstance(one, Mapping) else None for one in data] if isinstance(data, list) else []
-    return _is_on(source, "train_on_inputs", "train_on_prompt") or (bool(kinds) and all(kind == "completion" for kind in kinds))
+    return _is_on(source, "train_on_inputs", "train_on_prompt", "dataset.train_on_input") or (
+        bool(kinds) and all(kind == "completion" for kind in kinds)
+    )
 
 
 def _is_pretraining(source: Source) -> bool:
@@ -276,9 +362,9 @@ _OTHER_METHODS = ("kto", "simpo", "orpo", "cpo", "kto_pair", "apo_zero_unpaired"
 
 
 def adapter_dropout(value: Any, source: Source) -> Verdict:
-    """TRL's DPO sets every dropout to 0, the adapter's too, unless disable_dropout is false. None: TRL's default."""
+    """DPO's trainers set every dropout to 0, the adapter's too, unless disable_dropout is false. None: TRL's default."""
     if source.method == "dpo" and as_plain(source.get("disable_dropout", True)) is not False:
-        return NoEffect("disable_dropout, which is on unless it says false, makes it 0 there too")
+        return NoEffect(f"in DPO {source.tool} turns all dropout off, unless disable_dropout says false")
     return Taken({"lora.lora_dropout": _TRL_DROPOUT if value is None else value})
 
 
@@ -305,61 +391,6 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
 
 
 # The data -------------------------------------------------------------------------------------------------------------------
-
-_WHOLE = {
-    "split": "train",
-    "weight": 1.0,
-    "name": "default",
-    "config": "default",
-    "field_messages": "messages",
-    "trust_remote_code": False,
-}
-"""Options of a data set that have no effect at these values."""
-_SAYS_NOTHING = {"path", "id", "ds_type", "revision"}
-_FORMATS = ("chat_template", "completion", "sharegpt", "chat_template.default")
-"""Axolotl's formats whose texts are the same here."""
-_ALPACA = (
-    'type: alpaca, whose prompts are not of the chat template ("Below is an instruction …"): keep them by prompt and completion'
-)
-
-
-def datasets(value: Any, source: Source) -> Verdict:
-    """Data by name. Other options (a part of the data, other names of columns, a mixture) are to be replaced by hand."""
-    shown = list(_data_sets(value))
-    if len(shown) == 1 and not shown[0][1]:
-        return Named(shown[0][0])
-    said = "; ".join(f"{name} ({', '.join(options)})" if options else name for name, options in shown)
-    what = "write that part of it, under names that `ft data check` knows," if len(shown) == 1 else "write them"
-    return ToDo(f"this was {said or json.dumps(value, default=str)}: {what} into one file and name it as training_file")
-
-
-def _data_sets(value: Any) -> Iterator[tuple[str, list[str]]]:
-    """The name of each data set, with the options that change which of its data are used."""
-    if isinstance(value, str):
-        yield from ((name.strip(), []) for name in value.split(",") if name.strip())
-    elif isinstance(value, list):
-        for item in value:
-            yield from _data_sets(item) if isinstance(item, str) else [_data_set(item)]
-    elif isinstance(value, Mapping) and "datasets" in value:
-        yield from _data_sets(value["datasets"])
-    elif isinstance(value, Mapping):  # alignment-handbook's mixer: name → share
-        yield from ((str(name), [] if share == 1 else [f"a share of {share}"]) for name, share in value.items())
-
-
-def _data_set(one: Any) -> tuple[str, list[str]]:
-    if not isinstance(one, Mapping):
-        return str(one), []
-    said = [
-        _ALPACA
-        if (key, value) == ("type", "alpaca")
-        else f"{key}: {json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value}"
-        for key, value in one.items()
-        if key not in _SAYS_NOTHING
-        and value not in (None, "", [], {})
-        and _WHOLE.get(str(key)) != value
-        and not (key == "type" and value in _FORMATS)
-    ]
-    return str(one.get("path") or one.get("id") or "data without a name"), said
 
 
 def share(value: Any, source: Source) -> Verdict:

@@ -1,4 +1,4 @@
-"""Recognition of the tool that wrote a file, decisions on its options, and the resulting SPEC."""
+"""Decisions on the options of a tool, and the resulting SPEC."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
-from ft_service.convert.rules import Table, flatten, for_method, function_of, load_table, lookup, verdict_on
+from ft_service.convert.rules import Table, flatten, for_method, function_of, lookup, verdict_on
 from ft_service.convert.verdicts import (
     NOT_SET,
     Lost,
@@ -24,18 +23,12 @@ from ft_service.convert.verdicts import (
     Taken,
     ToCheck,
     ToDo,
+    Unread,
     Verdict,
     as_plain,
 )
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import parse_yaml
 from ft_service.spec import JobRequest, parse_request
-
-LAUNCHERS = ("accelerate", "deepspeed")
-"""Tables whose files are recognised by any one of their names."""
-TRAINERS = ("axolotl", "llama_factory", "trl", "unsloth", "verl")
-"""Tables whose files are recognised by most of their names; if several match, the one with most names of its own is used."""
-FORMATS = (*LAUNCHERS, *TRAINERS, "transformers", "fsdp_config")
 
 PLACEHOLDERS = {"model": "MODEL", "training_file": "TRAINING.jsonl"}
 """Values of required options that the file does not give."""
@@ -48,6 +41,8 @@ _METHODS = "methods are supervised, dpo and reinforcement (GRPO)"
 _OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
 """Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
 _GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)
+_SECRET = re.compile(r"(hub|hf|ms|om|auth)_token$|api_key$")
+"""Options whose values are not shown."""
 _TITLES = ("output_dir", "hub_model_id", "run_name")
 """Options whose text often names the method."""
 _ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
@@ -116,10 +111,13 @@ class Conversion:
     body: dict[str, Any]
     decisions: list[Decision]
     defaults: list[WrittenDefault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the reader has to know of a script besides its options."""
 
     def spec_yaml(self) -> str:
         """The SPEC file. It begins with comments on what was not taken over."""
         head = _wrapped(f"From {self.file}: {self.format}.", "")
+        head += self._group("Of the script, which was read and not run:", self.notes)
         for kind, title in _HEADINGS.items():
             by_text: dict[str, list[str]] = {}
             for decision in self.decisions:
@@ -140,6 +138,11 @@ class Conversion:
             text = "\n".join([first, second, "# validation_file: to be named here, if there is one", rest])
         return "\n".join([*(f"# {line}".rstrip() for line in head), "", text])
 
+    def counts(self, gpus: int) -> bool:
+        """Whether the batch size was computed from this number of GPUs."""
+        said = [d.text().removesuffix(")") for d in self.decisions if isinstance(d.verdict, Taken | ToDo)]
+        return any(text.endswith(f" {gpus} GPUs") for text in [*said, *(default.note for default in self.defaults)])
+
     def open(self) -> list[str]:
         """The options whose loss may change the resulting model."""
         return [d.option for d in self.decisions if isinstance(d.verdict, Lost | ToDo)]
@@ -157,7 +160,8 @@ class Conversion:
         """Dotted name of ours → the origin of its value."""
         said: dict[str, list[str]] = {_GRADER: ["to fill in: what gives an answer its reward (docs/graders.md)"]}
         for name, hint in _HINTS.items():
-            said[name] = [hint if name in self.body else f"to fill in: {hint}"]
+            found = "" if name == "training_file" else hint
+            said[name] = [found if name in self.body else f"to fill in: {hint}"]
         for decision in self.decisions:
             verdict = decision.verdict
             if isinstance(verdict, Named):
@@ -202,60 +206,25 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-def convert_file(path: Path, *, gpus: int | None = None, method: Method | None = None) -> Conversion:
-    """Read a file and convert it. `gpus`: the number of GPUs that train together, for the batch size; None: 1, with a comment.
-    `method`: that of a file of TRL, Unsloth or Transformers, which does not name it.
-
-    Raises SpecError if the file cannot be read, is of an unknown kind, asks for an unsupported method, or does not need `gpus`.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.") from None
-    if path.suffix in (".py", ".ipynb"):
-        raise SpecError(
-            f"{path} is a program, and this reads settings: write its arguments into a file of YAML (max_length: 2048)."
-        )
-    read = parse_yaml(text, str(path))  # JSON is YAML, except for indentation by tabs, which these tools do not write
-    body = {str(name): value for name, value in read.items()}  # `on`, `1` and dates are no text in YAML
-    table = recognised(body)
-    if table is None:
-        titles = "; ".join(load_table(name).title for name in FORMATS)
-        raise SpecError(f"{path} is not one of the files that can be converted: {titles}.")
-    return convert(body, table, path.name, gpus=gpus, method=method)
-
-
-def recognised(body: Mapping[str, Any]) -> Table | None:
-    """The table of the tool that wrote a file. None: an unknown tool."""
-    for table in map(load_table, LAUNCHERS):
-        if body.keys() & set(table.marks):
-            return table
-    trainers = (table for table in map(load_table, TRAINERS) if body.keys() >= set(table.needs))
-    marked = sorted(trainers, key=lambda table: -len(body.keys() & set(table.marks)))
-    if body.keys() & set(marked[0].marks) and _mostly(body, marked[0]):
-        return marked[0]
-    return next((table for table in map(load_table, ("transformers", "fsdp_config")) if _mostly(body, table)), None)
-
-
-def _mostly(names: Mapping[str, Any], table: Table) -> bool:
-    rules = {name for method in ("", *table.per_method) for name in for_method(table, method).rules}
-    known = [
-        name for name in names if lookup(table, name) or name in rules or any(rule.startswith(f"{name}.") for rule in rules)
-    ]
-    return len(known) * 2 > len(names)
-
-
 def convert(
-    body: Mapping[str, Any], table: Table, file: str, *, gpus: int | None = None, method: Method | None = None
+    body: Mapping[str, Any],
+    table: Table,
+    file: str,
+    *,
+    gpus: int | None = None,
+    method: Method | None = None,
+    method_by: str = "asked for",
+    data_sets: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Convert a file's contents, with one decision for each option. If two options give an option of ours different values, the
-    second is not taken over. Raises SpecError for an unsupported method.
+    second is not taken over. `method_by`: what says `method`. `data_sets`: those that a file beside it describes, by name.
+    Raises SpecError for an unsupported method.
     """
-    method, known_by = _method(_source(table, flatten(table, body), gpus), table, method)
+    method, known_by = _method(_source(table, flatten(table, body), gpus), table, method, method_by)
     table = for_method(table, method)
     given = flatten(table, body)
     source = _source(table, given, gpus)
-    source.method = method
+    source.method, source.data_sets = method, data_sets or {}
     absent = [name for name in table.absent if name not in given]
     taken = _given_by_method(source.method, table)
     decisions: list[Decision] = []
@@ -266,7 +235,8 @@ def convert(
         verdict = _settle(verdict_on(table, source, name), taken, decisions)
         if isinstance(verdict, Taken):
             taken |= verdict.options
-        decisions.append(Decision(name, source[name], verdict, table.sources[rule] if rule else "", name not in absent))
+        shown = "…" if _SECRET.search(name) else source[name]
+        decisions.append(Decision(name, shown, verdict, table.sources[rule] if rule else "", name not in absent))
     no_adapter = _trains_all(table, decisions)
     for name, text in table.differs.items():
         if name not in source and not (no_adapter and name.startswith("lora_")):
@@ -275,7 +245,6 @@ def convert(
         said = "; ".join(f"{each.option}: {json.dumps(each.value, default=str)}: {each.text()}" for each in refused)
         raise SpecError(f"{file}, {table.title}, is not converted. {said}.")
     defaults = _defaults(table, source, decisions, taken)
-    _check_gpus(gpus, decisions, defaults)
     title = f"{table.title}, {known_by}" if known_by else table.title
     return Conversion(file, table.tool, f"{title} (options of {table.version})", nested(taken), decisions, defaults)
 
@@ -283,7 +252,8 @@ def convert(
 def _source(table: Table, given: Mapping[str, Any], gpus: int | None) -> Source:
     """The options of a file, with those that have an effect if they are not given."""
     source = Source({**table.absent, **given})
-    source.tool, source.gpus, source.micro_batch = table.tool, gpus, table.micro_batch
+    source.tool, source.gpus = table.tool, gpus
+    source.micro_batch, source.least_batch = table.micro_batch, table.least_batch
     return source
 
 
@@ -306,19 +276,16 @@ def _trains_all(table: Table, decisions: list[Decision]) -> bool:
     return any(isinstance(d.verdict, Lost) and d.option in table.trains_all for d in decisions)
 
 
-def _check_gpus(gpus: int | None, decisions: list[Decision], defaults: list[WrittenDefault]) -> None:
-    said = [d.text().removesuffix(")") for d in decisions if isinstance(d.verdict, Taken | ToDo)]
-    said += [default.note for default in defaults]
-    if gpus is not None and not any(text.endswith(f" {gpus} GPUs") for text in said):
-        raise SpecError(f"--gpus {gpus}: the file does not say the batch size of one GPU. Leave --gpus out.")
-
-
-def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:
+def _method(source: Source, table: Table, asked: Method | None, asked_by: str) -> tuple[Method, str]:
     """The method, and how it was recognised. Raises SpecError for a method that is not converted."""
     if name := table.says_method:
         if name not in source:
             return _agreed("supervised", asked, f"supervised, since {name} is not given")
         verdict = verdict_on(table, source, name)
+        if isinstance(source[name], Unread):
+            raise SpecError(
+                f"{name}: {source[name]} is known only when the script runs: put the method there, and convert again."
+            )
         if isinstance(verdict, Refused):
             return "supervised", ""  # the verdict on the option has the reason
         method = verdict.options.get("method.type", "supervised") if isinstance(verdict, Taken) else "supervised"
@@ -326,7 +293,7 @@ def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method,
     if not table.methods:
         if asked == "reinforcement":
             raise SpecError(f"--method reinforcement: {table.title} does not say how answers are sampled. Leave --method out.")
-        return asked or "supervised", f"for {asked} as asked for" if asked else ""
+        return asked or "supervised", f"for {asked}, {asked_by}" if asked else ""
     marks = {
         method: next((mark for mark in names if _is_marked(source, mark)), None) for method, names in table.methods.items()
     }
@@ -335,7 +302,7 @@ def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method,
             raise SpecError(f"{table.title} that says {mark} is for {method}, which is not converted: {_METHODS}.")
     groups = marks["reinforcement"]
     if asked is not None:
-        return _agreed("reinforcement", asked, f"it says {groups}") if groups else (asked, f"for {asked} as asked for")
+        return _agreed("reinforcement", asked, f"it says {groups}") if groups else (asked, f"for {asked}, {asked_by}")
     for name in _TITLES:  # ORPO's options are among DPO's, RLOO's among GRPO's
         if other := _OTHER_METHOD.search(str(source.get(name, ""))):
             raise SpecError(

@@ -12,23 +12,37 @@ from typing import Any
 from ft_service.convert.rules import Table, for_method, load_table, verdict_on
 from ft_service.convert.verdicts import ONLY_DPO, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict
 
-PAGES = ("trl", "axolotl", "llama_factory", "unsloth")
+PAGES = ("trl", "axolotl", "llama_factory", "ms_swift", "torchtune", "unsloth")
 GROUPS = ("trl", "verl")
 """Tables of tools whose reinforcement learning (GRPO) is converted."""
 
 _HEAD = """\
-# From TRL, verl, Axolotl, LLaMA-Factory and Unsloth
+# From TRL, verl, Axolotl, LLaMA-Factory, ms-swift, torchtune and Unsloth
 
-`ft convert FILE` turns a configuration of TRL, verl, Axolotl, LLaMA-Factory, Accelerate, DeepSpeed or Transformers into a
-SPEC. For every option it says what became of it, what is lost, and what you have to do first. Where the tool's default
+`ft convert FILE` turns what you have into a SPEC:
+
+- a configuration (YAML, JSON) of TRL, verl, Axolotl, LLaMA-Factory, ms-swift, torchtune, Accelerate, DeepSpeed or Transformers,
+- a shell script with a training command: `trl`, `swift`, `llamafactory-cli train`, `axolotl train`, `tune run`,
+  `python -m verl.trainer.main_ppo`, or a script of TRL or LLaMA-Factory by `accelerate launch`, `torchrun`, `deepspeed` or
+  `python`,
+- a Python script or notebook of Unsloth.
+
+Scripts are read and never run. Variables count that the script itself sets to constants, and `${NAME:-value}` as its value; an
+option whose value is known only when the script runs is named as one to set. A file of options that a command names is read
+from beside the script, or from the working directory, and LLaMA-Factory's `dataset_info.json` from beside its config.
+
+For every option it says what became of it, what is lost, and what you have to do first. Where the tool's default
 differs from ours, the SPEC states the value, with a comment. The exit code is
 
-- 0 if nothing that changes the result is lost,
+- 0 if nothing that changes the result is lost: what is left is names to fill in, or notes to check,
 - 1 if something is not supported or is left to you, so that the result may differ until then,
-- 64 if nothing is written: the file is of an unknown kind, or asks for a method that this service does not have (KTO, ORPO,
-  SimPO, PPO, RLOO, reward models).
+- 64 if nothing is written: the file is of an unknown kind, trains several times, or asks for a method that this service does
+  not have (KTO, ORPO, SimPO, PPO, RLOO, reward models).
 
-`--gpus N` gives the number of GPUs that trained together: the batch size depends on it, and most files do not state it.
+[What becomes of public configs](converted-configs.md) has thirty of them, with what differs.
+
+`--gpus N` gives the number of GPUs that trained together: the batch size depends on it. A script often says it
+(`--nproc_per_node`, `--num_processes`); most files do not.
 `--method dpo` or `--method reinforcement` says what a TRL file is for if the file does not show it. `--out SPEC` writes a
 file; `--force` overwrites one.
 
@@ -40,7 +54,8 @@ these names too: for `lora.rank` they answer that it is called `lora.r` here.
 What all of them have in common:
 
 - **Data** is one training file and optionally one for validation, in any of [these formats](data.md), with columns of other
-  names under `data`. The base's own chat template renders chats, and the model learns the assistant's messages. Preference
+  names under `data`. A data set of Hugging Face's hub becomes `training_file: hf://ORG/NAME`, which `ft pull --data ORG/NAME`
+  fetches. The base's own chat template renders chats, and the model learns the assistant's messages. Preference
   pairs of strings, bare text in TRL, are chats of one turn here. Write a mixture of data sets, or a part of one, into one
   file first.
 - **A step** is `training.batch_size` samples over all ranks: another tool's micro-batch times accumulation times processes. The
@@ -80,7 +95,8 @@ def page() -> str:
     """The page, as Markdown."""
     parts = [_HEAD]
     for table in map(load_table, PAGES):
-        usual = dict(table.examples) if table.name == "axolotl" else {**table.examples, **load_table("transformers").examples}
+        own = table.name in ("axolotl", "torchtune")  # names of their own for nearly all options
+        usual = dict(table.examples) if own else {**table.examples, **load_table("transformers").examples}
         parts.append(f"## {table.tool}\n\n{_tables(table, usual)}")
     parts.append(_GROUPS_HEAD)
     for name in GROUPS:
@@ -121,7 +137,7 @@ def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
     return verdict
 
 
-_MICRO = ("per_device_train_batch_size", "micro_batch_size")
+_MICRO = ("per_device_train_batch_size", "micro_batch_size", "batch_size")
 _COMPUTED = {
     "adapter_dropout": "0.05 (supervised), 0 (dpo, where disable_dropout is on)",
     "batch_size": "{} x 1 x your number of GPUs",
@@ -142,6 +158,8 @@ def _defaults(table: Table) -> list[tuple[str, str]]:
             else ", ".join(f"{_shown(v)} ({k})" for k, v in default.value.items())
         )
         text = _COMPUTED.get(default.rule, "").format(table.micro_batch) or _shown(value)
+        if default.rule == "batch_size" and table.least_batch:
+            text = f"as many accumulated as make {table.least_batch}, over all GPUs"
         rows.append(
             (option, default.note if default.rule and default.note else text + (f" ({default.note})" if default.note else ""))
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ft_service.convert.conversions import batch_size
+from ft_service.convert.conversions import ALL_WEIGHTS, batch_size
 from ft_service.convert.verdicts import OFF, Lost, NoEffect, Source, Taken, ToCheck, ToDo, Verdict, as_number, as_plain
 
 HYPERPARAMETERS = "method.reinforcement.hyperparameters."
@@ -15,10 +15,6 @@ _ANSWER = 512
 """Tokens of an answer, and of a prompt, at most: the default of TRL and of verl."""
 _BATCH, _KL_WEIGHT = 1024, 0.001
 """verl's defaults of data.train_batch_size and of both weights of the KL divergence."""
-_ALL_WEIGHTS = (
-    "THIS TRAINS ALL WEIGHTS THERE, and here a LoRA adapter: choose lora.r, and a learning rate about ten times as high, as "
-    "LoRA needs it"
-)
 _IN_ADVANTAGES = "here it is subtracted from each token's advantage"
 
 
@@ -115,7 +111,7 @@ def lora_rank(value: Any, source: Source) -> Verdict:
     if as_plain(value) not in OFF:
         return Taken({"lora.r": value})
     inner = source.number("actor_rollout_ref.model.lora.rank")
-    return NoEffect("the section lora has the rank") if inner else Lost(_ALL_WEIGHTS)
+    return NoEffect("the section lora has the rank") if inner else Lost(ALL_WEIGHTS)
 
 
 def with_rank(value: Any, source: Source, option: str, rank: str = "actor_rollout_ref.model.lora_rank") -> Verdict:

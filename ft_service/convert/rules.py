@@ -9,7 +9,7 @@ A table has one of these rules for each option:
     todo: TEXT                  the user must replace it by hand, or the result may differ
     lost: TEXT                  not supported, and the result may differ
     refuse: TEXT                a file with it is not converted
-    rule: NAME or [NAME, …]     a function of `conversions.py` or `reinforcement_conversions.py` decides, with these arguments
+    rule: NAME or [NAME, …]     a function of `conversions.py` or another …`conversions.py` decides, with these arguments
     values: {"VALUE, …": RULE}  by value, as text without case; else: RULE
     if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no effect)
     usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from ft_service.convert import conversions, reinforcement_conversions
+from ft_service.convert import conversions, data_set_conversions, reinforcement_conversions
 from ft_service.convert.verdicts import (
     OFF,
     ONLY_DPO,
@@ -42,12 +42,14 @@ from ft_service.convert.verdicts import (
     Taken,
     ToCheck,
     ToDo,
+    Unread,
     Verdict,
     as_number,
     as_plain,
 )
 
 _TEXTS = {"none": NoEffect, "check": ToCheck, "todo": ToDo, "lost": Lost, "refuse": Refused}
+UNREAD = "it is known only when the script runs"
 _IT_IS_OFF = NoEffect("it is off here too")
 
 
@@ -84,6 +86,8 @@ class Table:
     defaults: Mapping[str, Default] = field(default_factory=dict)
     """Dotted name of ours → the tool's default."""
     micro_batch: int | None = None
+    least_batch: int | None = None
+    """Samples of a step that its default of accumulation reaches. None: it does not accumulate unless it is told."""
     says_method: str = ""
     """The option that names the method; empty: it follows from `methods`."""
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -137,6 +141,7 @@ def load_table(name: str) -> Table:
         sources=sources,
         defaults=defaults,
         micro_batch=micro_batch,
+        least_batch=given.get("least_batch"),
         methods={method: tuple(names) for method, names in methods.items()},
         per_method=per_method,
         hydra=given.get("hydra", False),
@@ -242,8 +247,8 @@ def _choice(values: Mapping[str, Mapping[str, Any]], otherwise: Rule) -> Rule:
 
 def function_of(name: str) -> Callable[..., Verdict]:
     """The function that a table names by `rule:`. Raises AttributeError."""
-    module = reinforcement_conversions if hasattr(reinforcement_conversions, name) else conversions
-    return getattr(module, name)
+    modules = (reinforcement_conversions, data_set_conversions, conversions)
+    return getattr(next((module for module in modules if hasattr(module, name)), conversions), name)
 
 
 def _function(named: str | list[str]) -> Rule:
@@ -298,7 +303,7 @@ def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(options: Mapping[str, Any], name: str, depth: int) -> Any:
     value = options.get(name)
-    found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    found = _REFERENCE.fullmatch(value) if isinstance(value, str) and not isinstance(value, Unread) else None
     if found is None:
         return value
     target, default = found[1], found[2]
@@ -318,7 +323,15 @@ def _plain_yaml(text: str) -> Any:
 
 def verdict_on(table: Table, source: Source, name: str) -> Verdict:
     """The verdict of a table on one option of a file."""
-    rule = lookup(table, name)
+    rule, value = lookup(table, name), source[name]
     if rule is None:
-        return Lost(f"{table.tool} has no known option of this name: check its spelling, or leave it out")
-    return table.rules[rule](source[name], source)
+        unknown = isinstance(value, Unread) and value == name
+        return (
+            ToDo(UNREAD)
+            if unknown
+            else Lost(f"{table.tool} has no known option of this name: check its spelling, or leave it out")
+        )
+    verdict = table.rules[rule](value, source)
+    if isinstance(value, Unread) and isinstance(verdict, Taken):
+        return ToDo(f"{UNREAD}: set {', '.join(verdict.options)}")
+    return verdict

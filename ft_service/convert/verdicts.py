@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 Method = Literal["supervised", "dpo", "reinforcement"]
@@ -52,6 +53,10 @@ class Refused(RejectionReason):
 Verdict = Taken | RejectionReason
 
 
+class Unread(str):
+    """The text of a value that is known only when the program runs which has it."""
+
+
 class Source(dict[str, Any]):
     """All options of a file by dotted name, for rules that depend on several."""
 
@@ -61,6 +66,10 @@ class Source(dict[str, Any]):
     """Number of GPUs that train together, as given by the user. None: not given."""
     micro_batch: int | None = None
     """The tool's default of samples in a micro-batch. None: it has no default."""
+    least_batch: int | None = None
+    """Samples of a step that the tool's default of accumulation reaches. None: it does not accumulate."""
+    data_sets: Mapping[str, Any] = MappingProxyType({})
+    """LLaMA-Factory's descriptions of data sets, by name, with the path of each file."""
     around: Source | None = None
     """The file of which this is a section."""
 

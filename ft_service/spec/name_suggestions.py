@@ -19,18 +19,22 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("eval_file", "eval_dataset", "valid_file", "val_file", "validation_data"), "validation_file"),
     **dict.fromkeys(("train_on_inputs", "train_on_prompt", "mask_history"), "training.train_on"),
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_responses_only"), "training.train_on"),
-    **dict.fromkeys(("val_set_size", "val_size", "validation_share", "eval_split", "test_size"), "validation_split"),
+    **dict.fromkeys(
+        ("val_set_size", "val_size", "validation_share", "eval_split", "test_size", "split_dataset_ratio"), "validation_split"
+    ),
     **dict.fromkeys(("rank", "lora_r", "lora_rank"), "lora.r"),
     **dict.fromkeys(("alpha", "lora_alpha"), "lora.lora_alpha"),
     **dict.fromkeys(("dropout", "lora_dropout"), "lora.lora_dropout"),
     **dict.fromkeys(
-        ("lora_target_modules", "lora_target", "lora_target_linear", "targets", "layers_to_transform"), "lora.target_modules"
+        ("lora_target_modules", "lora_target", "lora_target_linear", "targets", "layers_to_transform", "target_regex"),
+        "lora.target_modules",
     ),
     **dict.fromkeys(("rslora", "use_rslora", "peft_use_rslora"), "lora.use_rslora"),
     **dict.fromkeys(("lora_modules_to_save", "additional_target", "trained_modules"), "lora.modules_to_save"),
     **dict.fromkeys(("dora", "use_dora", "peft_use_dora"), "lora.use_dora"),
     **dict.fromkeys(
-        ("load_in_4bit", "quantization", "quantization_bit", "bnb_4bit_quant_type", "format", "dtype_base"), "precision.default"
+        ("load_in_4bit", "quantization", "quantization_bit", "quant_bits", "bnb_4bit_quant_type", "format", "dtype_base"),
+        "precision.default",
     ),
     **dict.fromkeys(
         ("bf16", "fp16", "bfloat16", "float32", "torch_dtype", "dtype", "bnb_4bit_compute_dtype"), "precision.compute"
@@ -46,6 +50,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("beta2", "beta_2", "adam_beta_2"), "training.adam_beta2"),
     **dict.fromkeys(("eps", "adam_eps", "optim_eps"), "training.adam_epsilon"),
     **dict.fromkeys(("lr_scheduler", "scheduler", "schedule"), "training.lr_scheduler_type"),
+    **dict.fromkeys(("min_lr_rate", "cosine_min_lr_ratio", "min_lr", "eta_min", "lr_end"), "training.min_lr_ratio"),
     **dict.fromkeys(("warmup",), "training.warmup_ratio"),
     **dict.fromkeys(("gradient_clipping", "max_gradient_norm", "clip_grad_norm"), "training.max_grad_norm"),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length"), "training.max_length"),

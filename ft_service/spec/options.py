@@ -165,7 +165,10 @@ class TrainingOptions(Strict):
     """AdamW's peak learning rate. "auto": chosen by the base's width and family and the adapter's scaling, once, when the job
     is created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo it is 5e-6, with reinforcement 4e-5."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
-    """Decay of the rate after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
+    """Decay of the rate after the warm-up: to 0, or to min_lr_ratio, behind the last step, not at all, or only in the last
+    decay_ratio of the steps."""
+    min_lr_ratio: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    """Share of learning_rate to which the rate falls; None: it falls to 0. Refused with constant."""
     warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03
     """Share of all steps in which the rate rises from 0."""
     warmup_steps: Annotated[int, Field(ge=0, le=NEVER)] | None = None
@@ -453,6 +456,10 @@ class JobOptions(NullableSections):
             raise ValueError("training.warmup_steps and training.warmup_ratio are both given: keep one")
         if training.decay_ratio is not None and training.lr_scheduler_type != "warmup_stable_decay":
             raise ValueError("training.decay_ratio is of lr_scheduler_type warmup_stable_decay only: leave one of the two out")
+        if training.min_lr_ratio and training.lr_scheduler_type == "constant":
+            raise ValueError(
+                "training.min_lr_ratio is of rates that fall, not of lr_scheduler_type constant: leave one of the two out"
+            )
         if training.group_by_length and training.packing:
             raise ValueError(
                 "training.group_by_length saves padding, and packed rows have none: give packing: false, or leave it out"

@@ -86,6 +86,7 @@ DECIDE: dict[str, list[Any]] = {
     "training.train_on": ["last_assistant", "everything"],
     "training.learning_rate": [1e-3, "auto"],
     "training.lr_scheduler_type": ["cosine", "constant", "warmup_stable_decay"],
+    "training.min_lr_ratio": [0.5],
     "training.warmup_ratio": [0.5],
     "training.warmup_steps": [2],
     "training.weight_decay": [0.5],

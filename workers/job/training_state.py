@@ -120,17 +120,23 @@ def _nothing() -> None:
 
 
 def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> float:
-    """Return the learning rate of step `step` (from 0): a linear warm-up, then the schedule down to 0 after the last step."""
+    """Return the learning rate of step `step` (from 0): a linear warm-up, then the schedule, which ends at 0, or at
+    min_lr_ratio, behind the last step."""
     warmup = math.ceil(options.warmup_ratio * total_steps) if options.warmup_steps is None else options.warmup_steps
     if step < warmup:
         return options.rate * (step + 1) / warmup
+    least = options.min_lr_ratio or 0.0
+    return options.rate * (least + (1.0 - least) * _share(step - warmup, total_steps - warmup, total_steps, options))
+
+
+def _share(step: int, steps: int, total_steps: int, options: TrainingOptions) -> float:
+    """Return the share of the fall that is still to come, 1 to 0, at step `step` of `steps` behind the warm-up."""
     if options.lr_scheduler_type == "warmup_stable_decay":
         decay = math.ceil((DECAY_RATIO if options.decay_ratio is None else options.decay_ratio) * total_steps)
-        return options.rate * min(1.0, (total_steps - step) / min(decay, total_steps - warmup))
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    factor = {
+        return min(1.0, (steps - step) / min(decay, steps))
+    progress = step / max(1, steps)
+    return {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[options.lr_scheduler_type]
-    return options.rate * factor

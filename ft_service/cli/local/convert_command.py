@@ -19,7 +19,12 @@ def register(app: typer.Typer) -> None:
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration of another tool (YAML, JSON).")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Another tool's configuration (YAML, JSON), script (.sh) or Unsloth program (.py, .ipynb)."
+        ),
+    ],
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -34,8 +39,9 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file that --out names.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl or LLaMA-Factory as a SPEC, and what
-    becomes of each of its options. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be
+    """Print another tool's configuration or training script as a SPEC, and what becomes of each of its options. The tools are
+    Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl, LLaMA-Factory, ms-swift, torchtune, and Unsloth in Python. Scripts
+    are read and never run. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be
     done or is not supported (it says what), and with 64 where the file is not converted at all."""
     if force and out is None:
         raise SpecError("--force overwrites the file that --out names: give --out SPEC too, or leave it out.")
@@ -73,6 +79,7 @@ def _document(outcome: Conversion) -> dict[str, object]:
         "tool": outcome.tool,
         "format": outcome.format,
         "spec": outcome.body,
+        "notes": outcome.notes,
         "options": [
             {
                 "option": one.option,

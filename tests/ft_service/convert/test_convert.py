@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ft_service.convert import Conversion, convert_file
-from ft_service.convert.convert import FORMATS, convert, yaml_text
+from ft_service.convert.convert import convert, yaml_text
+from ft_service.convert.recognition import FORMATS
 from ft_service.convert.rules import for_method, load_table
 from ft_service.convert.verdicts import Lost, NoEffect, Taken, ToDo, Verdict
 from ft_service.errors import SpecError
@@ -197,6 +198,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "axolotl": {"base_model": "base", "adapter": "lora", "micro_batch_size": 1, "optimizer": "adamw_torch_fused"},
     "llama_factory": {"model_name_or_path": "base", "stage": "sft", "finetuning_type": "lora", "dataset": "mine"},
     "unsloth": {"model_name": "base", "r": 16, "random_state": 7},
+    "ms_swift": {"model": "base", "train_type": "lora", "dataset": "mine"},
 }
 """Tool → a short file of it."""
 
@@ -289,7 +291,7 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-REFUSING = {"stage", "rl", "pref_loss", "reward_model"}
+REFUSING = {"stage", "rl", "rlhf_type", "pref_loss", "reward_model"}
 """Options for the sake of which a whole file is refused, as it is by those that only another method has."""
 
 
@@ -333,6 +335,8 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str, method
             body.pop(name, None)
         if kind == "verl":
             body["algorithm"]["adv_estimator"] = "grpo"
+        if kind == "torchtune":
+            body["loss"].pop("_component_")
         if method == "reinforcement":
             body["num_generations"] = deepcopy(value)
         conversion = convert(body, table, "file", method=method)
@@ -475,10 +479,10 @@ def test_modules_that_are_trained_whole_are_taken_over(option: str, value: Any, 
 
 def test_what_changes_the_result_and_is_not_taken_over_is_named(ft: Ft, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**TRL, "load_in_8bit": True}))
+    path.write_text(yaml.safe_dump({**TRL, "label_smoothing_factor": 0.1}))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: load_in_8bit. ")
+    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: label_smoothing_factor. ")
     assert ft("convert", path, "--json").code == 1
 
 
@@ -529,10 +533,44 @@ def test_the_decay_of_warmup_stable_decay_is_a_share_of_the_steps(tmp_path: Path
     assert "there a cosine" in of(max_steps=400).spec_yaml()
     found = verdicts(of())["lr_scheduler_kwargs.num_decay_steps"]
     assert found == ToDo("the number of steps is not in this file: set training.decay_ratio to 100 / steps")
-    assert of(max_steps=400, more={"decay_type": "cosine", "min_lr_ratio": 0.1}).open() == [
-        "lr_scheduler_kwargs.decay_type",
-        "lr_scheduler_kwargs.min_lr_ratio",
-    ]
+    other = of(max_steps=400, more={"decay_type": "cosine", "min_lr_ratio": 0.1})
+    assert (other.open(), other.body["training"]["min_lr_ratio"]) == (["lr_scheduler_kwargs.decay_type"], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate", "training", "lost"),
+    [
+        ({"cosine_with_min_lr": {"min_lr_rate": 0.1}}, 1e-4, {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, []),
+        ({"cosine_with_min_lr": {"min_lr": 1e-5}}, "1e-4", {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, []),
+        ({"cosine_with_min_lr": {"min_lr": 1e-5}}, None, {"lr_scheduler_type": "cosine"}, ["lr_scheduler_kwargs.min_lr"]),
+        ({"cosine_with_restarts": {}}, 1e-4, {"lr_scheduler_type": "cosine"}, []),
+        ({"cosine_with_restarts": {"num_cycles": 1}}, 1e-4, {"lr_scheduler_type": "cosine"}, []),
+        (
+            {"cosine_with_restarts": {"num_cycles": 3}},
+            1e-4,
+            {"lr_scheduler_type": "cosine"},
+            ["lr_scheduler_kwargs.num_cycles"],
+        ),
+        ({"cosine": {"num_cycles": 0.5}}, 1e-4, {"lr_scheduler_type": "cosine"}, []),
+        ({"cosine": {"num_cycles": 1}}, 1e-4, {"lr_scheduler_type": "cosine"}, ["lr_scheduler_kwargs.num_cycles"]),
+        ({"polynomial": {"lr_end": 1e-5}}, 1e-4, {"min_lr_ratio": 0.1}, []),
+        ({"polynomial": {}}, 1e-4, {"min_lr_ratio": 0.001}, []),
+        ({"polynomial": {"power": 2.0}}, 1e-4, {"min_lr_ratio": 0.001}, ["lr_scheduler_kwargs.power"]),
+        ({"inverse_sqrt": {}}, 1e-4, {}, ["lr_scheduler_type"]),
+    ],
+)
+def test_schedules_keep_their_rates_or_the_nearest(
+    tmp_path: Path, schedule: dict[str, Any], rate: Any, training: dict[str, Any], lost: list[str]
+) -> None:
+    (name, options), *_ = schedule.items()
+    given = {"learning_rate": rate, "lr_scheduler_type": name, "lr_scheduler_kwargs": options, "output_dir": "x"}
+    found = converted(tmp_path, {key: value for key, value in given.items() if value not in (None, {})} | {"max_steps": 9})
+    assert found.open() == lost
+    taken = found.body["training"]
+    assert {key: taken[key] for key in ("lr_scheduler_type", "min_lr_ratio") if key in taken and key != "linear"} == {
+        **({"lr_scheduler_type": "linear"} if name == "polynomial" else {}),
+        **training,
+    }
 
 
 @pytest.mark.parametrize(
@@ -548,6 +586,22 @@ def test_the_decay_of_warmup_stable_decay_is_a_share_of_the_steps(tmp_path: Path
 )
 def test_dropout_is_off_in_dpo_as_in_trls(options: dict[str, Any], dropout: float | None, tmp_path: Path) -> None:
     assert converted(tmp_path, TRAINED["trl"] | options).body["lora"].get("lora_dropout") == dropout
+
+
+@pytest.mark.parametrize(
+    ("tool", "options"),
+    [
+        ("llama_factory", {"stage": "dpo"}),
+        ("axolotl", {"rl": "dpo"}),
+        ("axolotl", {"rl": "ipo"}),
+        ("unsloth", {"beta": 0.1}),
+        ("ms_swift", {"rlhf_type": "dpo"}),
+    ],
+)
+def test_dropout_is_off_in_every_tools_dpo(tool: str, options: dict[str, Any], tmp_path: Path) -> None:
+    file = TRAINED[tool] | {"lora_dropout": 0.1}
+    assert converted(tmp_path, file).body["lora"]["lora_dropout"] == 0.1
+    assert "lora_dropout" not in converted(tmp_path, file | options).body.get("lora", {})
 
 
 @pytest.mark.parametrize("tool", ["trl", "unsloth"])

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from ft_service.convert import conversions
-from ft_service.convert.convert import FORMATS, convert
+from ft_service.convert.convert import convert
+from ft_service.convert.recognition import FORMATS
 from ft_service.convert.rules import Table, compile_rule, for_method, function_of, load_table, lookup
 from ft_service.convert.verdicts import Source
 from ft_service.spec import JobRequest

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.convert.conversions import batch_size
-from ft_service.convert.convert import TRAINERS
+from ft_service.convert.recognition import TRAINERS
 from ft_service.convert.rules import load_table
 from ft_service.convert.verdicts import Source, Taken
 from ft_service.errors import SpecError

@@ -55,6 +55,12 @@ def asked(**distributed: Any) -> JobRequest:
         ({"training": {"early_stopping_patience": 0}}, "training.early_stopping_patience", "at least 1"),
         ({"training": {"warmup_steps": 1, "warmup_ratio": 0.1}}, "training.warmup_steps", "are both given: keep one"),
         ({"training": {"decay_ratio": 0.1}}, "training.decay_ratio", "warmup_stable_decay only"),
+        (
+            {"training": {"min_lr_ratio": 0.1, "lr_scheduler_type": "constant"}},
+            "training.min_lr_ratio",
+            "not of lr_scheduler_type constant",
+        ),
+        ({"training": {"min_lr_ratio": 1}}, "training.min_lr_ratio", "less than 1"),
         ({"training": {"group_by_length": True}}, "training.group_by_length", "packing: false"),
         ({"training": {"neftune_noise_alpha": 0}}, "training.neftune_noise_alpha", "more than 0"),
         ({"training": {"adam_beta1": -0.1}}, "training.adam_beta1", "training.adam_beta1 = -0.1: .*at least 0"),

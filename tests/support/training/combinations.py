@@ -84,7 +84,7 @@ FACTORS: dict[str, dict[str, Body]] = {
     },
     "rate": {
         "linear": {},
-        "cosine": {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 2}},
+        "cosine": {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1}},
         "constant": {"training": {"lr_scheduler_type": "constant", "warmup_ratio": 0}},
         "falls late": {"training": {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.5}},
         "auto": {"training": {"learning_rate": "auto"}},

@@ -84,6 +84,10 @@ def _tracked() -> list[Path]:
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
+_ABOUT_OTHERS = ("CHANGELOG.md", "converted-configs.md")
+"""Documents that speak of the past, or of other tools' files."""
+
+
 def _folders(package: str) -> list[Path]:
     """The folders of a package that hold modules, itself included; revisions of the schema are no modules to find."""
     return sorted({path.parent for path in (ROOT / package).rglob("*.py") if path.parent.name != "versions"})
@@ -96,7 +100,7 @@ def _texts(file: Path) -> list[str]:
 
 
 def _read(file: Path) -> Iterator[str]:
-    if file.suffix == ".md" and file.name != "CHANGELOG.md":  # which speaks of the past too
+    if file.suffix == ".md" and file.name not in _ABOUT_OTHERS:
         yield file.read_text()
     elif file.suffix in {".yaml", ".yml"} or "Dockerfile" in file.name or file.name == "Makefile":
         yield from (line.partition("#")[2] for line in file.read_text().splitlines())

@@ -82,8 +82,8 @@ def _json_columns(columns: Columns) -> set[str]:
 
 
 def _row(number: int, cells: Mapping[str, Any], json_columns: Collection[str]) -> Row:
-    """A row without nulls; JSON that columns hold as text is parsed."""
-    given = {name: _without_null(value) for name, value in cells.items() if value is not None}
+    """A row without empty cells; JSON that columns hold as text is parsed."""
+    given = {name: value for name, value in cells.items() if value is not None}
     for name in json_columns:
         if isinstance(value := given.get(name), str):
             if not value.strip():
@@ -96,13 +96,6 @@ def _row(number: int, cells: Mapping[str, Any], json_columns: Collection[str]) -
             except (ValueError, RecursionError):
                 return Fault(number, name, "is not usable JSON")
     return given
-
-
-def _without_null(value: Any) -> Any:
-    """A value without the null fields that Arrow adds, so that all structs of a column have the same fields."""
-    if isinstance(value, dict):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def arrow_rows(file: BinaryIO, container: Container, names: list[str], columns: Columns = AS_THEY_ARE) -> Numbered:

@@ -57,7 +57,7 @@ class FileFormat:
     unused: tuple[str, ...] = ()
     """Keys of records that the format does not have and that are left out; the first NOTED of them."""
     joined: tuple[str, ...] = ()
-    """The file's names of prompt and completion, if these are strings, which no chat template writes."""
+    """The file's names of prompt and completion, if these are strings, which no chat template writes unless it is applied."""
 
     @property
     def word(self) -> str:

@@ -49,8 +49,11 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
 }
 
 
-LABEL = "label"
-"""Of TRL's unpaired preferences: whether the answer is a good one. It is looked at, and left out."""
+LABEL, _BEGUN = "label", "initial_reason_steps"
+_OF_A_MESSAGE = ("role", "user", "ts")
+LOOKED_AT = (LABEL, _BEGUN, *_OF_A_MESSAGE)
+"""Keys that say what a record is, and are left out: whether an answer of TRL's unpaired preferences is a good one; the
+beginning of both answers of Step-DPO; and what exports of OpenAssistant and Slack have beside the text of a message."""
 
 
 def columns_of(format: Format) -> Sequence[str]:
@@ -68,6 +71,15 @@ def as_record(format: Format, fields: Fields) -> Record:
         raise LineError(LABEL, "is false, and the answer would be learned like a good one: remove such records, or make pairs")
     if format is Format.TRL_PAIRS:
         _refuse_without_prompt(fields)
+        if fields.get(_BEGUN) and "full_chosen" in fields:
+            reason = "begins both answers, and would be left out: data: {chosen: full_chosen, rejected: full_rejected} has it"
+            raise LineError(_BEGUN, f"{reason} in them")
+    if format is Format.TEXT and (fields.get("role") in ("prompter", *SPEAKERS) or {"user", "ts"} <= fields.keys()):
+        raise LineError(
+            "text",
+            "is a message of a conversation, by its role or its user: give all messages of a conversation in one record, as "
+            "messages with role and content; or leave those columns out if each text is a document",
+        )
     refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
     return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 

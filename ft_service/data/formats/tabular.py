@@ -15,7 +15,7 @@ from ft_service.data.formats import media
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Numbered, Row, UnreadableError
 from ft_service.data.formats.detect_format import Container, is_data, recognise
-from ft_service.data.formats.normalize import LABEL, columns_of
+from ft_service.data.formats.normalize import LOOKED_AT, columns_of
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import Fault, not_utf8
 from ft_service.wording import shown_value
@@ -156,7 +156,9 @@ def _needed_columns(names: Sequence[str], columns: Columns) -> list[str]:
     ours = {name: columns.name(name) for name in names}
     format = recognise([name for name in ours.values() if name is not None])
     known = (
-        {*columns_of(format), LABEL, *media.COLUMNS} if format is not None and not columns.of_prompts else set(ours.values())
+        {*columns_of(format), *LOOKED_AT, "full_chosen", *media.COLUMNS}
+        if format is not None and not columns.of_prompts
+        else set(ours.values())
     )
     needed = [name for name in names if ours[name] in known]
     _refuse_duplicates(needed)

@@ -73,7 +73,7 @@ class Columns:
         own = self._message_keys
         named = {own.get(key, key): value for key, value in message.items() if key in own or key not in own.values()}
         if "role" in own.values() and isinstance(role := named.get("role"), str):
-            named["role"] = SPEAKERS.get(role, role)
+            named["role"] = PEOPLE.get(role, role)
         return named
 
 

@@ -90,7 +90,7 @@ def test_a_mapping_is_checked_where_it_is_given() -> None:
 
 def test_other_columns_are_another_token_set() -> None:
     given = TokenOptions(columns=Columns((("prompt", "question"),))).given()
-    assert given == {"columns": {"pairs": (("prompt", "question"),), "of_prompts": False}}
+    assert given == {"columns": {"pairs": (("prompt", "question"),), "of_prompts": False, "apply_chat_template": False}}
     assert DEFAULT.given() == {}
 
 

@@ -29,6 +29,7 @@ LEARNED = {
     "hermes-calls.jsonl": "suAtA",
     "hh-harmless-prompt.jsonl": "uA uA",
     "hh-rlhf.jsonl": "uauA uauA",
+    "llama-factory-tool-roles.jsonl": "uAtA",
     "messages-as-string.jsonl": "uA",
     "messages-role-human.jsonl": "uA",
     "mistral-weights.jsonl": "uauA",
@@ -75,7 +76,6 @@ TOLD = {
     "label-studio.json": (1, "", "'annotations'"),
     "lfs-pointer.jsonl": (0, "", "git lfs pull"),
     "llama-factory-images.jsonl": (1, "images", "a picture"),
-    "llama-factory-tool-roles.jsonl": (1, "messages.1.role", "'function_call'"),
     "llama-factory-video.jsonl": (1, "videos", "a film"),
     "llava-words-only.jsonl": (1, "conversations.0.value", "<image>"),
     "llava.json": (1, "image", "a picture"),
@@ -169,6 +169,16 @@ def test_the_way_out_of_pairs_that_begin_in_another_column_is_one() -> None:
         ((_, pair),) = list(reader)
     assert isinstance(pair, Pair)
     assert [own.messages[-1]["content"] for own in (pair.preferred, pair.rejected)] == ["Down.", "Up."]
+
+
+@pytest.mark.parametrize("named", [(), (("messages", "messages"), ("role", "role"), ("content", "content"))])
+def test_calls_of_llama_factory_are_calls_under_any_names(named: tuple[tuple[str, str], ...]) -> None:
+    with open_data(SHAPES / "llama-factory-tool-roles.jsonl", columns=Columns(named)) as reader:
+        ((_, chat),) = list(reader)
+    assert isinstance(chat, Conversation)
+    (call,) = chat.messages[1]["tool_calls"]
+    assert call["function"] == {"name": "route", "arguments": {}}
+    assert chat.messages[2] == {"role": "tool", "name": "tool", "content": "left"}
 
 
 def test_system_prompts_and_texts_arrive_whole() -> None:

@@ -25,6 +25,7 @@ from api.wire.views import DeletedView, FileView, ListView, list_view
 from ft_service.control.checks.file_checks import FileCheck
 from ft_service.control.checks.file_views import fetched, file_samples, file_statistics
 from ft_service.control.housekeeping import free, remove_unrecorded
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import refuse_no_data_file
 from ft_service.data.sample_request import MOST_LINES, RecordRange
 from ft_service.data.statistics import Measure
@@ -181,14 +182,15 @@ async def check(
     services: Svc,
     method: Literal["supervised", "dpo", "reinforcement"] | None = None,
     data: str | None = None,
+    sensitive: bool = False,
 ) -> FileCheckView:
     """Not in OpenAI's API. Check a file before any job and without a base: its format, and the lines that cannot be trained on.
-    `method`: the job's; `data`: the file's names of the format's columns, as JSON, such as `{"prompt": "question"}`. If a check
-    takes more than ten seconds, only the beginning of the file is read."""
+    `method`: the job's; `data`: the file's names of the format's columns, as JSON, such as `{"prompt": "question"}`;
+    `sensitive`: whether the warnings also name lines with secrets and personal data, by kind. If a check takes more than ten
+    seconds, only the beginning of the file is read."""
     file = await in_thread(_data_file, file_id, "file_id", caller, services)
-    request = FileCheck(
-        file.sha256, _columns(data).pairs, None if method is None else method == "dpo", method == "reinforcement"
-    )
+    columns = Columns.of(_columns(data), of_prompts=method == "reinforcement")
+    request = FileCheck(file.sha256, columns, None if method is None else method == "dpo", sensitive)
     path = await in_thread(fetched, file, services.places)
     return file_check_view(file_id, file.name, await services.file_checks.report(caller.project_id, request, path))
 

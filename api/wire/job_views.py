@@ -201,8 +201,9 @@ class JobView(View):
     queue: QueueView | None
     """Set while the job is queued."""
     suffix: str | None
-    data: dict[str, str]
-    """Column of the format → its name in the data files; empty: the files use the format's names."""
+    data: dict[str, str | bool]
+    """Column of the format → its name in the data files, and apply_chat_template if it is not false; empty: the files use the
+    format's names."""
     chat_template: str | None
     """The text of the chat template that replaces the base's; null: the base's is used."""
     serve: str | None
@@ -384,7 +385,7 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         progress=_progress(known.metrics, known.valid_loss) if known.metrics else None,
         pending_reason=job.pending if job.state in (State.VALIDATING, State.QUEUED, State.RUNNING) else None,
         queue=_queue(known.place) if known.place and job.state is State.QUEUED else None,
-        data=dict(spec.data.pairs),
+        data=spec.data.model_dump(exclude_defaults=True),
         chat_template=spec.chat_template or None,
         evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,

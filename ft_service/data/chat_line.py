@@ -7,6 +7,7 @@ OpenAI's API does, with one difference: a call's arguments are an object for the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
+from ft_service.data.null_fields import definition_without_null_fields, without_null_fields
 from ft_service.data.sample_kinds import Conversation, Tool
 from ft_service.wording import kind, shown_value
 
@@ -109,6 +111,18 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise LineError("", f"has the key {shown_value(twice)} twice in an object: keep one")
     return made
+
+
+def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without fields that are null (null_fields.py). Definitions of tools are left to `parse_tools`."""
+    tools = record.get("tools") or record.get("functions") or []
+    if isinstance(given := record.get("input"), dict):  # OpenAI's preference pairs
+        tools = tools or given.get("tools") or []
+    schemas: dict[str, Any] = {}
+    with contextlib.suppress(LineError):  # whoever parses them tells
+        definitions = [tool["function"] for tool in parse_tools({"tools": tools})]
+        schemas = {definition["name"]: definition.get("parameters") for definition in definitions}
+    return without_null_fields(record, schemas)
 
 
 def parse_messages(messages: Any, place: str) -> list[WeightedMessage]:
@@ -261,6 +275,8 @@ def _tools_list(tools: Any) -> list[Any]:
 
 
 def _tool(tool: Any, place: str) -> Tool:
+    if isinstance(tool, dict):
+        tool = {key: value for key, value in tool.items() if value is not None}
     is_bare = isinstance(tool, dict) and "function" not in tool and "name" in tool  # as LLaMA-Factory has them
     if is_bare and tool.get("type", "function") == "function":
         return _function_tool({key: value for key, value in tool.items() if key != "type"}, place)
@@ -271,7 +287,7 @@ def _tool(tool: Any, place: str) -> Tool:
 
 
 def _function_tool(function: Any, place: str) -> Tool:
-    definition = _object(function, place)
+    definition = definition_without_null_fields(_object(function, place))
     refuse_keys(definition, {"name", "description", "parameters", "strict"}, {}, f"{place}.")
     _name(definition, place)
     if "parameters" in definition:

@@ -15,11 +15,13 @@ from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault
-from ft_service.data.sample_kinds import Pair, Record
+from ft_service.data.sample_kinds import Pair, Record, is_unanswered
 from ft_service.data.sample_request import RecordRange, SamplePage
-from ft_service.data.statistics import DataStatistics, Lines, Measure, Records, advice_on_records, alike_text
+from ft_service.data.sensitive_text import sensitive_kinds
+from ft_service.data.statistics import DataStatistics, Lines, Measure, Records, advice_on_records, alike_text, unanswered_text
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
+from ft_service.spec.options import Applied
 from ft_service.wording import counted
 
 SHOWN_FAULTS = 20
@@ -102,7 +104,8 @@ class Counts:
     dropped: int = 0
     """Samples left out because the cut leaves no target, and pairs of which one answer has no target left."""
     alike: Lines = field(default_factory=Lines)
-    """Pairs whose two answers are the same tokens after the cut, so that their loss has no gradient."""
+    """Pairs left out because their two answers are the same tokens after the cut: their loss has no gradient, and would only
+    dilute that of the others."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,17 @@ class DataReport:
     of_prompts: bool = False
     """The file holds prompts to grade, of which nothing is learned."""
     joined: tuple[str, ...] = ()
-    """The file's names of prompt and completion, if these are strings, which the base's chat template does not write; empty: it
-    has none, or there are no such records."""
+    """The file's names of prompt and completion, if these are strings; empty: there are no such records, or the base has no
+    chat template."""
+    as_chats: bool | None = False
+    """Whether these become conversations, which the base's chat template writes (data.apply_chat_template). None: where the
+    base has one."""
     unread_names: Mapping[str, Lines] = field(default_factory=dict)
     """Role → records with names of participants of this role, which the base's chat template does not write."""
+    unanswered: Lines = field(default_factory=Lines)
+    """Records with messages after the last answer."""
+    sensitive: Mapping[str, Lines] = field(default_factory=dict)
+    """Kind of secret or personal data → records with it; empty: there are none, or nobody asked for them."""
     duplicates: Lines = field(default_factory=Lines)
     """Copies of earlier records; none if statistics of the tokens report them."""
     near_empty: Lines = field(default_factory=Lines)
@@ -186,13 +196,7 @@ class DataReport:
             columns = "column is" if len(self.unused) == 1 else "columns are"
             yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
         if self.joined:
-            prompt, completion = self.joined
-            yield (
-                "warn",
-                f"{name}: {prompt} and {completion} are joined as bare text, without the chat template by which chats and "
-                "evaluation ask. For a base that has one, make conversations of them: "
-                f"data: {{instruction: {prompt}, output: {completion}}}.",
-            )
+            yield self._joined_message(name)
         if self.counts is not None:
             yield from self._count_messages(self.counts, name, max_length, cut=cut)
         for role, lines in self.unread_names.items():
@@ -201,8 +205,29 @@ class DataReport:
                 f"{name}: {lines.text(self.word)} with a name in messages of the role {role}. The base's chat template does "
                 "not write it, so it has no effect: write it into the content, or leave it out.",
             )
+        if self.unanswered.count:
+            yield "warn", unanswered_text(name, self.word, self.unanswered)
+        for kind, lines in self.sensitive.items():
+            yield (
+                "warn",
+                f"{name}: {lines.text(self.word)} with {kind}, which the model may learn to repeat. Leave it out, or write a "
+                "made-up one.",
+            )
         for sentence in advice_on_records(name, self.word, self.examples, self.duplicates, self.near_empty):
             yield "warn", sentence
+
+    def _joined_message(self, name: str) -> tuple[Literal["info", "warn"], str]:
+        prompt, completion = self.joined
+        if self.as_chats is not False:
+            base = "by the base's chat template" if self.as_chats else "for a base with a chat template, bare text for another"
+            text = f"{prompt} and {completion} are the turns of conversations {base} (data.apply_chat_template)"
+            return "info", f"{name}: {text}."
+        return (
+            "warn",
+            f"{name}: {prompt} and {completion} are joined as bare text, without the chat template by which chats and "
+            "evaluation ask. For a base that has one, make conversations of them: "
+            f"data: {{instruction: {prompt}, output: {completion}}}.",
+        )
 
     def _count_messages(
         self, counts: Counts, name: str, max_length: int, *, cut: bool
@@ -213,7 +238,7 @@ class DataReport:
             return
         pairs = f"{counted(counts.pairs, 'pair')} of answers"
         of = pairs if counts.pairs else counted(counts.samples, "sample")
-        whose = "" if self.is_bare else "the assistant's "
+        whose = "" if self.is_bare and not (self.joined and self.as_chats) else "the assistant's "
         yield (
             "info",
             f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
@@ -311,8 +336,10 @@ class Findings:
         elif len(self._groups) < _GROUPS:
             self._groups[key] = FaultGroup(fault, 1, (fault.line,))
 
-    def report(self, shape: FileFormat, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
-        """The report, at the end of the file or where reading stopped."""
+    def report(
+        self, shape: FileFormat, counts: Counts | None = None, *, unread: bool = False, applied: Applied = False
+    ) -> DataReport:
+        """The report, at the end of the file or where reading stopped. `applied`: data.apply_chat_template."""
         if not self.examples and not self.faults_total:
             self.fault(Fault(0, "", "the file holds no examples"))
         usual = shape.format in (None, Format.CHAT) and shape.container is Container.LINES and shape.compression is None
@@ -328,6 +355,7 @@ class Findings:
             word=shape.word,
             is_bare=shape.format in (Format.TEXT, Format.PROMPT_COMPLETION),
             joined=shape.joined,
+            as_chats=None if applied == "auto" else applied,
             of_prompts=shape.format is Format.PROMPTS,
         )
 
@@ -339,15 +367,17 @@ def check_lines(
     columns: Columns = AS_THEY_ARE,
     pairs: bool | None = None,
     records: Records | None = None,
+    sensitive: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> DataReport:
     """Report on a data file without counting tokens. Raises OSError if it cannot be read.
 
     `files`: those of the folder `path`. `columns`: their names of columns. `pairs`: it must hold pairs of answers, or must not;
-    None: either is accepted. `records`: receives every record without a fault. `stop`: is called after each record; True ends
-    reading.
+    None: either is accepted. `records`: receives every record without a fault. `sensitive`: secrets and personal data are
+    looked for. `stop`: is called after each record; True ends reading.
     """
     findings, records = Findings(), records or Records()
+    unanswered, kinds = Lines(), dict[str, Lines]()
     stopped = False
     with open_data(path, files, columns) as reader:
         for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
@@ -356,11 +386,15 @@ def check_lines(
             else:
                 findings.examples += 1
                 records.add(number, record)
+                unanswered = unanswered.with_line(number) if is_unanswered(record) else unanswered
+                for kind in sensitive_kinds(record) if sensitive else ():
+                    kinds[kind] = kinds.get(kind, Lines()).with_line(number)
             if stopped := stop():
                 break
     records.word = reader.shape.word
-    report = findings.report(reader.shape, unread=stopped)
-    return replace(report, duplicates=records.duplicates, near_empty=records.near_empty)
+    report = findings.report(reader.shape, unread=stopped, applied=columns.apply_chat_template)
+    copies, near_empty = records.duplicates, records.near_empty
+    return replace(report, unanswered=unanswered, sensitive=kinds, duplicates=copies, near_empty=near_empty)
 
 
 def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:

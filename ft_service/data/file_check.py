@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ft_service.data.data_file import DataReport, check_lines
-from ft_service.data.formats.columns import Columns
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.line_errors import Fault
 from ft_service.data.tokens.sample_limits import limit_memory, mebibytes
 
@@ -31,12 +31,12 @@ class FileCheckRequest:
     """Time after which the rest of the file is not read."""
     memory_bytes: int
     """Memory limit of the process."""
-    columns: tuple[tuple[str, str], ...] = ()
-    """The file's names of columns (ft_service/data/formats/columns.py)."""
+    columns: Columns = AS_THEY_ARE
+    """The file's names of columns."""
+    sensitive: bool = False
+    """Secrets and personal data are looked for."""
     pairs: bool | None = None
     """It must hold pairs of answers, or must not; None: either is accepted."""
-    prompts: bool = False
-    """It holds prompts to grade."""
 
 
 REQUEST = TypeAdapter(FileCheckRequest)
@@ -55,8 +55,9 @@ def answer(request: FileCheckRequest) -> DataReport:
     try:
         return check_lines(
             Path(request.path),
-            columns=Columns(request.columns, of_prompts=request.prompts),
+            columns=request.columns,
             pairs=request.pairs,
+            sensitive=request.sensitive,
             stop=lambda: time.monotonic() > end,
         )
     except MemoryError:

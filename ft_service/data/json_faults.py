@@ -23,6 +23,8 @@ def json_fault(text: str, error: json.JSONDecodeError) -> str:
     found, before = text[error.pos : error.pos + 1], text[: error.pos].rstrip()
     if text.startswith('"{""'):
         return 'is not JSON: it is quoted like a cell of CSV, with "" for each ": export JSON lines, or CSV with a header'
+    if text.lstrip().startswith(("//", "#", "/*")):
+        return "is not JSON: it is a comment, which JSON lines do not have: leave it out"
     if word := _WORD.match(text, error.pos):
         return f"is not JSON: {word[0]} {place}, which is {_WORDS[word[0]]} in JSON"
     if found == "'":

@@ -49,6 +49,12 @@ class PromptCompletion:
     prompt: str
     completion: str
 
+    @property
+    def as_chat(self) -> Conversation:
+        """The conversation of a user's message and its answer."""
+        turns = ("user", self.prompt), ("assistant", self.completion)
+        return Conversation(tuple({"role": role, "content": content} for role, content in turns), (0, 1))
+
 
 @dataclass(frozen=True)
 class Text:
@@ -75,6 +81,11 @@ class GradedPrompt:
     tools: tuple[Tool, ...] = ()
     item: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the line, for the grader."""
+
+
+def is_unanswered(record: Record) -> bool:
+    """Return whether messages follow a conversation's last answer, of which nothing is learned."""
+    return isinstance(record, Conversation) and record.messages[-1]["role"] != "assistant"
 
 
 def named_roles(record: Record) -> set[str]:

@@ -96,7 +96,7 @@ class FileStatistics:
     dropped: Lines = Lines()
     """Samples that are left out because the cut leaves no target."""
     alike: Lines = Lines()
-    """Pairs whose two answers are the same tokens after the cut."""
+    """Pairs that are left out because their two answers are the same tokens after the cut."""
     duplicates: Lines = Lines()
     """Samples with the same tokens as an earlier one."""
     near_empty: Lines = Lines()
@@ -260,7 +260,15 @@ def alike_text(name: str, alike: Lines, word: str, max_length: int) -> str:
     """The advice on pairs whose two answers are the same tokens. `name`: the file's."""
     return (
         f"{name}: {alike.text(word, 'pair')} whose two answers are the same within training.max_length = {max_length} tokens, "
-        "so that nothing is learned from them. Raise it if the answers differ after that, and else remove them."
+        "left out, since nothing is learned from them. Raise it if the answers differ after that."
+    )
+
+
+def unanswered_text(name: str, word: str, lines: Lines) -> str:
+    """The advice on records that end with other messages than an answer. `name`: the file's; `word`: that of its records."""
+    return (
+        f"{name}: {lines.text(word)} with messages after the last answer, of which nothing is learned. Add the answer if it is "
+        "missing, or leave those messages out."
     )
 
 

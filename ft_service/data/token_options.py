@@ -28,7 +28,7 @@ class TokenOptions:
             spec.chat_template,
             spec.date,
             spec.training.train_on,
-            Columns(spec.data.pairs, of_prompts=spec.reinforcement is not None),
+            Columns.of(spec.data, of_prompts=spec.reinforcement is not None),
         )
 
     @property

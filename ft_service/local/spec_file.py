@@ -264,7 +264,7 @@ def resolve_spec_file(
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
     training = spec.training_file
-    columns = Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement")
+    columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
     if like is None:
         training_data, validation_data = training.ref(), validation.ref() if validation else None
     else:

@@ -342,10 +342,17 @@ class CheckpointOptions(Strict):
     optimizer state). Only the last checkpoint, and that of a stop, are waited for."""
 
 
+Applied = bool | Literal["auto"]
+"""Whether prompts with completions are conversations (DataOptions.apply_chat_template)."""
+
+
 class DataOptions(Strict):
     """Names in the data files for the columns, or keys of JSON lines, of their format (docs/data.md). None: the format's
     name."""
 
+    apply_chat_template: Applied = False
+    """Whether prompts with completions that are strings become conversations, which the base's chat template writes: true,
+    false, or auto: where the base has one, but for records with an empty prompt."""
     messages: ColumnName | None = None
     """The conversation: a list of messages."""
     role: ColumnName | None = None
@@ -378,7 +385,7 @@ class DataOptions(Strict):
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """(name in the format, name in the files) of each given column."""
-        given = self.model_dump(exclude_none=True)
+        given = self.model_dump(exclude_none=True, exclude={"apply_chat_template"})
         return tuple((ours, given[ours]) for ours in sorted(given))
 
     @model_validator(mode="after")

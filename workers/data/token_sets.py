@@ -31,6 +31,7 @@ from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.data.tokens.training_set.windows import are_whole, in_windows
 from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.manifest import ORIGINS, Origins
 from ft_service.spec import DataFileRef, JobSpec
 from workers.base.rank_objects import alone, from_all
 from workers.ranks.runtime import OutsideError
@@ -58,19 +59,25 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
     if (split := Split.of(spec)) is not None:
         file = given
         training, validation = split_off(training, split, file.name, pairs=spec.dpo is not None)
-    used = as_trained(training, given, spec)
+    begun = run.read(ORIGINS, Origins)
+    known = {} if begun is None else {data.role: data.samples for data in begun.data}
+    used = as_trained(training, given, spec, known.get("training"))
     if file is None or validation is None:
         return used, TokenSet.of([])
-    return used, as_trained(validation, file, spec)
+    return used, as_trained(validation, file, spec, known.get("validation"))
 
 
-def as_trained(samples: TokenSet, file: DataFileRef, spec: JobSpec) -> TokenSet:
+def as_trained(samples: TokenSet, file: DataFileRef, spec: JobSpec, begun: int | None = None) -> TokenSet:
     """The samples of a file as training and validation take them: what is learned whole in windows, other samples cut.
 
-    Raises DataError if none has anything to learn.
+    `begun`: how many the job's first attempt took. Those of version 0.2 took pairs whose answers are the same after the cut,
+    and their jobs go on with them, since steps and order depend on the number. Raises DataError if none has anything to learn.
     """
     split = spec.dpo is None and spec.reinforcement is None and are_whole(samples)
     windows = in_windows(samples, spec.training.max_length) if split else samples
+    usable = trainable(windows, file, spec.longest_sample, pairs=spec.dpo is not None, alike=begun is not None)
+    if begun is None or len(usable) == begun:
+        return usable
     return trainable(windows, file, spec.longest_sample, pairs=spec.dpo is not None)
 
 

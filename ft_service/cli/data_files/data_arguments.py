@@ -41,7 +41,11 @@ _MAPPING = re.compile(r"data: \{([^{}]+)\}")
 
 Column = Annotated[
     list[str],
-    typer.Option("--column", metavar="NAME=COLUMN", help="Name of a column in the file, such as prompt=question."),
+    typer.Option(
+        "--column",
+        metavar="NAME=COLUMN",
+        help="Name of a column in the file, such as prompt=question; or apply_chat_template=auto.",
+    ),
 ]
 
 

@@ -74,10 +74,13 @@ def check(
     max_length: MaxLength = MAX_LENGTH,
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
+    sensitive: Annotated[
+        bool, typer.Option("--sensitive", help="Also name lines with keys, e-mail addresses, card and account numbers.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what a file is, and name every line that cannot be trained on; with --model also by the base's tokenizer."""
-    data, columns = local_data(file, split), Columns(data_options(column).pairs)
+    data, columns = local_data(file, split), Columns.of(data_options(column))
     if chat_template and not model:
         raise SpecError(
             "--chat-template: a template is applied with a base's tokenizer. Give --model too.", param="chat_template"
@@ -85,8 +88,12 @@ def check(
     if model:
         options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
         report = examined(data, model, options, max_length)
+        if sensitive:
+            of_lines = check_lines(data.path, files=data.files, columns=columns, sensitive=True)
+            report = replace(report, sensitive=of_lines.sensitive)
     else:
-        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
+        of_lines = check_lines(data.path, files=data.files, columns=columns, sensitive=sensitive)
+        report = refuse_faults(_faults_of(of_lines, data))
     messages = [(level, in_flags(message)) for level, message in report.messages(data.path.name, max_length)]
     if as_json:
         print_json({**asdict(report), "warnings": [message for level, message in messages if level == "warn"]})
@@ -114,7 +121,7 @@ def show(
     """Show samples as the model sees them, every token in the colour of its role: learned, words that are read, the template's,
     or cut."""
     data = local_data(file, split)
-    columns = Columns(data_options(column).pairs)
+    columns = Columns.of(data_options(column))
     options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
     with Examiner() as examiner:
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
@@ -141,7 +148,7 @@ def convert(
 ) -> None:
     """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was. Nothing is written if a line is at
     fault."""
-    data, columns = local_data(file, split), Columns(data_options(column).pairs)
+    data, columns = local_data(file, split), Columns.of(data_options(column))
     if str(out) == "-":
         with tempfile.TemporaryFile("w+", encoding="utf-8") as lines:
             write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)

@@ -87,7 +87,7 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
     """Return the spec of a job that trains on the file. Raises SpecError, DataError."""
     data = local_data(file, split)
     held_out = local_data(validation, "validation", "validation") if validation is not None else None
-    reader = open_data(data.path, data.files, Columns(parse_request(body).data.pairs))
+    reader = open_data(data.path, data.files, Columns.of(parse_request(body).data))
     reader.look()
     if reader.shape.format is not None and reader.shape.format.is_pairs:
         body = body | {"method": {"type": "dpo"}}

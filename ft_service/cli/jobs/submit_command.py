@@ -122,7 +122,7 @@ def _check_lines(spec: SpecFile) -> list[str]:
         records = records_by_file[param] = Records(path.name)
         try:
             request = spec.request
-            columns = Columns(request.data.pairs, of_prompts=request.method.type == "reinforcement")
+            columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
             pairs = request.method.type == "dpo"
             report = check_lines(path, files=data.files, columns=columns, pairs=pairs, records=records)
             refs[param] = data.ref()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ft_service.data.data_file import MEMORY_BYTES, DataReport
 from ft_service.data.file_check import COMMAND, REPORT, REQUEST, FileCheckRequest, file_at_fault
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.errors import UnavailableError
 from ft_service.host.hardware import memory_bytes
 from ft_service.host.helper_process import LATER_SECONDS, Failure, HelperFailed, Program, run_once
@@ -34,13 +35,13 @@ CHECK_BYTES = 1024**3
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file, and how a job would read it. `columns`: its names for columns; `pairs`: whether it must hold pairs of answers;
-    None: either. `prompts`: whether it holds prompts to grade."""
+    """A file, and how a job would read it. `pairs`: whether it must hold pairs of answers; None: either.
+    `sensitive`: whether secrets and personal data are looked for."""
 
     sha256: str
-    columns: tuple[tuple[str, str], ...] = ()
+    columns: Columns = AS_THEY_ARE
     pairs: bool | None = None
-    prompts: bool = False
+    sensitive: bool = False
 
 
 class FileChecks:
@@ -72,7 +73,7 @@ class FileChecks:
 
     async def _made(self, asked: FileCheck, path: Path) -> DataReport:
         limit = min(CHECK_BYTES, MEMORY_BYTES, memory_bytes() // 4)
-        request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs, asked.prompts)
+        request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.sensitive, asked.pairs)
         cpu_seconds, over = math.ceil(self._seconds) + START_SECONDS, threading.Event()
         program = Program(command=self._command, expendable=True, limits_itself=True, cpu_seconds=cpu_seconds)
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from ft_service.data.line_errors import LineError
+from ft_service.spec.options import Applied, DataOptions
 from ft_service.wording import shown_value
 
 INSIDE = ("role", "content")
@@ -21,11 +22,18 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Columns:
-    """A mapping from a format's names of columns to the file's. Empty: the file uses the format's names."""
+    """A mapping from a format's names of columns to the file's, and how its records are read. Empty: the file uses the format's
+    names."""
 
     pairs: tuple[tuple[str, str], ...] = ()
     of_prompts: bool = False
     """Whether the file holds prompts to grade, whose other columns are the prompts' items."""
+    apply_chat_template: Applied = False
+
+    @classmethod
+    def of(cls, data: DataOptions, *, of_prompts: bool = False) -> Self:
+        """The columns of a job's files."""
+        return cls(data.pairs, of_prompts, data.apply_chat_template)
 
     @cached_property
     def ours(self) -> Mapping[str, str]:
@@ -65,7 +73,7 @@ class Columns:
         own = self._message_keys
         named = {own.get(key, key): value for key, value in message.items() if key in own or key not in own.values()}
         if "role" in own.values() and isinstance(role := named.get("role"), str):
-            named["role"] = SPEAKERS.get(role, role)
+            named["role"] = PEOPLE.get(role, role)
         return named
 
 

@@ -49,8 +49,11 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
 }
 
 
-LABEL = "label"
-"""Of TRL's unpaired preferences: whether the answer is a good one. It is looked at, and left out."""
+LABEL, _BEGUN = "label", "initial_reason_steps"
+_OF_A_MESSAGE = ("role", "user", "ts")
+LOOKED_AT = (LABEL, _BEGUN, *_OF_A_MESSAGE)
+"""Keys that say what a record is, and are left out: whether an answer of TRL's unpaired preferences is a good one; the
+beginning of both answers of Step-DPO; and what exports of OpenAssistant and Slack have beside the text of a message."""
 
 
 def columns_of(format: Format) -> Sequence[str]:
@@ -68,6 +71,15 @@ def as_record(format: Format, fields: Fields) -> Record:
         raise LineError(LABEL, "is false, and the answer would be learned like a good one: remove such records, or make pairs")
     if format is Format.TRL_PAIRS:
         _refuse_without_prompt(fields)
+        if fields.get(_BEGUN) and "full_chosen" in fields:
+            reason = "begins both answers, and would be left out: data: {chosen: full_chosen, rejected: full_rejected} has it"
+            raise LineError(_BEGUN, f"{reason} in them")
+    if format is Format.TEXT and (fields.get("role") in ("prompter", *SPEAKERS) or {"user", "ts"} <= fields.keys()):
+        raise LineError(
+            "text",
+            "is a message of a conversation, by its role or its user: give all messages of a conversation in one record, as "
+            "messages with role and content; or leave those columns out if each text is a document",
+        )
     refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
     return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 
@@ -83,7 +95,7 @@ def _prompt_completion(fields: Fields) -> Record:
         raise LineError(
             "completion", f"is {kind(completion)} and the prompt {kind(prompt)}: both are strings, or both messages"
         )
-    prompt, completion = _of_people(prompt), _of_people(completion)
+    prompt, completion = _of_people(prompt, "prompt"), _of_people(completion, "completion")
     before = parse_messages(prompt, "prompt") if prompt else []
     require_answered_calls(before, "prompt")
     answer = parse_messages(completion, "completion")
@@ -187,16 +199,23 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def _of_people(messages: Any) -> Any:
-    """Messages with OpenAI's roles and parts, where they have those of other tools and nothing but words: human for user, and
-    Bedrock's parts without a type. All else is left as it is."""
+def _of_people(messages: Any, place: str) -> Any:
+    """Messages with OpenAI's roles and parts, where they have those of other tools: human for user, LLaMA-Factory's
+    function_call and observation, and Bedrock's parts without a type. All else is left as it is. Raises LineError."""
     if not isinstance(messages, list):
         return messages
-    return [_of_person(message) if isinstance(message, dict) else message for message in messages]
+    return [
+        _of_person(message, f"{place}.{number}") if isinstance(message, dict) else message
+        for number, message in enumerate(messages)
+    ]
 
 
-def _of_person(message: dict[str, Any]) -> dict[str, Any]:
+def _of_person(message: dict[str, Any], place: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
+    if role == "function_call" and isinstance(content, str):
+        return {**message, "role": "assistant", "content": None, "function_call": _function_call(content, f"{place}.content")}
+    if role == "observation":
+        return {"name": "tool", **message, "role": "function"}
     if isinstance(role, str) and role in PEOPLE:
         message = {**message, "role": PEOPLE[role]}
     if isinstance(content, list) and any(isinstance(part, dict) and part.keys() == {"text"} for part in content):
@@ -206,7 +225,7 @@ def _of_person(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat(fields: Fields) -> Record:
-    messages = {"messages": _of_people(_listed(fields["messages"]))} if "messages" in fields else {}
+    messages = {"messages": _of_people(_listed(fields["messages"]), "messages")} if "messages" in fields else {}
     return _with_system(parse_chat({key: value for key, value in fields.items() if key != "system"} | messages), fields)
 
 
@@ -256,7 +275,7 @@ def _messages_of(turns: Any, key: str) -> list[Any]:
     if not isinstance(turns, list) or not turns:
         raise LineError(key, f"must be a list with at least one turn, not {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        return _of_people(turns)
+        return _of_people(turns, key)
     return [_turn(turn, f"{key}.{number}") for number, turn in enumerate(turns)]
 
 
@@ -268,7 +287,7 @@ def _trl_pair(fields: Fields) -> Record:
     answers = {name: _answer(fields[name], name) for name in ("chosen", "rejected") if name in fields}
     is_answer = all(isinstance(fields.get(name), str | dict) for name in ("chosen", "rejected"))
     key = next((name for name in ("conversations", "conversation", "instruction") if fields.get(name) is not None), None)
-    given = {name: _of_people(fields[name]) for name in ("prompt", "tools") if name in fields}
+    given = {name: _of_people(fields[name], name) for name in ("prompt", "tools") if name in fields}
     if is_answer and isinstance(given.get("prompt"), str) and not isinstance(fields["chosen"], str):
         given["prompt"] = [{"role": "user", "content": given["prompt"]}]
     if not is_answer or "prompt" in fields or key is None:
@@ -313,7 +332,7 @@ def _answer(value: Any, place: str) -> Any:
     """An answer of a pair as messages, if it is one message or has ShareGPT's turns. All else is left as it is."""
     if isinstance(value, dict):
         value = [value]
-    value = _of_people(value)
+    value = _of_people(value, place)
     if isinstance(value, list) and all(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in value):
         return [_turn(turn, f"{place}.{number}") for number, turn in enumerate(value)]
     return value
@@ -329,7 +348,7 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
         raise LineError(f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown_value(speaker)}")
     weight = {key: turn[key] for key in ("weight", "train", "train_detail") if turn.get(key) is not None}
     if speaker == "function_call":
-        return {"role": "assistant", "content": None, "function_call": _function_call(content, place), **weight}
+        return {"role": "assistant", "content": None, "function_call": _function_call(content, f"{place}.value"), **weight}
     if SPEAKERS[speaker] == "tool":
         return {"role": "function", "name": "tool", "content": content, **weight}
     return {"role": SPEAKERS[speaker], "content": content, **weight}
@@ -341,7 +360,7 @@ def _function_call(text: str, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         call = None
     if not isinstance(call, dict) or "name" not in call:
-        raise LineError(f"{place}.value", "must be a call in JSON: an object with name and arguments")
+        raise LineError(place, "must be a call in JSON: an object with name and arguments")
     return {"name": call["name"], "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False)}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
+from ft_service.data.chat_line import KEYS, without_nulls
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
 from ft_service.data.formats.detect_format import (
@@ -56,7 +57,7 @@ class FileFormat:
     unused: tuple[str, ...] = ()
     """Keys of records that the format does not have and that are left out; the first NOTED of them."""
     joined: tuple[str, ...] = ()
-    """The file's names of prompt and completion, if these are strings, which no chat template writes."""
+    """The file's names of prompt and completion, if these are strings, which no chat template writes unless it is applied."""
 
     @property
     def word(self) -> str:
@@ -156,7 +157,7 @@ class DataReader:
 
     def _record(self, number: int, row: dict[str, object]) -> Record | Fault:
         try:
-            named = self.columns.record(row)
+            named = without_nulls(self.columns.record(row))
             record = as_record(self._format(named, row), named)
         except LineError as error:
             return Fault(number, error.field, error.reason)
@@ -170,7 +171,8 @@ class DataReader:
         try:
             named = self.columns.record(row)
             refuse_media({"messages": named.get("messages")}, columns=())  # an item's image may be a container's
-            return parse_prompt(named)
+            own = {key: named[key] for key in KEYS if key in named}
+            return parse_prompt(named | without_nulls(own))
         except LineError as error:
             return Fault(number, error.field, error.reason)
 

@@ -15,7 +15,7 @@ from ft_service.data.formats import media
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Numbered, Row, UnreadableError
 from ft_service.data.formats.detect_format import Container, is_data, recognise
-from ft_service.data.formats.normalize import LABEL, columns_of
+from ft_service.data.formats.normalize import LOOKED_AT, columns_of
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import Fault, not_utf8
 from ft_service.wording import shown_value
@@ -82,8 +82,8 @@ def _json_columns(columns: Columns) -> set[str]:
 
 
 def _row(number: int, cells: Mapping[str, Any], json_columns: Collection[str]) -> Row:
-    """A row without nulls; JSON that columns hold as text is parsed."""
-    given = {name: _without_null(value) for name, value in cells.items() if value is not None}
+    """A row without empty cells; JSON that columns hold as text is parsed."""
+    given = {name: value for name, value in cells.items() if value is not None}
     for name in json_columns:
         if isinstance(value := given.get(name), str):
             if not value.strip():
@@ -96,13 +96,6 @@ def _row(number: int, cells: Mapping[str, Any], json_columns: Collection[str]) -
             except (ValueError, RecursionError):
                 return Fault(number, name, "is not usable JSON")
     return given
-
-
-def _without_null(value: Any) -> Any:
-    """A value without the null fields that Arrow adds, so that all structs of a column have the same fields."""
-    if isinstance(value, dict):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def arrow_rows(file: BinaryIO, container: Container, names: list[str], columns: Columns = AS_THEY_ARE) -> Numbered:
@@ -163,7 +156,9 @@ def _needed_columns(names: Sequence[str], columns: Columns) -> list[str]:
     ours = {name: columns.name(name) for name in names}
     format = recognise([name for name in ours.values() if name is not None])
     known = (
-        {*columns_of(format), LABEL, *media.COLUMNS} if format is not None and not columns.of_prompts else set(ours.values())
+        {*columns_of(format), *LOOKED_AT, "full_chosen", *media.COLUMNS}
+        if format is not None and not columns.of_prompts
+        else set(ours.values())
     )
     needed = [name for name in names if ours[name] in known]
     _refuse_duplicates(needed)

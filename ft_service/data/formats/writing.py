@@ -18,8 +18,7 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
         case Conversation():
             return {"messages": _messages(record, 0), **_tools(record)}
         case PromptCompletion() if as_chat:
-            turns = ("user", record.prompt), ("assistant", record.completion)
-            return {"messages": [{"role": role, "content": content} for role, content in turns]}
+            return line_of(record.as_chat)
         case PromptCompletion():
             return {"prompt": record.prompt, "completion": record.completion}
         case Text() if as_chat:

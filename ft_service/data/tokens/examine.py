@@ -50,7 +50,7 @@ from ft_service.data.data_file import (
 from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.reading import DataReader, open_data
 from ft_service.data.line_errors import Fault
-from ft_service.data.sample_kinds import Record, named_roles
+from ft_service.data.sample_kinds import Record, is_unanswered, named_roles
 from ft_service.data.sample_request import SamplePage, ShownSample
 from ft_service.data.statistics import DataStatistics, Lines
 from ft_service.data.token_folder import NOT_KEPT
@@ -138,16 +138,19 @@ def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleL
 
 
 @dataclass
-class NamedRecords:
-    """Records with names of participants."""
+class NotedRecords:
+    """Records with names of participants, and those with messages after the last answer."""
 
     by_role: dict[str, Lines] = field(default_factory=dict)
+    unanswered: Lines = field(default_factory=Lines)
 
     def noted(self, records: Iterable[tuple[int, Record | Fault]]) -> Iterator[tuple[int, Record | Fault]]:
-        """The given records, of which those with names are noted."""
+        """The given records, of which these are noted."""
         for number, record in records:
             for role in () if isinstance(record, Fault) else named_roles(record):
                 self.by_role[role] = self.by_role.get(role, Lines()).with_line(number)
+            if not isinstance(record, Fault) and is_unanswered(record):
+                self.unanswered = self.unanswered.with_line(number)
             yield number, record
 
 
@@ -237,26 +240,26 @@ class Examination:
         if data.digest() != request.sha256:
             findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
             return findings.report(data.shape)
-        exceeded, names = 0, NamedRecords()
+        exceeded, noted = 0, NotedRecords()
         found = find(destination.folder, destination.key) if destination is not None else None
         if found is not None:
             data.look()
             findings.examples = len(found.samples) // (2 if request.pairs else 1)
             limit = self._length_limit(data)
-            counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, pairs=request.pairs)
-            if request.pairs:
-                counts = replace(counts, alike=Lines.of((np.flatnonzero(found.samples.alike(limit)) + 1).tolist()))
-            unread_names = found.samples.unread_names
+            alike = found.samples.alike(limit) if request.pairs else None
+            counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, alike)
+            unread_names, noted.unanswered = found.samples.unread_names, found.samples.unanswered
             found.entry.close()
         elif destination is None:
-            counts, exceeded = self._tokenize(data, findings, names, None)
-            unread_names = self._unread(names)
+            counts, exceeded = self._tokenize(data, findings, noted, None)
+            unread_names = self._unread(noted)
         else:
             with Recording(Cache(destination.folder), destination.key, data.size) as recording:
-                counts, exceeded = self._tokenize(data, findings, names, recording)
-                unread_names = self._unread(names)
+                counts, exceeded = self._tokenize(data, findings, noted, recording)
+                unread_names = self._unread(noted)
                 if not findings.faults_total:
-                    recording.publish(dated=writes_date(self.tokenizer), unread_names=unread_names)
+                    dated = writes_date(self.tokenizer)
+                    recording.publish(dated=dated, unread_names=unread_names, unanswered=noted.unanswered)
             destination.error = recording.error
         if counts.cut and request.options.columns.of_prompts and not findings.faults_total:
             text = (
@@ -265,42 +268,35 @@ class Examination:
             )
             findings.fault(Fault(0, "", text))
         if findings.examples and not counts.samples and not findings.faults_total:
-            findings.fault(Fault(0, "", nothing_to_learn(request.max_length)))
-        elif counts.alike.count and counts.alike.count == counts.pairs and not findings.faults_total:
-            text = (
-                f"in each of its pairs both answers are the same within training.max_length = {request.max_length} tokens, so "
-                "there is nothing to learn. Raise it if the answers differ after that, and else give others"
-            )
-            findings.fault(Fault(0, "", text))
+            findings.fault(Fault(0, "", nothing_to_learn(request.max_length, pairs=request.pairs)))
         report = findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
         # Kept tokens do without a tokenizer: that the base has a template was told when they were made.
         is_chat = self.tokenizer is not None and ChatTemplate.of(self.tokenizer) is not None
-        joined = report.joined if is_chat else ()
-        return replace(report, joined=joined, unread_names=unread_names)
+        joined, as_chats = report.joined if is_chat else (), bool(request.options.columns.apply_chat_template)
+        return replace(report, joined=joined, as_chats=as_chats, unread_names=unread_names, unanswered=noted.unanswered)
 
-    def _unread(self, names: NamedRecords) -> dict[str, Lines]:
+    def _unread(self, noted: NotedRecords) -> dict[str, Lines]:
         """The records with names that the chat template does not write, by role."""
-        template = ChatTemplate.of(self.tokenizer) if names.by_role else None
+        template = ChatTemplate.of(self.tokenizer) if noted.by_role else None
         if template is None:
             return {}
         try:
             with self.limits.rendering(0) if self.limits is not None else contextlib.nullcontext():
-                return {role: names.by_role[role] for role in sorted(names.by_role) if not writes_name(template, role)}
+                return {role: noted.by_role[role] for role in sorted(noted.by_role) if not writes_name(template, role)}
         except (TimeUp, MemoryError):
             return {}
 
     def _tokenize(
-        self, data: DataReader, findings: Findings, names: NamedRecords, recording: Recording | None
+        self, data: DataReader, findings: Findings, noted: NotedRecords, recording: Recording | None
     ) -> tuple[Counts, int]:
         """Counts of all samples, and how many samples exceeded a limit. Faults go into `findings` and end the recording;
-        records with names go into `names`."""
+        records with names go into `noted`."""
         pairs, options = self.request.pairs, self.request.options
         exceeded = 0
-        lengths, targets = array("i"), array("i")  # 8 bytes a sample
-        alike = Lines()
+        lengths, targets, alike = array("i"), array("i"), array("b")  # 8 bytes a sample, and one a pair
         samples_per_record: deque[int] = deque()
         with data as reader, contextlib.ExitStack() as stack:
-            records = names.noted(reader)
+            records = noted.noted(reader)
             source = answers(records, samples_per_record) if pairs else records
             samples = stack.enter_context(closing(tokenize(self.tokenizer, source, self.limits, options)))
             for first in samples:
@@ -321,10 +317,9 @@ class Examination:
                         targets.append(cut[-1].target_count)
                         if recording is not None:
                             recording.add(sample)
-                    if pairs and cut[0].target_count and cut[0].is_same(cut[1]):
-                        alike = alike.with_line(findings.examples)
+                    alike.append(pairs and cut[0].target_count > 0 and cut[0].is_same(cut[1]))
                 self.progress.update(findings.examples + findings.faults_total, reader)
-        return replace(_counts(lengths, targets, self._length_limit(data), pairs=pairs), alike=alike), exceeded
+        return _counts(lengths, targets, self._length_limit(data), np.asarray(alike, np.bool_) if pairs else None), exceeded
 
     def _open(self) -> DataReader:
         return open_data(Path(self.request.path), self.request.files, self.request.options.columns)
@@ -336,23 +331,27 @@ class Examination:
         return sys.maxsize if is_whole else request.max_length
 
 
-def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, *, pairs: bool) -> Counts:
+def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, alike: np.ndarray | None) -> Counts:
     """The counts of samples. `lengths`: integers [samples], their tokens; `targets`: integers [samples], the targets within
-    the first `limit` tokens. The two samples of a pair are used together or not at all."""
+    the first `limit` tokens; `alike`: bool [pairs], TokenSet.alike, or None if these are no pairs. The two samples of a pair
+    are used together or not at all."""
     lengths, targets = np.asarray(lengths), np.asarray(targets)
     kept = np.minimum(lengths, min(limit, int(lengths.max(initial=0))))  # the limit itself may not fit into the array's type
     lost = lengths - kept
-    used_records = (targets > 0).reshape(-1, 2 if pairs else 1).all(axis=1)
-    used = used_records.repeat(2) if pairs else used_records
+    together = 1 if alike is None else 2
+    with_targets = (targets > 0).reshape(-1, together).all(axis=1)
+    used_records = with_targets if alike is None else with_targets & ~alike
+    used = used_records.repeat(together)
     return Counts(
         samples=int(np.count_nonzero(used)),
-        pairs=int(np.count_nonzero(used_records)) if pairs else 0,
+        pairs=0 if alike is None else int(np.count_nonzero(used_records)),
         tokens=int(kept[used].sum()),
         targets=int(targets[used].sum()),
         longest=int(lengths.max(initial=0)),
         cut=int(np.count_nonzero(lost)),
         lost_tokens=int(lost.sum()),
-        dropped=int(np.count_nonzero(~used_records)),
+        dropped=int(np.count_nonzero(~with_targets)),
+        alike=Lines() if alike is None else Lines.of((np.flatnonzero(alike) + 1).tolist()),
     )
 
 

@@ -44,7 +44,7 @@ from ft_service.spec import TrainOn
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
 
-RENDERING = 7
+RENDERING = 8
 """Version of the conversations that chat_line.py and formats/normalize.py make of a record, and of the tokens and targets that
 this module, answer_markers.py, boundary_tokens.py and tokenize.py make of these; increase it when they change."""
 EXACT_ANSWERS = 16

@@ -20,7 +20,7 @@ from ft_service.data.sample_request import Answer, RecordRange, SamplePage, Show
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.render import words_of
-from ft_service.data.tokens.tokenize import SampleCheck, as_text, encode
+from ft_service.data.tokens.tokenize import SampleCheck, as_asked, as_text, encode
 
 MOST_CHARACTERS = 1024**2
 """Characters of a sample that is shown, at most. A longer one takes the time of the whole page, and gigabytes."""
@@ -66,6 +66,7 @@ def _sample(
     answer: Answer,
 ) -> ShownSample:
     """A record as a sample. Raises LineError."""
+    record = as_asked(tokenizer, options, record)
     sample = as_text(tokenizer, options, record)
     text = sample.text
     if len(text) > MOST_CHARACTERS:

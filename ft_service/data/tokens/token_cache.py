@@ -149,12 +149,12 @@ class Recording:
             except OSError as error:
                 self._failed(error)
 
-    def publish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None) -> None:
-        """Make the recorded token set the entry of the key, unless there is one already. Both are fields of the TokenSet."""
+    def publish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None, unanswered: Lines | None = None) -> None:
+        """Make the recorded token set the entry of the key, unless there is one already. All are fields of the TokenSet."""
         if self._writer is None or self._staged is None:
             return
         try:
-            self._writer.finish(dated=dated, unread_names=unread_names)
+            self._writer.finish(dated=dated, unread_names=unread_names, unanswered=unanswered)
             self._close_writer()
         except OSError as error:
             self._failed(error)

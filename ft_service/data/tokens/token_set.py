@@ -36,6 +36,8 @@ class TokenSet(Sequence[Tokens]):
     """The chat template may write the date, so tomorrow's tokens may differ."""
     unread_names: Mapping[str, Lines] = field(default_factory=dict)
     """Role → records of the file with names of participants of this role, which the chat template does not write."""
+    unanswered: Lines = field(default_factory=Lines)
+    """Records of the file with messages after the last answer."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:
@@ -69,17 +71,19 @@ class TokenSet(Sequence[Tokens]):
         begin, length = int(self.begins[index]), int(self.lengths[index])
         return Tokens(self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy())
 
-    def cut(self, max_length: int, *, pairs: bool = False) -> TokenSet:
+    def cut(self, max_length: int, *, pairs: bool = False, alike: bool = False) -> TokenSet:
         """The samples for training: the first `max_length` tokens of each; samples that are left without a target are dropped.
 
-        `pairs`: both samples of a pair are dropped if one is left without a target. Copies no tokens, and reads only the
-        targets of the samples that are cut.
+        `pairs`: both samples of a pair are dropped if one is left without a target, or if they are the same then; `alike`: the
+        latter are kept. Copies no tokens, and reads only the targets of the samples that are cut, and the tokens of equally
+        long answers.
         """
         counts = self.targets_within(max_length)
         cut = replace(self, lengths=np.minimum(self.lengths, max_length), target_counts=counts)
         kept = counts > 0
         if pairs:
-            kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
+            of_pairs = kept.reshape(-1, 2).all(axis=1)
+            kept = (of_pairs if alike else of_pairs & ~self.alike(max_length)).repeat(2)
         return cut if kept.all() else cut.some(kept)
 
     def alike(self, max_length: int) -> np.ndarray:

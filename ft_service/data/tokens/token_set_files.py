@@ -49,9 +49,11 @@ class TokenSetIndex(BaseModel):
     dated: bool
     """The chat template may write the date, so tomorrow's tokens may differ."""
     unread_names: Mapping[str, Lines] = Field(default_factory=dict)
-    """Those of the TokenSet."""
+    unanswered: Lines = Field(default_factory=Lines)
+    """Both are those of the TokenSet."""
     seal: str = ""
-    """SHA-256 of all fields above; `unread_names` only if there are some, since earlier releases wrote none."""
+    """SHA-256 of all fields above; `unread_names` and `unanswered` only if there are some, since earlier releases
+    wrote none."""
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})
@@ -67,7 +69,8 @@ class TokenSetIndex(BaseModel):
         return {"ids.bin": tokens, "targets.bin": tokens, "offsets.bin": samples + 1, "target_counts.bin": samples}
 
     def _seal(self) -> str:
-        left_out = {"seal"} if self.unread_names else {"seal", "unread_names"}
+        given = {"unread_names": bool(self.unread_names), "unanswered": self.unanswered.count > 0}
+        left_out = {"seal", *(name for name, is_given in given.items() if not is_given)}
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
 
 
@@ -104,7 +107,7 @@ class TokenSetWriter:
         self._files["offsets.bin"].write(_int64(self._tokens))
         self._files["target_counts.bin"].write(_int64(sample.target_count))
 
-    def finish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None) -> None:
+    def finish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None, unanswered: Lines | None = None) -> None:
         """Write all samples to the disk and then the index, which makes the folder complete."""
         for file in self._files.values():
             _onto_disk(file)
@@ -115,6 +118,7 @@ class TokenSetWriter:
             digest=self._digest.hexdigest(),
             dated=dated,
             unread_names=unread_names or {},
+            unanswered=unanswered or Lines(),
         ).sealed()
         with (self._folder / INDEX).open("wb") as file:
             file.write(index.model_dump_json(indent=2).encode() + b"\n")
@@ -145,6 +149,7 @@ def open_token_set(folder: Path) -> TokenSet | None:
         digest=index.digest,
         dated=index.dated,
         unread_names=index.unread_names,
+        unanswered=index.unanswered,
     )
 
 

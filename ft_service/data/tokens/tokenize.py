@@ -21,7 +21,7 @@ from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, Record
+from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
@@ -104,6 +104,7 @@ def _shown(text: str) -> str:
 
 
 Made = TypeVar("Made")
+Kind = TypeVar("Kind", bound=Record)
 
 Chunk = list[tuple[int, SampleText | Fault]]
 """Samples that are tokenised at once, with the numbers of their lines."""
@@ -173,18 +174,24 @@ def load_dataset(
     return trainable(chosen, file, max_length, pairs=pairs)
 
 
-def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False) -> TokenSet:
-    """A file's samples, cut to `max_length` tokens, without those that have no target left (of pairs: in one of the answers).
-    Raises DataError if no sample is left.
+def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False, alike: bool = False) -> TokenSet:
+    """A file's samples, cut to `max_length` tokens, without those that have no target left; of pairs, without those of which an
+    answer has none left, or whose answers are the same then unless `alike`. Raises DataError if no sample is left.
     """
-    usable = samples.cut(max_length, pairs=pairs)
+    usable = samples.cut(max_length, pairs=pairs, alike=alike)
     if not len(usable):
-        raise DataError(f"{file.name}: {nothing_to_learn(max_length)}.")
+        raise DataError(f"{file.name}: {nothing_to_learn(max_length, pairs=pairs)}.")
     return usable
 
 
-def nothing_to_learn(max_length: int) -> str:
-    return f"no sample has an assistant token within training.max_length = {max_length} tokens"
+def nothing_to_learn(max_length: int, *, pairs: bool = False) -> str:
+    within = f"within training.max_length = {max_length} tokens"
+    if pairs:
+        return (
+            f"no pair has two answers {within} that differ and have an assistant token each, so there is nothing to learn. "
+            "Raise it if the answers differ after that, and else give others"
+        )
+    return f"no sample has an assistant token {within}"
 
 
 def tokenize(
@@ -231,8 +238,25 @@ def _chunks(
     yield chunk
 
 
+def as_asked(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Kind) -> Kind | Conversation:
+    """The record, or the conversation that data.apply_chat_template makes of a prompt with a completion. Raises LineError for
+    an empty prompt, which is no message."""
+    applied = options.columns.apply_chat_template
+    if not isinstance(record, PromptCompletion) or not applied:
+        return record
+    is_chat = bool(record.prompt.strip()) and tokenizer.chat_template is not None
+    if applied is True and not record.prompt.strip():
+        raise LineError(
+            "prompt",
+            "is empty, and data.apply_chat_template = true makes the user's message of it: write what is asked, or give auto, "
+            "by which such records stay bare text",
+        )
+    return record.as_chat if is_chat or applied is True else record
+
+
 def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> SampleText:
     """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
+    record = as_asked(tokenizer, options, record)
     if isinstance(record, Pair):
         raise LineError("", TWO_ANSWERS)
     if isinstance(record, GradedPrompt):

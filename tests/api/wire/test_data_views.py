@@ -62,6 +62,14 @@ def test_copies_and_empty_answers_are_told_as_ft_data_check_does(service: Servic
     assert json.loads(printed.output)["warnings"] == [copies, empty]
 
 
+def test_secrets_are_told_by_line_and_kind_where_that_is_asked(service: Service) -> None:
+    held = b'{"text": "hello"}\n{"text": "write to ann@harbour.org"}\n'
+    assert check(service, "a.jsonl", held)["warnings"] == []
+    (told,) = check(service, "a.jsonl", held, sensitive="true")["warnings"]
+    assert told.startswith("a.jsonl: 1 sample (line 2) with an e-mail address")
+    assert "harbour" not in told
+
+
 def test_a_check_is_of_ones_own_files(service: Service, client: openai.OpenAI) -> None:
     file = client.files.create(file=("a.jsonl", b"{}"), purpose="fine-tune")
     service.store.projects.ensure_project("theirs", "local")

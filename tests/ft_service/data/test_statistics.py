@@ -71,8 +71,8 @@ def test_nothing_is_said_where_all_is_well() -> None:
         (
             found(like_fine(alike=Lines(1, (8,)))),
             asked(max_length=128),
-            "a.jsonl: 1 pair (line 8) whose two answers are the same within training.max_length = 128 tokens, so that nothing "
-            "is learned from them. Raise it if the answers differ after that, and else remove them.",
+            "a.jsonl: 1 pair (line 8) whose two answers are the same within training.max_length = 128 tokens, left out, "
+            "since nothing is learned from them. Raise it if the answers differ after that.",
         ),
         (
             found(like_fine(duplicates=Lines(1, (8,)))),

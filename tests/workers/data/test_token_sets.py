@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import date
 from pathlib import Path
@@ -15,12 +16,12 @@ from ft_service.data.examiner import Examiner
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from ft_service.errors import DataError, FtError
-from ft_service.rundir.directory import RunDir
-from ft_service.rundir.manifest import DataFile
+from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.rundir.manifest import ORIGINS, BaseOrigin, DataFile, Origins
 from ft_service.spec import DataFileRef, JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.kept_tokens import give_tokens
-from tests.support.training.models import save_chats, save_tokenizer, spec_for
+from tests.support.training.models import save_chats, save_pairs, save_tokenizer, spec_for
 from workers.data import token_sets
 from workers.data.token_sets import job_samples, remove_own
 from workers.job.origins import compare_tokens
@@ -206,6 +207,35 @@ def test_a_job_does_not_go_on_with_other_tokens(run: RunDir) -> None:
         compare_tokens([file("another")], now, [samples])
     assert refused.value.code == "tokens_changed"
     compare_tokens([file("another")], now, [TokenSet.of(samples, dated=True)])
+
+
+def began_with(train: int, valid: int) -> Origins:
+    given = {"sha256": "0", "tokens": 2, "targets": 1, "token_digest": "0"}
+    data = [
+        DataFile(role="training", name="a", samples=train, **given),
+        DataFile(role="validation", name="b", samples=valid, **given),
+    ]
+    return Origins(base=BaseOrigin(name="tiny", path="base", digest="0", files={}), data=data, frozen_modules=[], quantiser={})
+
+
+def test_pairs_alike_after_the_cut_are_in_no_batch_but_of_jobs_that_began_with_them(run: RunDir, tmp_path: Path) -> None:
+    train, valid = save_pairs(tmp_path / "train.jsonl", 6), save_pairs(tmp_path / "valid.jsonl", 6)
+    for file, alike in ((train, 2), (valid, 1)):
+        answers = {"preferred_output": "b" * 100 + "c", "non_preferred_output": "b" * 100 + "d"}
+        late = {name: [{"role": "assistant", "content": words}] for name, words in answers.items()}
+        line = json.dumps({"input": {"messages": [{"role": "user", "content": "say"}]}, **late}) + "\n"
+        Path(file.path).write_text(line * alike + Path(file.path).read_text())
+    train, valid = (file.model_copy(update={"sha256": sha256_of(Path(file.path))}) for file in (train, valid))
+    options: dict[str, Any] = {"training": {"max_length": MAX_LENGTH}, "method": {"type": "dpo"}}
+    spec = spec_for(tmp_path / "base", train, valid=valid, **options)
+
+    def counts() -> list[int]:
+        return [len(samples) for samples in job_samples(run, spec)]
+
+    assert counts() == [12, 12]
+    for begun, goes_on in (((16, 14), [16, 14]), ((12, 12), [12, 12]), ((16, 12), [16, 12]), ((11, 11), [12, 12])):
+        run.write(ORIGINS, began_with(*begun))
+        assert counts() == goes_on
 
 
 class AnotherDay(date):

@@ -49,7 +49,9 @@ class RecordGroup:
         samples = self.samples.some(chosen.repeat(self.together))
         targets, lengths = samples.targets_within(max_length), samples.lengths
         kept = np.minimum(lengths, max_length)
-        used = (targets > 0).reshape(-1, self.together).all(axis=1)
+        with_targets = (targets > 0).reshape(-1, self.together).all(axis=1)
+        alike = samples.alike(max_length) if self.together == 2 else np.zeros(len(numbers), np.bool_)
+        used = with_targets & ~alike
         of_samples = used.repeat(self.together)
         _, first = np.unique(self.contents[chosen], return_index=True)
         again = np.ones(len(numbers), np.bool_)
@@ -66,8 +68,8 @@ class RecordGroup:
             histogram=histogram(lengths),
             cut=_lines(numbers, (lengths > max_length).reshape(-1, self.together).any(axis=1)),
             lost_tokens=int((lengths - kept).sum()),
-            dropped=_lines(numbers, ~used),
-            alike=_lines(numbers, samples.alike(max_length)) if self.together == 2 else Lines(),
+            dropped=_lines(numbers, ~with_targets),
+            alike=_lines(numbers, alike),
             duplicates=_lines(numbers, again),
             near_empty=_lines(numbers, short),
         )

@@ -39,7 +39,7 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
 
 
 def records(path: Path, **named: str) -> list[Record | Fault]:
-    with open_data(path, (), Columns(DataOptions(**named).pairs)) as reader:
+    with open_data(path, (), Columns.of(DataOptions.model_validate(named))) as reader:
         return [record for _, record in reader]
 
 
@@ -90,7 +90,7 @@ def test_a_mapping_is_checked_where_it_is_given() -> None:
 
 def test_other_columns_are_another_token_set() -> None:
     given = TokenOptions(columns=Columns((("prompt", "question"),))).given()
-    assert given == {"columns": {"pairs": (("prompt", "question"),), "of_prompts": False}}
+    assert given == {"columns": {"pairs": (("prompt", "question"),), "of_prompts": False, "apply_chat_template": False}}
     assert DEFAULT.given() == {}
 
 
@@ -132,6 +132,8 @@ def test_prompts_joined_as_bare_text_are_told_with_the_way_out(tmp_path: Path, c
     named = ["--column", "instruction=prompt", "--column", "output=completion"]
     assert run(["data", "check", str(path), *named]) == 0
     assert "bare text" not in capsys.readouterr().out
+    assert run(["data", "check", str(path), "--column", "apply_chat_template=auto"]) == 0
+    assert "conversations for a base with a chat template" in capsys.readouterr().out
     other = write(tmp_path, "csv", [{"ask": "Why?", "say": "So."}])
     report = check_lines(other, columns=Columns((("prompt", "ask"), ("completion", "say"))))
     assert report.joined == ("ask", "say")

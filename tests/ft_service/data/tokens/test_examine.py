@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import closing
 from pathlib import Path
@@ -15,13 +16,15 @@ from ft_service.data.examiner import Examiner
 from ft_service.data.formats.columns import Columns
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of
-from ft_service.data.token_options import TokenOptions
+from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.examine import Examination, ProgressReporter
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.token_set_files import open_token_set
 from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, file_samples, load_dataset, trainable
+from ft_service.errors import SpecError
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
+from ft_service.spec.options import DataOptions
 from tests.support.training.models import save_tokenizer
 
 
@@ -38,8 +41,10 @@ def tell_nothing(progress: ReadProgress) -> None:
     pytest.fail(f"told of {progress}")
 
 
-def found_in(tokenizer: Any, path: Path, max_length: int = 512, *, pairs: bool = False) -> DataReport:
-    request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=pairs)
+def found_in(
+    tokenizer: Any, path: Path, max_length: int = 512, *, pairs: bool = False, options: TokenOptions = DEFAULT
+) -> DataReport:
+    request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=pairs, options=options)
     return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report()
 
 
@@ -214,17 +219,22 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
     assert told[2].startswith("p.jsonl: 1 pair is left out")
 
 
-def test_pairs_whose_answers_are_alike_after_the_cut_are_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_pairs_whose_answers_are_alike_after_the_cut_are_left_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Their loss is ln 2 whatever is learned, and has no gradient."""
     path = tmp_path / "pairs.jsonl"
     late, other = pair("a", "b" * 100 + "c", "b" * 100 + "d"), pair("a", "b", "c")
     path.write_text(other + late + pair("a" * 100, "b", "c") + late)
     report = found_in(tokenizer, path, 60, pairs=True)
     assert report.counts is not None
-    assert (report.counts.pairs, report.counts.dropped, report.counts.alike) == (3, 1, Lines(2, (2, 4)))
+    assert (report.counts.pairs, report.counts.dropped, report.counts.alike) == (1, 1, Lines(2, (2, 4)))
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text(other)
+    of_one = found_in(tokenizer, alone, 60, pairs=True).counts
+    assert of_one is not None
+    assert (report.counts.samples, report.counts.tokens, report.counts.targets) == (2, of_one.tokens, of_one.targets)
     assert warned(report, 60)[1] == (
-        "a.jsonl: 2 pairs (lines 2, 4) whose two answers are the same within training.max_length = 60 tokens, so that nothing "
-        "is learned from them. Raise it if the answers differ after that, and else remove them."
+        "a.jsonl: 2 pairs (lines 2, 4) whose two answers are the same within training.max_length = 60 tokens, left out, "
+        "since nothing is learned from them. Raise it if the answers differ after that."
     )
     whole = found_in(tokenizer, path, 200, pairs=True).counts
     assert whole is not None
@@ -233,9 +243,35 @@ def test_pairs_whose_answers_are_alike_after_the_cut_are_told(tokenizer: PreTrai
     error = found_in(tokenizer, path, 60, pairs=True).error("training_file", "a.jsonl")
     assert error is not None
     assert error.message == (
-        "a.jsonl: in each of its pairs both answers are the same within training.max_length = 60 tokens, so there is nothing "
-        "to learn. Raise it if the answers differ after that, and else give others."
+        "a.jsonl: no pair has two answers within training.max_length = 60 tokens that differ and have an assistant token each, "
+        "so there is nothing to learn. Raise it if the answers differ after that, and else give others."
     )
+
+
+@pytest.mark.parametrize("applied", [False, True, "auto"])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_prompts_with_completions_are_conversations_where_that_is_asked(
+    applied: Any, has_template: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    base = copy.deepcopy(tokenizer)
+    base.chat_template = tokenizer.chat_template if has_template else None
+    bare, chats, empty = (tmp_path / name for name in ("bare.jsonl", "chats.jsonl", "empty.jsonl"))
+    bare.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
+    chats.write_text(chat("Why?", "So."))
+    empty.write_text(json.dumps({"prompt": "", "completion": "So."}) + "\n")
+    options = TokenOptions(columns=Columns.of(DataOptions(apply_chat_template=applied)))
+    if applied is True and not has_template:
+        with pytest.raises(SpecError, match="has no chat template"):
+            found_in(base, bare, options=options)
+        return
+    report, joined = found_in(base, bare, options=options), found_in(base, bare)
+    is_chat = has_template and applied is not False
+    assert report.counts == (found_in(base, chats) if is_chat else joined).counts
+    levels = [level for level, message in report.messages("a.jsonl", 512) if "prompt and completion are" in message]
+    assert levels == ([] if not has_template else ["info"] if is_chat else ["warn"])
+    verbatim = found_in(base, empty, options=options)
+    assert verbatim.counts == (None if applied is True else found_in(base, empty).counts)
+    assert [fault.field for fault in verbatim.faults] == (["prompt"] if applied is True else [])
 
 
 def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ft_service.bases.cache_folder import Cache
-from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress
+from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of, remove_entries
@@ -138,15 +138,20 @@ def test_a_date_in_the_template_is_noted(base: Path, file: DataFileRef, tmp_path
     assert kept(tmp_path / "tokens").dated
 
 
-def test_names_without_effect_are_kept_with_the_tokens(
+def test_names_and_messages_without_effect_are_kept_with_the_tokens(
     tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
 ) -> None:
     messages = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
     path = Path(file.path)
-    path.write_text(chat("a", "b") + json.dumps({"messages": messages}) + "\n")
+    asking = [*messages, {"role": "user", "content": "and c?"}]
+    lines = [json.dumps({"messages": given}) + "\n" for given in (messages, asking)]
+    path.write_text(chat("a", "b") + "".join(lines))
     file = file.model_copy(update={"sha256": sha256_of(path)})
     first = examined(tokenizer, file, 50, tmp_path / "tokens")
-    assert first.unread_names == {"user": Lines(1, (2,))}
+    assert first.unread_names == {"user": Lines(2, (2, 3))}
+    assert first.unanswered == check_lines(path).unanswered == Lines(1, (3,)), "its last message is of the user"
+    (told,) = (message for level, message in first.messages("a.jsonl", 50) if "after the last answer" in message)
+    assert told.startswith("a.jsonl: 1 sample (line 3)")
     assert examined(None, file, 50, tmp_path / "tokens") == first
 
 
@@ -154,7 +159,11 @@ def test_an_index_of_an_earlier_release_is_read(tokenizer: PreTrainedTokenizerFa
     """Its seal is of the fields that there were."""
     examined(tokenizer, file, 50, tmp_path / "tokens")
     path = tmp_path / "tokens" / KEY / "index.json"
-    fields = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("seal", "unread_names")}
+    fields = {
+        name: value
+        for name, value in json.loads(path.read_text()).items()
+        if name not in ("seal", "unread_names", "unanswered")
+    }
     seal = hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
     path.write_text(json.dumps({**fields, "seal": seal}))
     assert len(kept(tmp_path / "tokens")) == LINES

@@ -57,8 +57,10 @@ def test_the_numbers_of_a_file() -> None:
 def test_pairs_whose_answers_are_alike_after_the_cut() -> None:
     late = [chat([1], [2] * 7 + [3]), chat([1], [2] * 7 + [4, 5])]
     pairs = part([*late, chat([1], [2]), chat([1], [3]), *late], pairs=True)
-    assert measure(asked(max_length=8), pairs, None).training.alike == Lines(2, (1, 3))
-    assert measure(asked(max_length=9), pairs, None).training.alike == Lines()
+    cut, whole = (measure(asked(max_length=length, batch_size=1, n_epochs=2), pairs, None) for length in (8, 9))
+    assert (cut.training.alike, cut.training.dropped, cut.training.samples) == (Lines(2, (1, 3)), Lines(), 1)
+    assert (whole.training.alike, whole.training.samples) == (Lines(), 3)
+    assert (cut.steps, whole.steps) == (2, 6)
 
 
 def test_steps_and_tokens_over_all_of_training() -> None:

@@ -57,7 +57,7 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
         validation = None if file is None else _samples(run, spec, file, make, warn)
     if (split := Split.of(spec)) is not None:
         file = given
-        training, validation = split_off(training, split, file.name, pairs=spec.dpo is not None)
+        training, validation = split_off(training, split, file.name)
     used = as_trained(training, given, spec)
     if file is None or validation is None:
         return used, TokenSet.of([])

@@ -17,9 +17,10 @@ from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.tokenize import load_tokenizer, tokenize
+from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens
 from tests.support.chat_templates import TEMPLATES
+from tests.support.tokenized import tokenized
 from tests.support.training.models import save_tokenizer
 from workers.training import evaluation_prompts
 from workers.training.evaluation_prompts import asked_of
@@ -90,7 +91,7 @@ def learned_of(tokenizer: Any, message: dict[str, Any]) -> Tokens | None:
     """A conversation that ends with an answer. None: the template has no place for the answer's parts."""
     tools = {"tools": [TOOL]} if "tool_calls" in message else {}
     line = json.dumps({"messages": [TWO, {"role": "assistant", **message}], **tools})
-    (tokens,) = tokenize(tokenizer, [(1, parse_line(line))])
+    tokens = tokenized(tokenizer, parse_line(line))
     return None if isinstance(tokens, Fault) else tokens
 
 

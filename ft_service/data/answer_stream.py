@@ -13,7 +13,6 @@ from enum import Enum
 
 from ft_service.data.answer_format import MESSAGE, PARTS, THOUGHTS, Answer, AnswerFormat, channel_of
 
-
 _OPENINGS = {closing: opening for opening, closing in THOUGHTS}
 
 
@@ -130,8 +129,7 @@ class AnswerStream:
             words = self._whole[self._at : found.end()]
             self._at = found.end()
             return self._answers.without_special(words)
-        words = self._until(self._ends, _In.TEXT)
-        return words
+        return self._until(self._ends, _In.TEXT)
 
     def _until(self, end: re.Pattern[str] | None, then: _In) -> str:
         """The words up to an end, or as far as they are certain."""

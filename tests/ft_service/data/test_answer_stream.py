@@ -43,7 +43,7 @@ WRITTEN: list[tuple[AnswerFormat, str, str]] = [
     (OSS, ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', ""),
     (
         OSS,
-        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to=functions.add<|channel|>commentary json<|message|>{}",
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to=add<|channel|>commentary<|message|>{}",
         "",
     ),
     (OSS, f"<|channel|>commentary<|message|>I add.<|end|>{FINAL}12", ""),

@@ -20,10 +20,12 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from transformers.utils import chat_template_utils
 
 from ft_service.data.line_errors import LineError
 from ft_service.errors import SpecError
+from ft_service.spec.template_variables import GIVEN, variables_of, without_variables
 
 CLOCK = "strftime_now"
 """The function that templates call for today's date."""
@@ -116,10 +118,11 @@ class ChatTemplate:
         return CLOCK in self.text
 
     def require_usable(self) -> None:
-        """Raise SpecError for a source with wrong syntax."""
+        """Raise SpecError for a source with wrong syntax, and for a variable that a job sets and the source does not read."""
         for text in self.sources.values():
             try:
-                chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
+                compiled: Any = chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
+                _require_read(text, compiled.environment)
             except jinja2.TemplateSyntaxError as error:
                 raise SpecError(f"chat_template: line {error.lineno}: {error.message}.", param="chat_template") from None
 
@@ -169,6 +172,20 @@ def writes_name(template: ChatTemplate, role: str) -> bool:
 @lru_cache(maxsize=16)
 def _kept(sources: tuple[tuple[str, str], ...], special_tokens: str) -> ChatTemplate:
     return ChatTemplate(dict(sources), json.loads(special_tokens))
+
+
+def _require_read(source: str, environment: jinja2.Environment) -> None:
+    if not (given := variables_of(source)):
+        return
+    found = jinja2.meta.find_undeclared_variables(environment.parse(without_variables(source)))
+    read = sorted(name for name in found - set(environment.globals) - set(GIVEN) if not name.endswith("_token"))
+    for name in given:
+        if name not in read:
+            known = f"It reads {', '.join(read[:20])}" if read else "It reads none that a job could set"
+            raise SpecError(
+                f"chat_template_kwargs.{name}: the chat template does not read it. {known}: leave it out.",
+                param=f"chat_template_kwargs.{name}",
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 TRUSTED_AFTER = 2
 """Answers of a kind that are rendered and must agree before further ones are taken to begin or end like them."""
-_OPEN, _CLOSE = "<think>", "</think>"
+_OPEN, CLOSE = "<think>", "</think>"
 MARKUP = r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,40}\]"
 """Text that looks like a special token; some bases do not declare theirs."""
 
@@ -47,13 +47,13 @@ def thought_and_answer(message: Message) -> tuple[str, str]:
     """An assistant's reasoning and its answer, without surrounding white space; either may be empty."""
     reasoning, content = message.get("reasoning_content") or "", message["content"]
     if (thought := _thought(content)) is not None:
-        reasoning, content = reasoning or content[slice(*thought)], content[thought[1] + len(_CLOSE) :]
+        reasoning, content = reasoning or content[slice(*thought)], content[thought[1] + len(CLOSE) :]
     return reasoning.strip(), content.strip()
 
 
 def _thought(content: str) -> Span | None:
     """The span of a content's reasoning, without leading white space. None: it has no reasoning."""
-    end = content.find(_CLOSE)
+    end = content.find(CLOSE)
     if end < 0:
         return None
     begin = _past_space(content, 0)
@@ -127,6 +127,10 @@ class Marks:
 
 class UnmarkableError(LineError):
     """The template does not keep markers."""
+
+
+class ThoughtError(LineError):
+    """The template has no place for an answer's reasoning."""
 
 
 class ApartError(LineError):
@@ -273,7 +277,8 @@ class MarkedConversation:
         message = self._messages[-1]
         calls = " next to its tool calls" if what == "text" and message.get("tool_calls") else ""
         key = "reasoning_content" if words in (message.get("reasoning_content") or "") else "content"
-        return LineError(
+        kind = ThoughtError if what == "reasoning" else LineError
+        return kind(
             f"messages.{len(self._messages) - 1}.{key}",
             f"the base's chat template leaves the {what} of this answer out{calls}, so it would not be learned. Leave the "
             f"{what} out, or give this message weight 0",
@@ -398,14 +403,16 @@ def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: s
                 head = head.lstrip().removeprefix(opening)
             if closing not in head:
                 head = f"{thought}\n{closing}\n\n{head.lstrip()}"
+            elif thought and head.lstrip().startswith(closing):  # the template writes an empty one
+                head = f"{thought}{head.lstrip()}"
             elif thought and thought not in head:
-                raise LineError(
+                raise ThoughtError(
                     f"messages.{index}.reasoning_content",
                     "is left out by the base's chat template, so it would not be learned. Leave the reasoning out, or give "
                     "this message weight 0",
                 )
         elif thought and closing in prompt_end[common:]:
-            raise LineError(
+            raise ThoughtError(
                 f"messages.{index}.reasoning_content",
                 f"would not be learned: the prompt with which the model is asked closes the thought, {prompt_end[common:]!r}. "
                 "Leave the reasoning out, or give a chat_template whose generation prompt leaves the thought to the answer",

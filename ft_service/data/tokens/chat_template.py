@@ -60,6 +60,8 @@ _ARGUMENTS = """\
 _OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
 """Patterns of templates that may need these lines. Other templates are not tried: rendering is for conversations, under
 limits."""
+_OF_THOUGHTS = ("thinking", "reasoning")
+"""Names of an answer's reasoning in templates that do not read it as `reasoning_content`."""
 _QUESTION, _ANSWER, _VALUE, _NAME = "ft_question", "ft_answer", "ft_value", "ft_participant"
 _USER = {"role": "user", "content": _QUESTION}
 _CHAT = [_USER, {"role": "assistant", "content": _ANSWER}]
@@ -149,11 +151,12 @@ class ChatTemplate:
         return {name: fitted_template(text, render) for name, text in self.sources.items()}
 
     def _named(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with their reasoning also in the field `thinking`, for templates that read it there."""
-        if "thinking" not in self.text or "reasoning_content" in self.text:
+        """Messages with their reasoning also under the other names by which templates read it."""
+        names = [name for name in _OF_THOUGHTS if re.search(rf"\b{name}\b", self.text)]
+        if not names or "reasoning_content" in self.text:
             return messages
         return [
-            {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
+            {**message, **dict.fromkeys(names, message["reasoning_content"])} if "reasoning_content" in message else message
             for message in messages
         ]
 

@@ -32,6 +32,7 @@ from ft_service.data.sample_kinds import Conversation, GradedPrompt, PromptCompl
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_markers import (
+    CLOSE,
     MARKUP,
     Alone,
     ApartError,
@@ -39,12 +40,14 @@ from ft_service.data.tokens.answer_markers import (
     Message,
     Span,
     Template,
+    ThoughtError,
     UnmarkableError,
     thought_and_answer,
 )
 from ft_service.data.tokens.chat_template import ChatTemplate, writes_name
 from ft_service.errors import SpecError
 from ft_service.spec import TrainOn
+from ft_service.spec.template_variables import with_variables
 
 
 class Rendered(NamedTuple):
@@ -68,6 +71,9 @@ _PARTS = ("think", "tool_call", "tool_calls", "tool_response", "arg_value", "fun
 _WITHIN_TURNS = frozenset(f"<{slash}{part}>" for part in _PARTS for slash in ("", "/"))
 """Tokens that begin or end a part of a turn."""
 _ANSWERED, _FOLLOWS = "ft_answered", "ft_follows"
+_ASKED = {"role": "user", "content": "ft_question"}
+_SWITCHES = ("enable_thinking", "thinking", "keep_thinking", "preserve_thinking")
+"""Variables with which published templates turn thoughts on."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: TokenOptions = DEFAULT) -> list[Rendered]:
@@ -81,6 +87,8 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
     assert template is not None, "the caller checks"
     _require_tools_in_template(template, sample.tools, calls=sample.calls_tools)
     messages, tools = list(sample.messages), list(sample.tools) or None
+    if any(CLOSE in message["content"] for message in messages) and _doubles_thoughts(template):
+        messages = [_with_thought_apart(message) for message in messages]
     write: Template = partial(template.write, tools=tools, day=options.day)
     endings = _endings(tokenizer, template)
     if options.train_on == "everything":
@@ -91,10 +99,16 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
     samples: list[Rendered] = []
     behind = _Behind(write, messages, endings)
     while learned:
-        text, spans = behind.at(learned[-1]).rendered(learned, behind.alone)
+        try:
+            text, spans = behind.at(learned[-1]).rendered(learned, behind.alone)
+        except ThoughtError as error:
+            if (switch := _thought_switch(tokenizer, template)) is None:
+                raise
+            way_out = f"Or have the template write it: chat_template_kwargs: {{{switch}: true}}"
+            raise LineError(error.field, f"{error.reason}. {way_out}") from None
         own = learned[-len(spans) :]
         weights = tuple(int(index in own) for index in range(own[-1] + 1))
-        samples.insert(0, Rendered(text, spans, Conversation(sample.messages[: own[-1] + 1], weights, sample.tools)))
+        samples.insert(0, Rendered(text, spans, Conversation(tuple(messages[: own[-1] + 1]), weights, sample.tools)))
         learned = learned[: -len(spans)]
         if len(samples) > 1 and sum(len(own.text) for own in samples) > MOST_CHARACTERS:
             raise LineError(
@@ -105,6 +119,40 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
                 "'last_assistant')",
             )
     return samples
+
+
+def _with_thought_apart(message: Message) -> Message:
+    if message["role"] != "assistant" or CLOSE not in message["content"]:
+        return message
+    thought, words = thought_and_answer(message)
+    return {**message, "content": words, **({"reasoning_content": thought} if thought else {})}
+
+
+@lru_cache(maxsize=32)
+def _doubles_thoughts(template: ChatTemplate) -> bool:
+    """True if the template writes a thought of its own before one that stands in the content (Kimi K2 Thinking: an empty one;
+    DeepSeek V4: the end of one): models learn two of them."""
+    thinks = {"role": "assistant", "content": f"<think>\n{_FOLLOWS}\n{CLOSE}\n\n{_ANSWERED}"}
+    with contextlib.suppress(LineError):
+        _, _, text = template.write([_ASKED, thinks], None, DEFAULT.day).partition(_ASKED["content"])
+        return text.partition(_ANSWERED)[0].count(CLOSE) > 1
+    return False
+
+
+@lru_cache(maxsize=32)
+def _thought_switch(tokenizer: Any, template: ChatTemplate) -> str | None:
+    """The variable by which the template writes reasoning; None: none that is known. It is tried."""
+    messages = [_ASKED, {"role": "assistant", "content": _ANSWERED, "reasoning_content": _FOLLOWS}]
+    for name in _SWITCHES:
+        if name not in template.text:
+            continue
+        sources = {own: with_variables(text, {name: True}) for own, text in template.sources.items()}
+        switched = ChatTemplate(sources, template.special_tokens)
+        with contextlib.suppress(LineError):
+            endings = Endings(tokenizer, switched)
+            if _FOLLOWS in _Answers(partial(switched.write, tools=None, day=DEFAULT.day), messages, endings).answer:
+                return name
+    return None
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, sample: GradedPrompt, options: TokenOptions = DEFAULT) -> str:
@@ -269,7 +317,7 @@ class Endings:
     def _usual(self) -> tuple[str, str] | None:
         answer = {"role": "assistant", "content": _ANSWERED}
         try:
-            text = self._write([{"role": "user", "content": "ft_question"}, answer])
+            text = self._write([_ASKED, answer])
         except LineError:
             return None
         _, match, tail = text.rpartition(_ANSWERED)
@@ -282,7 +330,7 @@ class Endings:
         answer = {"role": "assistant", "content": ""} | ({"tool_calls": [call]} if calls else {"content": _ANSWERED})
         after = {"role": "tool", "tool_call_id": "ftcallone"} if calls else {"role": "user"}
         try:
-            text = self._write([{"role": "user", "content": "ft_question"}, answer, {**after, "content": _FOLLOWS}])
+            text = self._write([_ASKED, answer, {**after, "content": _FOLLOWS}])
         except LineError:
             return ""
         _, match, rest = text.partition(_ANSWERED)

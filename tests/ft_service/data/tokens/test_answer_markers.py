@@ -25,6 +25,7 @@ from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import render
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_tokenizer, tokenize
+from ft_service.spec.template_variables import with_variables
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tokenized import tokenized
 from tests.support.training.models import save_tokenizer
@@ -489,6 +490,61 @@ def test_a_thought_that_the_prompt_has_closed_is_refused(bases: Bases) -> None:
     assert refused.startswith(
         "messages.1.reasoning_content: would not be learned: the prompt with which the model is asked closes"
     )
+
+
+THINKS: Message = {"role": "assistant", "content": "<think>\ntwo twos\n</think>\n\n4"}
+ALWAYS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>"
+    "{% endif %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As Kimi K2 Thinking writes an answer after a call."""
+SWITCHED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% if thinking %}<think>"
+    "{{ m.reasoning_content or '' }}{% endif %}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+"""As DeepSeek V4 does."""
+
+
+def of_template(bases: Bases, template: str) -> Any:
+    base = copy.deepcopy(bases("qwen 2.5"))
+    base.chat_template = template
+    return base
+
+
+def test_a_thought_in_the_content_is_learned_once_where_the_template_writes_one_of_its_own(bases: Bases) -> None:
+    base = of_template(bases, ALWAYS)
+    assert learned(base, [TWO, THINKS]) == learned(base, [TWO, FOUR | THOUGHT]) == ["<think>two twos</think>4<|im_end|>"]
+    assert learned(base, [TWO, THINKS, THREE, SIX]) == ["<think>two twos</think>4<|im_end|>", "<think></think>6<|im_end|>"]
+
+
+def test_a_refused_thought_names_the_variable_that_writes_it_and_only_one_that_does(bases: Bases) -> None:
+    for thinking in (THINKS, FOUR | THOUGHT):
+        refused = learned(of_template(bases, SWITCHED), [TWO, thinking])
+        assert isinstance(refused, str)
+        assert refused.startswith("messages.1.reasoning_content: ")
+        assert refused.endswith("chat_template_kwargs: {thinking: true}")
+        on = of_template(bases, with_variables(SWITCHED, {"thinking": True}))
+        assert learned(on, [TWO, thinking]) == ["two twos</think>4<|im_end|>"]
+    for template in (SWITCHED.replace("thinking", "other"), SWITCHED.replace("thinking", "other") + "{# thinking #}"):
+        refused = learned(of_template(bases, template), [TWO, FOUR | THOUGHT])
+        assert isinstance(refused, str)
+        assert "chat_template_kwargs" not in refused
+
+
+def test_a_thought_goes_where_the_template_writes_an_empty_one(bases: Bases) -> None:
+    """Behind a prompt that opens it, as Kimi K2.5 does."""
+    empty = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    assert learned(of_template(bases, empty), [TWO, FOUR | THOUGHT]) == ["two twos</think>4<|im_end|>"]
+
+
+def test_a_thought_is_given_under_the_name_that_the_template_reads(bases: Bases) -> None:
+    """Solar Open's."""
+    other = ALWAYS.replace("reasoning_content", "reasoning")
+    assert learned(of_template(bases, other), [TWO, FOUR | THOUGHT]) == ["<think>two twos</think>4<|im_end|>"]
 
 
 def test_a_second_call_that_the_template_drops_is_an_error(bases: Bases) -> None:

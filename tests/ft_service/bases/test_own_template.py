@@ -41,7 +41,7 @@ def base(folder: Path, template: Any = HYBRID) -> Path:
 
 
 def test_the_text_sets_what_the_job_gives_and_a_server_may_give_another(tmp_path: Path) -> None:
-    given = with_template_variables(request(chat_template_kwargs={"enable_thinking": True}), base(tmp_path))
+    given: Any = with_template_variables(request(chat_template_kwargs={"enable_thinking": True}), base(tmp_path))
     assert variables_of(given.chat_template) == ["enable_thinking"]
     assert asked(given.chat_template) == "<|user|>Why?<|end|><|assistant|><think>"
     assert asked(given.chat_template, enable_thinking=False) == asked(HYBRID) == "<|user|>Why?<|end|><|assistant|>"
@@ -79,7 +79,7 @@ def test_a_base_without_one_template_needs_one(tmp_path: Path, given: Any) -> No
     with pytest.raises(SpecError) as caught:
         with_template_variables(wanted, folder)
     assert caught.value.param == "chat_template_kwargs"
-    own = with_template_variables(wanted.model_copy(update={"chat_template": HYBRID}), folder)
+    own: Any = with_template_variables(wanted.model_copy(update={"chat_template": HYBRID}), folder)
     assert without_variables(own.chat_template) == HYBRID
     assert with_template_variables(request(), folder).chat_template is None
 

@@ -128,6 +128,7 @@ class _Shape:
     completion_tokens: int | None = None
     """None until the answer is complete."""
     _texts: dict[int, str] = field(default_factory=dict)
+    _reasonings: dict[int, str] = field(default_factory=dict)
     _logprobs: dict[int, list[Any]] = field(default_factory=dict)
     _ends: dict[int, Part] = field(default_factory=dict)
 
@@ -138,6 +139,7 @@ class _Shape:
                 self.prompt_tokens = part["prompt_tokens"]
             case "text":
                 self._texts[part["index"]] = self._texts.get(part["index"], "") + part["text"]
+                self._reasonings[part["index"]] = self._reasonings.get(part["index"], "") + part.get("reasoning", "")
                 self._logprobs.setdefault(part["index"], []).extend(part.get("logprobs", ()))
             case "end":
                 self._ends[part["index"]] = part
@@ -149,6 +151,8 @@ class _Shape:
         for index in range(self.request.n):
             end = self._ends[index]
             message: dict[str, Any] = {"role": "assistant", "content": self._texts.get(index, ""), "refusal": None}
+            if reasoning := self._reasonings.get(index):
+                message["reasoning_content"] = reasoning
             if end["calls"]:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [_call(call) for call in end["calls"]]
@@ -161,7 +165,9 @@ class _Shape:
         match part["kind"]:
             case "text":
                 logprobs = {"content": part.get("logprobs", []), "refusal": None} if self.request.logprobs else None
-                return [self.chunk(part["index"], {"content": part["text"]}, logprobs=logprobs)]
+                said = {"reasoning_content": part.get("reasoning"), "content": part["text"]}
+                delta = {name: words for name, words in said.items() if words} or {"content": ""}
+                return [self.chunk(part["index"], delta, logprobs=logprobs)]
             case "end":
                 calls = [{"index": number, **_call(call)} for number, call in enumerate(part["calls"])]
                 called = [self.chunk(part["index"], {"tool_calls": calls})] if calls else []

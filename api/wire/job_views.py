@@ -206,6 +206,8 @@ class JobView(View):
     format's names."""
     chat_template: str | None
     """The text of the chat template that replaces the base's; null: the base's is used."""
+    chat_template_kwargs: dict[str, Any]
+    """The variables that the chat template's text sets; empty: none."""
     serve: str | None
     """The inference server that the adapter is made for; null: not named."""
     priority: int
@@ -387,6 +389,7 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         queue=_queue(known.place) if known.place and job.state is State.QUEUED else None,
         data=spec.data.model_dump(exclude_defaults=True),
         chat_template=spec.chat_template or None,
+        chat_template_kwargs=dict(spec.chat_template_kwargs),
         evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
         engine=spec.engine,

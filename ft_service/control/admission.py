@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions, NotDescribedError
+from ft_service.bases.own_template import with_template_variables
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
 from ft_service.control.reinforcement_admission import refuse_unless_graded
@@ -284,7 +285,7 @@ def resolve_parsed(
     if request.validation_file is not None:
         validation = _data_file(request.validation_file, "validation_file", files, context)
     spec = resolve(
-        request,
+        with_template_variables(request, Path(model.ref().path)),
         JobContext(
             job_id=parsed.job_id,
             organization=context.principal.organization,

@@ -22,6 +22,7 @@ from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.jobs.user_actions import Verb
 from ft_service.meters import Meters
+from ft_service.reinforcement.flat_steps import flat_steps, flat_text
 from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptTokens
 from ft_service.reinforcement.schedule import RolloutSchedule, seed_of
 from ft_service.reinforcement.step_commands import commands_of, first_commands, sampler_name, save_command
@@ -189,6 +190,8 @@ class RolloutLoop:
         """Step → numbers of its commands whose results were not looked at."""
         self._proved: set[int] = set()
         """Numbers of steps after which the weights were compared with what the sampler answers by them."""
+        self._flat_steps = 0
+        """Flat steps in a row up to the newest record."""
         self._tells_of_refusal = self._tells_of_distance = True
         """Whether the user is told if nothing is sampled, or if the sampler is far from the trainer; once is enough."""
 
@@ -205,13 +208,15 @@ class RolloutLoop:
         for step in done:
             record = read_record(self.run_dir, step)
             assert record is not None, "it was listed, and only this thread removes it"
+            self._flat_steps = record.head.flat_steps
             self._follow(record)
         self._find_repeated_saves()
         step = done[-1] if done else 0
         while step <= self.schedule.total_steps:
             step += 1
             record = self._record(step)
-            write_record(self.run_dir, record)
+            if write_record(self.run_dir, record) and (text := flat_text(record)) is not None:
+                self.tell(NewEvent(level="warn", message=text))
             self._follow(read_record(self.run_dir, step) or record)  # another service may have been first
             remove_records(self.run_dir, self.options.keep_rollouts)
 
@@ -289,6 +294,7 @@ class RolloutLoop:
             prompts = [(number, self.prompts.training(number)) for number in schedule.prompts_of(step)]
             groups = self._answered(sampled_from, step, prompts, self.options.num_generations, seconds)
             self._require_graded(step, groups)
+        self._flat_steps = flat_steps(groups, self._flat_steps)
         self._forget_weights(min(sampled_from, after))
         head = RecordHead(
             step=step,
@@ -296,6 +302,7 @@ class RolloutLoop:
             sampled_from=sampled_from,
             temperature=self.options.temperature,
             groups=len(groups),
+            flat_steps=self._flat_steps,
             saves=schedule.is_saved(after),
             ends=ends,
             sampling_seconds=seconds[0],

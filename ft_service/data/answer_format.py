@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ft_service.data.call_grammar import CallGrammar, calls_of_json
 from ft_service.data.tool_call_parser import CallFormat
@@ -25,8 +25,8 @@ THOUGHTS = (
     *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought\n", "<channel|>")),
 )
 """Pairs of texts that enclose a thought in published templates."""
-_CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
-_PARTS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+PARTS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
 """What parts of an answer in channels end with."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -77,7 +77,7 @@ class AnswerFormat:
     def read(self, text: str, *, tools: bool, closing: str = "") -> Answer:
         """An answer's parts. `text`: with special tokens; those that end it may be left out. `tools`: whether its prompt offers
         any; else nothing is a call. `closing`: of the prompt (`closing_of`)."""
-        if self._has_channels and _MESSAGE in text:
+        if self.has_channels and MESSAGE in text:
             return self._of_channels(text, tools=tools)
         reasoning, rest = _thought_and_rest(text, closing)
         words, calls = (self.calls.parse(rest) if tools and self.calls is not None else None) or (rest, [])
@@ -86,36 +86,46 @@ class AnswerFormat:
     @property
     def marks_calls(self) -> bool:
         """Whether a call is told from text by what stands before it, and not only by its form."""
-        return self._has_channels or (self.calls is not None and bool(self.calls.prefix))
+        return self.has_channels or (self.calls is not None and bool(self.calls.prefix))
 
     @cached_property
-    def _has_channels(self) -> bool:
-        return {_CHANNEL, _MESSAGE} <= set(self.special)
+    def has_channels(self) -> bool:
+        """Whether an answer is written in channels."""
+        return {CHANNEL, MESSAGE} <= set(self.special)
 
     @cached_property
     def _specials(self) -> re.Pattern[str] | None:
         longest_first = sorted(filter(None, self.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
+    def without_special(self, text: str) -> str:
+        """A text without special tokens."""
+        return self._specials.sub("", text) if self._specials else text
+
     def _plain(self, text: str) -> str:
-        return (self._specials.sub("", text) if self._specials else text).strip()
+        return self.without_special(text).strip()
 
     def _of_channels(self, text: str, *, tools: bool) -> Answer:
         """The final text is that of the channel `final`; without one, what else is meant for the user."""
         finals, asides, thoughts, calls = list[str](), list[str](), list[str](), list[dict[str, str]]()
-        for part in _PARTS.split(text):
-            head, found, body = part.partition(_MESSAGE)
+        for part in PARTS.split(text):
+            head, found, body = part.partition(MESSAGE)
             if not found or not (words := self._plain(body)):
                 continue
-            channel = head.partition(_CHANNEL)[2].strip()
-            recipient = _RECIPIENT.search(head)
-            if recipient is not None and tools:
+            kind = channel_of(head, tools=tools)
+            if kind == "call" and (recipient := _RECIPIENT.search(head)) is not None:
                 calls.append({"name": recipient[1], "arguments": words})
-            elif recipient is not None or channel.startswith("analysis"):
-                thoughts.append(words)
             else:
-                (finals if channel.startswith("final") else asides).append(words)
+                {"reasoning": thoughts, "final": finals}.get(kind, asides).append(words)
         return Answer("\n".join(finals or asides), "\n".join(thoughts), calls)
+
+
+def channel_of(head: str, *, tools: bool) -> Literal["call", "reasoning", "final", "aside"]:
+    """What a part of an answer in channels is. `head`: the text before the part's `<|message|>`."""
+    channel = head.partition(CHANNEL)[2].strip()
+    if _RECIPIENT.search(head) is not None:
+        return "call" if tools else "reasoning"
+    return "reasoning" if channel.startswith("analysis") else "final" if channel.startswith("final") else "aside"
 
 
 def _thought_and_rest(text: str, closing: str) -> tuple[str, str]:

@@ -89,6 +89,15 @@ def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict
     return [message for message, _ in parsed], parse_tools({"tools": tools})
 
 
+def refuse_variables(line: Mapping[str, Any]) -> None:
+    """Raise LineError for a record with variables of the chat template: they would have no effect."""
+    if line.get("chat_template_kwargs") is not None:
+        raise LineError(
+            "chat_template_kwargs",
+            "is set for a whole job: give it there, and records with other values to a job of their own",
+        )
+
+
 def load_object(text: str) -> dict[str, Any]:
     """The JSON object that a line holds. Raises LineError."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,6 +102,8 @@ class Counts:
     """Tokens that are cut from them."""
     dropped: int = 0
     """Samples left out because the cut leaves no target, and pairs of which one answer has no target left."""
+    several: Lines = field(default_factory=Lines)
+    """Conversations that make several samples, since the chat template writes an answer otherwise once more follows."""
     alike: Lines = field(default_factory=Lines)
     """Pairs left out because their two answers are the same tokens after the cut: their loss has no gradient, and would only
     dilute that of the others."""
@@ -244,6 +245,13 @@ class DataReport:
             f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
             f"learn; the longest sample has {counted(counts.longest, 'token')}.",
         )
+        if counts.several.count:
+            yield (
+                "info",
+                f"{name}: {counts.several.text(self.word, 'conversation')}, of which each answer is not the same once more "
+                "follows, by the base's chat template: earlier answers are learned in samples of their own, behind what stands "
+                "before them. training.train_on = 'last_assistant' learns the last ones alone.",
+            )
         if counts.cut and cut:
             yield (
                 "warn",
@@ -405,13 +413,10 @@ def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) ->
 
 
 def answers(
-    records: Iterable[tuple[int, Record | Fault]], widths: deque[int] | None = None
+    records: Iterable[tuple[int, Record | Fault]],
 ) -> Iterator[tuple[int, Record | Fault]]:
-    """Both answers of every numbered pair, the preferred one first, so that pair i becomes samples 2i and 2i + 1; or its fault.
-    `widths`: receives the number of samples of each record.
-    """
+    """Both answers of every numbered pair, the preferred one first, so that pair i becomes samples 2i and 2i + 1; or its
+    fault."""
     for number, record in for_method(records, pairs=True):
         samples = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
-        if widths is not None:
-            widths.append(len(samples))
         yield from ((number, sample) for sample in samples)

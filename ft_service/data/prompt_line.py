@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.data.chat_line import parse_messages, parse_tools, require_answered_calls
+from ft_service.data.chat_line import parse_messages, parse_tools, refuse_variables, require_answered_calls
 from ft_service.data.line_errors import LineError, json_of, required, text_of
 from ft_service.data.sample_kinds import GradedPrompt
 
@@ -22,6 +22,7 @@ _ANSWERED: Mapping[str, str] = {
 
 def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
     """An object as a prompt to grade. Raises LineError (a DataError) with its first fault."""
+    refuse_variables(line)
     other = next((key for key in _ANSWERED if key in line), None) if "messages" not in line else None
     if other is not None:
         reason = f"is of method: {{type: {_ANSWERED[other]}}}; a prompt to grade has messages, and no answer"

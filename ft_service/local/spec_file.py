@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.own_template import with_template_variables
 from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.chat_line import MAX_LINE_BYTES
@@ -281,7 +282,7 @@ def resolve_spec_file(
         date=datetime.now(UTC).date().isoformat(),
         samples=estimate_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,
     )
-    return resolve(request, context)
+    return resolve(with_template_variables(request, Path(model.path)), context)
 
 
 def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobRequest, BaseModelRef, AdapterRef | None]:

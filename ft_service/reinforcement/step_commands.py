@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ft_service.reinforcement.advantages import advantages, weights
+from ft_service.reinforcement.flat_steps import is_flat
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_records import AnsweredPrompt, SampledAnswer, StepRecord, mean_reward
 from ft_service.spec import JobSpec
@@ -77,7 +78,7 @@ def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
     if not answers:
         return {}
     known = [answer.reward for answer in answers if answer.reward is not None]
-    same = sum(1 for group in record.groups if not any(advantages(group.rewards, "none")))
+    same = sum(map(is_flat, record.groups))
     found = {
         "completions/mean_length": fmean(len(answer.tokens) for answer in answers),
         "completions/max_length": float(max(len(answer.tokens) for answer in answers)),

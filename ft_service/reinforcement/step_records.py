@@ -90,6 +90,8 @@ class RecordHead(Line):
     """Of the answers' log-probabilities. Up to 0.2 they were those at 1, whatever was drawn from."""
     groups: int
     """Number of lines with answers to train on."""
+    flat_steps: int = 0
+    """Steps in a row, up to this one, in none of whose groups the rewards differ (flat_steps.py)."""
     saves: bool = False
     """Whether a checkpoint is due before the step."""
     ends: bool = False

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.option_types import AutoOrOff, FewPatterns, Names, NullableSections, Number, Pattern, Strict, TrainOn
+from ft_service.spec.template_variables import Variables
 from ft_service.spec.templates import check_template
 from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
 
@@ -411,6 +412,10 @@ class JobOptions(NullableSections):
     """The chat template for conversations, in place of the base's: its text (Jinja), or the name of a standard one
     (docs/data.md); in a SPEC file also the path of a .jinja file. None: the base's; without one, conversations are refused.
     Saved with the adapter."""
+    chat_template_kwargs: Variables | None = None
+    """Variables that the chat template reads, such as enable_thinking, thinking or reasoning_effort: name → true, false, a
+    number or a text. They become defaults in the template's text, in training, evaluation, preview, hand-off and exports alike.
+    None: the template's own defaults."""
     evaluation: EvaluationOptions | None = None
     """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: off."""
     serve: Literal["vllm"] | None = None

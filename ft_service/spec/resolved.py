@@ -92,7 +92,9 @@ class JobSpec(Resolved):
     checkpoint: CheckpointOptions
     data: DataOptions = DataOptions()
     chat_template: str = ""
-    """Text of the chat template; empty: the base's."""
+    """Text of the chat template, with the variables that are set in it; empty: the base's."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """These variables, for people."""
     date: str = ""
     """Date (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty: today."""
     evaluation: EvaluationOptions | None = None
@@ -233,6 +235,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         checkpoint=request.checkpoint,
         data=request.data,
         chat_template=named_template(request.chat_template or ""),
+        chat_template_kwargs=request.chat_template_kwargs or {},
         date=context.date,
         shared_experts=not (request.lora.lora_dropout or request.lora.use_dora) if parent is None else parent.shared_experts,
         evaluation=request.evaluation,
@@ -277,7 +280,11 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = _inherited_precision(request.precision, parent.precision)
     chat_template = request.chat_template if request.chat_template is not None else parent.chat_template or None
-    return request.model_copy(update={"lora": lora, "precision": precision, "chat_template": chat_template})
+    variables = request.chat_template_kwargs or {}
+    if request.chat_template is None:
+        variables = {**parent.chat_template_kwargs, **variables}
+    changed = {"chat_template": chat_template, "chat_template_kwargs": variables or None}
+    return request.model_copy(update={"lora": lora, "precision": precision, **changed})
 
 
 def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> PrecisionOptions:

@@ -58,7 +58,7 @@ def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda
         validation = None if file is None else _samples(run, spec, file, make, warn)
     if (split := Split.of(spec)) is not None:
         file = given
-        training, validation = split_off(training, split, file.name, pairs=spec.dpo is not None)
+        training, validation = split_off(training, split, file.name)
     begun = run.read(ORIGINS, Origins)
     known = {} if begun is None else {data.role: data.samples for data in begun.data}
     used = as_trained(training, given, spec, known.get("training"))

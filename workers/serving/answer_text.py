@@ -1,6 +1,4 @@
-"""The text of one answer while its tokens arrive: whole characters only, and nothing that a stop or a tool call may still
-take.
-"""
+"""The text of one answer while its tokens arrive: whole characters only, and nothing that a stop may still take."""
 
 from __future__ import annotations
 
@@ -14,13 +12,10 @@ _UNFINISHED = "\ufffd"
 class AnswerText:
     """Tokens in, text out. What is out never has to be taken back."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], call_prefix: str | None, *, keep_special: bool = False) -> None:
-        """`call_prefix`: what a tool call begins with, from where text is kept back until the end; "": the answer is one if it
-        begins with a brace; None: there are no calls.
-        """
+    def __init__(self, tokenizer: Any, stops: Sequence[str], *, keep_special: bool = False) -> None:
+        """`keep_special`: special tokens are part of the text."""
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
-        self._prefix = call_prefix
         self._keep_special = keep_special
         self._ids: list[int] = []
         self._decoded_from = self._decoded_to = 0
@@ -61,16 +56,9 @@ class AnswerText:
             self.whole = self.whole[: min(found)]
 
     def _certain(self) -> int:
-        """End of the text that neither a stop nor a tool call can still remove."""
-        if self.stopped and self._prefix is None:
-            return len(self.whole)
+        """End of the text that a stop can no longer remove."""
         end = len(self.whole)
-        if self._prefix == "" and self.whole.lstrip()[:1] in ("", "{"):
-            return 0
-        watched = self._stops + ([self._prefix] if self._prefix else [])
-        if self._prefix and (place := self.whole.find(self._prefix)) >= 0:
-            end = place
-        return min([end, *(end - _overlap(self.whole[:end], word) for word in watched)])
+        return end if self.stopped else min((end - _overlap(self.whole, stop) for stop in self._stops), default=end)
 
     def _give(self, end: int) -> str:
         end = max(end, self._given)

@@ -1,4 +1,4 @@
-"""Reports of the tokens of one answer: text and tool calls in a conversation, else tokens and log-probabilities."""
+"""Reports of the tokens of one answer: text, reasoning and tool calls in a conversation, else tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ft_service.data.answer_format import closing_of
+from ft_service.data.answer_stream import AnswerStream
 from workers.serving.answer_text import AnswerText
 from workers.serving.chat_tokens import Chats, ChatTokenizer, PlainTokenizer
 from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
@@ -38,15 +40,22 @@ class ChatAnswer:
     chat: ChatTokenizer | PlainTokenizer
     text: AnswerText
     say: Say
+    parts: AnswerStream | None = None
+    """Takes the text apart; None: all of it is text."""
     unsaid: list[dict[str, Any]] = field(default_factory=list)
     """Log-probabilities of tokens whose text is kept back."""
 
     @classmethod
-    def of(cls, request: ChatRequest | TextRequest, index: int, chat: ChatTokenizer | PlainTokenizer, say: Say) -> ChatAnswer:
-        calls = chat.calls if request.tools else None
-        prefix = calls.prefix if calls else None
-        text = AnswerText(chat.tokenizer, request.stop, prefix, keep_special=calls is not None)
-        return cls(request, index, chat, text, say)
+    def of(cls, request: ChatRequest, index: int, chat: ChatTokenizer, prompt: str, say: Say) -> ChatAnswer:
+        """An answer to a conversation. `prompt`: the conversation's text."""
+        text = AnswerText(chat.tokenizer, request.stop, keep_special=True)
+        parts = AnswerStream(chat.answers, tools=bool(request.tools), closing=closing_of(prompt))
+        return cls(request, index, chat, text, say, parts)
+
+    @classmethod
+    def of_text(cls, request: TextRequest, index: int, plain: PlainTokenizer, say: Say) -> ChatAnswer:
+        """The continuation of a text."""
+        return cls(request, index, plain, AnswerText(plain.tokenizer, request.stop), say)
 
     def push(self, choice: Choice) -> bool:
         ends = choice.token in self.chat.ends
@@ -55,24 +64,29 @@ class ChatAnswer:
             self.unsaid.append(_shown(self.chat, choice))
         if ends:
             return True
-        self._tell(self.text.push(choice.token))
+        text = self.text.push(choice.token)
+        self._tell(*(self.parts.push(text) if self.parts else (text, "")))
         return self.text.stopped
 
     def end(self, reason: str) -> None:
-        rest = self.text.end()
+        text, reasoning = self.text.end(), ""
         calls: list[dict[str, Any]] = []
-        if self.request.tools and self.chat.calls is not None:
-            found = self.chat.calls.parse(self.text.whole)
-            if found is not None:
-                reason, calls = "tool_calls", found[1] if self.request.parallel_tool_calls else found[1][:1]
-                rest = ""
-        self._tell(rest, last=True)
+        if self.parts is not None:
+            said, thought = self.parts.push(text)
+            text, reasoning, whole = self.parts.end()
+            text, reasoning = said + text, thought + reasoning
+            if whole.calls:
+                given = [dict(call) for call in whole.calls]
+                reason, calls = "tool_calls", given if self.request.parallel_tool_calls else given[:1]
+        self._tell(text, reasoning, last=True)
         self.say({"id": self.request.id, "kind": "end", "index": self.index, "reason": reason, "calls": calls})
 
-    def _tell(self, text: str, *, last: bool = False) -> None:
-        if not text and not (last and self.unsaid):
+    def _tell(self, text: str, reasoning: str, *, last: bool = False) -> None:
+        if not text and not reasoning and not (last and self.unsaid):
             return
         said: dict[str, Any] = {"id": self.request.id, "kind": "text", "index": self.index, "text": text}
+        if reasoning:
+            said["reasoning"] = reasoning
         if self.request.top_logprobs is not None:
             said["logprobs"], self.unsaid = self.unsaid, []
         self.say(said)
@@ -100,7 +114,7 @@ class TokenAnswer:
     @classmethod
     def of(cls, request: TokenRequest, index: int, chats: Chats, say: Say) -> TokenAnswer:
         ends = frozenset(request.stop_tokens) | (chats.ends if request.ends else frozenset())
-        text = AnswerText(chats.tokenizer, request.stop_texts, None, keep_special=True) if request.stop_texts else None
+        text = AnswerText(chats.tokenizer, request.stop_texts, keep_special=True) if request.stop_texts else None
         return cls(request, index, ends, text, say, chats.tokenizer.decode if request.texts else None)
 
     def push(self, choice: Choice) -> bool:

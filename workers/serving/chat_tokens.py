@@ -12,14 +12,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from ft_service.data.answer_format import AnswerFormat
 from ft_service.data.line_errors import LineError
 from ft_service.data.template_process import RenderLimits, TemplateProcess
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import stops_of
-from ft_service.data.tokens.answer_ends import answer_ends
+from ft_service.data.tokens.answer_ends import answer_ends, answer_format
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
-from ft_service.data.tool_call_parser import CallFormat, call_format
 from ft_service.errors import SpecError, UnavailableError
 
 LIMITS = RenderLimits(seconds=2.0, memory_bytes=256 * 1024**2)
@@ -56,8 +56,6 @@ class Chats:
 class PlainTokenizer:
     """A base's tokenizer for texts without a chat template."""
 
-    calls = None
-
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
         self.tokenizer, self.ends = tokenizer, ends
         self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
@@ -92,8 +90,8 @@ class ChatTokenizer:
         self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
 
     @property
-    def calls(self) -> CallFormat | None:
-        """How calls are written. None: in no way that is known here. Known once a prompt is."""
+    def answers(self) -> AnswerFormat:
+        """How answers are written. Known once a prompt is."""
         return self._told()[0]
 
     @property
@@ -118,7 +116,7 @@ class ChatTokenizer:
         except LineError as error:
             raise SpecError(f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages") from None
 
-    def _told(self) -> tuple[CallFormat | None, frozenset[int]]:
+    def _told(self) -> tuple[AnswerFormat, frozenset[int]]:
         """What the template says of itself. If the host killed its process, the next request finds it asked again."""
         known = self._known
         try:
@@ -127,8 +125,8 @@ class ChatTokenizer:
             self._known = self._queue.submit(self._ask_template)
             raise
 
-    def _ask_template(self) -> tuple[CallFormat | None, frozenset[int]]:
-        return call_format(self._write), answer_ends(self._write, self.tokenizer, self._path)
+    def _ask_template(self) -> tuple[AnswerFormat, frozenset[int]]:
+        return answer_format(self._write, self.tokenizer), answer_ends(self._write, self.tokenizer, self._path)
 
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """Raises LineError."""

@@ -158,7 +158,7 @@ class Engine:
                 raise SpecError("prompt: has no token.", param="prompt")
             self._require_known("prompt", prompt)
             self._room(prompt, request.max_tokens, "prompt", "the prompt")
-            answers = [ChatAnswer.of(request, index, plain, self._say) for index in range(request.n)]
+            answers = [ChatAnswer.of_text(request, index, plain, self._say) for index in range(request.n)]
             sequences = self._sequences(request, prompt, request.max_tokens, answers)
             if request.echo and top is not None:
                 sequences[0].scored, sequences[0].top, sequences[0].name = len(prompt) - 1, top, plain.text
@@ -181,7 +181,7 @@ class Engine:
 
     def _begin(self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[str]) -> None:
         with self._at(request), self._answering(request.id):
-            self._queue(request, self._answers(request, chat, chat.tokens(prompt.result())))
+            self._queue(request, self._answers(request, chat, prompt.result()))
 
     def _queue(self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]) -> None:
         """Queue the answers of a request: the first of them reads the prompt for all."""
@@ -401,10 +401,11 @@ class Engine:
         self._turns.end(one.turn, cost=max(one.work, 1))
         one.turn = None
 
-    def _answers(self, request: ChatRequest, chat: ChatTokenizer, prompt: list[int]) -> list[_Sequence]:
+    def _answers(self, request: ChatRequest, chat: ChatTokenizer, text: str) -> list[_Sequence]:
+        prompt = chat.tokens(text)
         room = self._room(prompt, request.max_tokens, "messages", "the messages")
         limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
-        answers = [ChatAnswer.of(request, index, chat, self._say) for index in range(request.n)]
+        answers = [ChatAnswer.of(request, index, chat, text, self._say) for index in range(request.n)]
         return self._sequences(request, prompt, limit, answers)
 
     def _continuations(self, request: TokenRequest) -> list[_Sequence]:

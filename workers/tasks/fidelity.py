@@ -104,7 +104,7 @@ def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
         assert found is not None, "it was made"
         with closing(found.entry):
             samples = found.samples
-            chosen = samples if split is None else split_off(samples, split, file.name, pairs=pairs)[1]
+            chosen = samples if split is None else split_off(samples, split, file.name)[1]
             return TokenSet.of(as_trained(chosen, file, spec))
 
 

@@ -64,9 +64,11 @@
         if (part.error) throw new Error(part.error.message);
         if (part.usage) answer.tokens = part.usage.completion_tokens;
         const choice = part.choices?.[0];
+        answer.thought = (answer.thought ?? "") + (choice?.delta?.reasoning_content ?? "");
         answer.text += choice?.delta?.content ?? "";
         for (const call of choice?.delta?.tool_calls ?? []) answer.text += `${call.function.name}(${call.function.arguments})`;
         if (choice?.finish_reason === "length") answer.cut = true;
+        if (!part.usage) answer.note = answer.text ? "" : answer.thought && `Thinking: ${answer.thought.slice(-200)}`;
         changed();
       }
     }
@@ -85,7 +87,7 @@
         await read(response, answer, changed);
         answer.whole = true;
         const seconds = (performance.now() - since) / 1000;
-        answer.note = `${answer.tokens ?? "?"} tokens in ${seconds.toFixed(1)} s${answer.cut ? ", cut off: set longer answers above, under sampling" : ""}`;
+        answer.note = `${answer.tokens ?? "?"} tokens in ${seconds.toFixed(1)} s${answer.text ? "" : ", thoughts only"}${answer.cut ? ", cut off: set longer answers above, under sampling" : ""}`;
         return;
       }
       const { message } = (await response.json().catch(() => ({}))).error ?? { message: `The server answered ${response.status}.` };

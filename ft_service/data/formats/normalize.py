@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ft_service.data import chat_line
-from ft_service.data.chat_line import parse_chat, parse_messages, parse_tools, require_answered_calls
+from ft_service.data.chat_line import parse_chat, parse_messages, parse_tools, refuse_variables, require_answered_calls
 from ft_service.data.formats import media
 from ft_service.data.formats.columns import PEOPLE, QUESTIONS, SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
@@ -80,6 +80,7 @@ def as_record(format: Format, fields: Fields) -> Record:
             "is a message of a conversation, by its role or its user: give all messages of a conversation in one record, as "
             "messages with role and content; or leave those columns out if each text is a document",
         )
+    refuse_variables(fields)
     refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
     return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 

@@ -10,9 +10,9 @@ answer is compared: that of the prompt (`<|im_end|>\n<|im_start|>assistant\n<thi
 (`<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n`). They have a common beginning; the answer follows it in the conversation,
 whatever follows it in the prompt. A thought that the prompt opens and the template does not close is closed.
 
-An earlier answer is part of the last answer's prompt, as the template writes it there. It is learned if that text begins with
-the answer's own prompt, and if the answer ends there as it does at the end of a conversation. Its own prompt is rendered for
-the first answers of each kind and for some of the others; the other answers of a kind are taken to begin and end like these.
+An earlier answer is part of the last answer's prompt, as the template writes it there. It fits there if that text begins with
+the answer's own prompt and goes on with the answer as it is at the end of a conversation. These are rendered for the first
+answers of each kind and for some of the others; the other answers of a kind are taken to begin and end like these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ft_service.data.answer_format import THOUGHTS
 from ft_service.data.line_errors import LineError
@@ -31,32 +31,29 @@ Message = dict[str, Any]
 
 TRUSTED_AFTER = 2
 """Answers of a kind that are rendered and must agree before further ones are taken to begin or end like them."""
-_OPEN, _CLOSE = "<think>", "</think>"
+_OPEN, CLOSE = "<think>", "</think>"
 MARKUP = r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,40}\]"
 """Text that looks like a special token; some bases do not declare theirs."""
-_CHOICE = (
-    "Learn the last answer alone (training.train_on = 'last_assistant'), or give this message weight 0 and end a line of its "
-    "own with it, as `ft data convert --each-answer` does for every answer"
-)
-
 
 Template = Callable[..., str]
 """The base's template with the tools of one conversation: `(messages, *, prompt=False)` → text. Raises LineError."""
 Ending = Callable[[str, Message], str]
 """Text after the words of the last message → the part of it that is learned."""
+Alone = Callable[[int], tuple[str, str]]
+"""Number of an answer → its prompt, and the answer as it is where the conversation ends with it. Raises LineError."""
 
 
 def thought_and_answer(message: Message) -> tuple[str, str]:
     """An assistant's reasoning and its answer, without surrounding white space; either may be empty."""
     reasoning, content = message.get("reasoning_content") or "", message["content"]
     if (thought := _thought(content)) is not None:
-        reasoning, content = reasoning or content[slice(*thought)], content[thought[1] + len(_CLOSE) :]
+        reasoning, content = reasoning or content[slice(*thought)], content[thought[1] + len(CLOSE) :]
     return reasoning.strip(), content.strip()
 
 
 def _thought(content: str) -> Span | None:
     """The span of a content's reasoning, without leading white space. None: it has no reasoning."""
-    end = content.find(_CLOSE)
+    end = content.find(CLOSE)
     if end < 0:
         return None
     begin = _past_space(content, 0)
@@ -132,6 +129,18 @@ class UnmarkableError(LineError):
     """The template does not keep markers."""
 
 
+class ThoughtError(LineError):
+    """The template has no place for an answer's reasoning."""
+
+
+class ApartError(LineError):
+    """An earlier answer is not the one that the model is to give: the template writes it, or what stands before it, otherwise
+    once more follows."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"messages.{index}", "is written otherwise by the base's chat template once more follows")
+
+
 class _KindsDifferError(Exception):
     """Answers of one kind do not begin or end in the same way."""
 
@@ -155,13 +164,16 @@ class MarkedConversation:
             )
         self._marked_messages, self._roles, self._in_prompt, self._in_full = marked
         self._last_of = {place.message: place for place in self._in_prompt}
+        self._parts_of: dict[int, list[tuple[str, int]]] = {}
+        for place, at in self._in_prompt.items():
+            self._parts_of.setdefault(place.message, []).append((place.part, at))
 
     def last_answer(self, ending: Ending) -> str:
         """The last answer, as it follows its prompt. Raises LineError if it is not found, or partly left out."""
         last = len(self._messages) - 1
         message = self._messages[last]
         thought, words = thought_and_answer(message)
-        self._require(last, self._in_full, self._full)
+        self._require_last()
         place = next((place for place in reversed(self._in_prompt) if place in self._in_full), None)
         at_prompt, at_full = (self._in_prompt[place], self._in_full[place]) if place is not None else (0, 0)
         prompt_end = self._prompt[at_prompt:]
@@ -183,16 +195,14 @@ class MarkedConversation:
         rest = self._full[words_begin:words_end] + ending(self._full[words_end:], message)
         return _continuation(prompt_end, common, head, rest, thought, last)
 
-    def spans(self, learned: Sequence[int], exact: int, ending: Ending) -> list[Span]:
-        """The learned spans of earlier answers; the prompts of the first `exact` are rendered in any case. Raises LineError for
-        an answer that does not follow its own prompt, or does not end as it does at the end of a conversation."""
-        if not learned:
-            return []
+    def spans(self, learned: Sequence[int], exact: int, alone: Alone) -> list[Span]:
+        """The learned spans of earlier answers; the first `exact` are rendered in any case. Raises ApartError for an answer
+        that does not fit, LineError."""
         controls = {learned[-1]} | {learned[len(learned) >> halvings] for halvings in range(1, len(learned).bit_length())}
         try:
-            return self._spans(learned, controls | set(learned[:exact]), ending)
+            return self._spans(learned, controls | set(learned[:exact]), alone)
         except _KindsDifferError:
-            return self._spans(learned, None, ending)
+            return self._spans(learned, None, alone)
 
     def words(self) -> list[Span]:
         """The spans of contents and reasonings in the prompt, of all messages but the last."""
@@ -223,11 +233,6 @@ class MarkedConversation:
                     f"the base's chat template leaves this {own} message out, so its words would not be seen. {way_out}",
                 )
 
-    def require_answers(self, learned: Sequence[int]) -> None:
-        """Raise LineError for an earlier learned answer of which the template leaves out a part."""
-        for index in learned:
-            self._require(index, self._in_prompt, self._prompt)
-
     def _mark(self) -> tuple[list[Message], frozenset[str], dict[MarkPosition, int], dict[MarkPosition, int]] | None:
         """Messages with markers, the roles that have some, and the markers' positions in prompt and full text. None: the
         template does not keep markers, in whichever messages they are."""
@@ -248,14 +253,15 @@ class MarkedConversation:
                 return marked, roles, in_prompt, in_full
         return None
 
-    def _require(self, index: int, places: dict[MarkPosition, int], text: str) -> None:
-        """Raise LineError if the text lacks the answer's words, its reasoning or a call."""
-        thought, answer = thought_and_answer(self._messages[index])
-        self._require_calls(index, places, text)
-        if answer and MarkPosition(index, "e") not in places:
-            raise self._left_out(index, "text", MarkPosition(index, "e"), answer, "Leave the text out")
-        if thought and MarkPosition(index, "r") not in places and not (places is self._in_full and _is_open(self._prompt)):
-            raise self._left_out(index, "reasoning", MarkPosition(index, "r"), thought, "Leave the reasoning out")
+    def _require_last(self) -> None:
+        """Raise LineError if the conversation lacks the last answer's words, its reasoning or a call."""
+        last = len(self._messages) - 1
+        thought, answer = thought_and_answer(self._messages[last])
+        self._require_calls(last, self._in_full, self._full)
+        if answer and MarkPosition(last, "e") not in self._in_full:
+            raise self._left_out("text", answer)
+        if thought and MarkPosition(last, "r") not in self._in_full and not _is_open(self._prompt):
+            raise self._left_out("reasoning", thought)
 
     def _require_calls(self, index: int, places: dict[MarkPosition, int], text: str) -> None:
         """Raise LineError for a call of which the text has neither the name nor the id (Kimi's templates write the id)."""
@@ -267,21 +273,16 @@ class MarkedConversation:
                     "its own, followed by its result",
                 )
 
-    def _left_out(self, index: int, what: str, place: MarkPosition, words: str, way_out: str) -> LineError:
-        calls = " next to its tool calls" if what == "text" and self._messages[index].get("tool_calls") else ""
-        _, alone = self._marks.out(self._write(self._marked_messages[: index + 1]))
-        if place in alone and index < len(self._messages) - 1:
-            reason = (
-                f"the base's chat template leaves the {what} of this answer out once more follows, so it would not be learned. "
-                f"{way_out}. Or: {_CHOICE[0].lower()}{_CHOICE[1:]}"
-            )
-        else:
-            reason = (
-                f"the base's chat template leaves the {what} of this answer out{calls}, so it would not be learned. "
-                f"{way_out}, or give this message weight 0"
-            )
-        key = "reasoning_content" if words in (self._messages[index].get("reasoning_content") or "") else "content"
-        return LineError(f"messages.{index}.{key}", reason)
+    def _left_out(self, what: str, words: str) -> LineError:
+        message = self._messages[-1]
+        calls = " next to its tool calls" if what == "text" and message.get("tool_calls") else ""
+        key = "reasoning_content" if words in (message.get("reasoning_content") or "") else "content"
+        kind = ThoughtError if what == "reasoning" else LineError
+        return kind(
+            f"messages.{len(self._messages) - 1}.{key}",
+            f"the base's chat template leaves the {what} of this answer out{calls}, so it would not be learned. Leave the "
+            f"{what} out, or give this message weight 0",
+        )
 
     def _has_header(self, common: int, prompt_end: str, place: MarkPosition | None) -> bool:
         """Return whether the common text of prompt and conversation goes beyond the end of the previous message."""
@@ -289,18 +290,18 @@ class MarkedConversation:
         before = text[places[place] :] if place is not None and place in places else text if place is None else prompt_end
         return common > self._common_length(prompt_end, before)
 
-    def _spans(self, learned: Sequence[int], rendered: set[int] | None, ending: Ending) -> list[Span]:
-        """The learned spans. `rendered`: the answers whose prompts and ends are rendered in any case; None: all. Raises
-        LineError, _KindsDifferError."""
-        begins, ends = _PositionsByKind(self._begin), _PositionsByKind(lambda index, known: self._end(index, known, ending))
+    def _spans(self, learned: Sequence[int], rendered: set[int] | None, alone: Alone) -> list[Span]:
+        """The learned spans. `rendered`: the answers that are rendered in any case; None: all. Raises LineError,
+        _KindsDifferError."""
+        firsts: dict[int, int] = {}
+        begins = _PositionsByKind(lambda index, known: self._begin(index, known, alone))
+        ends = _PositionsByKind(lambda index, known: self._end(index, firsts[index], known, alone))
         spans: list[Span] = []
         for index in learned:
             before, own = (self._kind(index - 1), self._kind(index)) if rendered is not None else (None, None)
             must = rendered is None or index in rendered
-            first, end = begins.at(index, before, must), ends.at(index, own, must)
-            if end <= first:
-                raise _not_found(index)
-            spans.append((first, end))
+            firsts[index] = begins.at(index, before, must)
+            spans.append((firsts[index], ends.at(index, own, must)))
         return spans
 
     def _kind(self, index: int) -> Hashable | None:
@@ -311,40 +312,42 @@ class MarkedConversation:
         thought, answer = thought_and_answer(message) if message["role"] == "assistant" else ("", message["content"].strip())
         return message["role"], bool(thought), bool(answer), len(message.get("tool_calls") or ()), self._last_of[index].part
 
-    def _begin(self, index: int, known: str | None) -> tuple[int, str | None]:
-        """The answer's begin, and the prompt's text after the last marker. `known`: that text of another answer of its kind; if
-        it does not fit here, the begin is -1. Raises LineError if the text does not begin with the answer's prompt.
+    def _begin(self, index: int, known: str | None, alone: Alone) -> tuple[int, str | None]:
+        """The answer's begin, and the text before it from the last marker on. `known`: that text of another answer of its kind;
+        if it does not fit here, the begin is -1. Raises ApartError if the text does not begin with the answer's prompt.
         """
+        before = self._last_of.get(index - 1)
+        here = self._in_prompt[before] if before is not None else 0
         if known is not None:
-            here = self._in_prompt[self._last_of[index - 1]]
             return (here + len(known) if self._prompt.startswith(known, here) else -1), known
-        text, places = self._marks.out(self._write(self._marked_messages[:index], prompt=True))
-        if not self._prompt.startswith(text):
-            raise LineError(
-                f"messages.{index}",
-                "the conversation has another text before this answer than the prompt with which the model is asked for it: "
-                f"once more follows, the base's chat template writes what stands before the answer differently. {_CHOICE}",
-            )
-        place = next(reversed(places), None)
-        return len(text), text[places[place] :] if place is not None and place == self._last_of.get(index - 1) else None
+        prompt, _ = alone(index)
+        if not self._prompt.startswith(prompt):
+            raise ApartError(index)
+        return len(prompt), self._prompt[here : len(prompt)] if before is not None and here <= len(prompt) else None
 
-    def _end(self, index: int, known: str | None, ending: Ending) -> tuple[int, str | None]:
-        """The answer's end, and the learned text after its last marker; otherwise as `_begin`."""
+    def _end(self, index: int, begin: int, known: Edges | None, alone: Alone) -> tuple[int, Edges | None]:
+        """The end of an answer that begins at `begin`, and its edges; otherwise as `_begin`. Raises ApartError if the answer is
+        another one at the end of a conversation."""
+        last = self._last_of.get(index)
+        words, after = (self._words_begin(index), self._in_prompt[last]) if last is not None else (0, 0)
         if known is not None:
-            here = self._in_prompt[self._last_of[index]]
-            return (here + len(known) if self._prompt.startswith(known, here) else -1), known
-        text, places = self._marks.out(self._write(self._marked_messages[: index + 1]))
-        place = next(reversed(places), None)
-        if place is None or place not in self._in_prompt:
-            raise _not_found(index)
-        end, here = ending(text[places[place] :], self._messages[index]), self._in_prompt[place]
-        if not self._prompt.startswith(end, here):
-            raise LineError(
-                f"messages.{index}",
-                f"ends with {end[-40:]!r} where it is the last answer, as generation does, and otherwise once more follows, so "
-                f"that a model which learned that would not stop. {_CHOICE}",
-            )
-        return here + len(end), end if place == self._last_of.get(index) else None
+            head, tail = known
+            fits = self._prompt.startswith(head, begin) and begin + len(head) == words and self._prompt.startswith(tail, after)
+            return (after + len(tail) if fits else -1), known
+        _, answer = alone(index)
+        if not answer or not self._prompt.startswith(answer, begin):
+            raise ApartError(index)
+        end = begin + len(answer)
+        is_marked = last is not None and begin <= words <= after <= end
+        return end, (self._prompt[begin:words], self._prompt[after:end]) if is_marked else None
+
+    def _words_begin(self, index: int) -> int:
+        """Where the first of a message's marked parts begins in the prompt."""
+        message = self._messages[index]
+        _, answer = thought_and_answer(message) if message["role"] == "assistant" else ("", message["content"].strip())
+        before = {"r": 0, "e": len(answer)}
+        before |= {f"c{place}": len(call["function"]["name"]) for place, call in enumerate(message.get("tool_calls") or ())}
+        return min(at - before[part] for part, at in self._parts_of[index])
 
     def _common_length(self, one: str, other: str) -> int:
         """The length of the common beginning of two texts, in characters, without a part of a special token at its end."""
@@ -356,12 +359,17 @@ class MarkedConversation:
         return length
 
 
-class _PositionsByKind:
+Edges = tuple[str, str]
+"""An answer's text before its first marked part, and that after its last."""
+Known = TypeVar("Known")
+
+
+class _PositionsByKind(Generic[Known]):
     """Begins or ends of answers, which are found by rendering until those of a kind agree."""
 
-    def __init__(self, find: Callable[[int, str | None], tuple[int, str | None]]) -> None:
+    def __init__(self, find: Callable[[int, Known | None], tuple[int, Known | None]]) -> None:
         self._find = find
-        self._known: dict[Hashable, tuple[str | None, int]] = {}
+        self._known: dict[Hashable, tuple[Known | None, int]] = {}
 
     def at(self, index: int, kind: Hashable | None, must: bool) -> int:
         """The position for an answer. `must`: it must be rendered. Raises _KindsDifferError if the result disagrees with other
@@ -395,14 +403,16 @@ def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: s
                 head = head.lstrip().removeprefix(opening)
             if closing not in head:
                 head = f"{thought}\n{closing}\n\n{head.lstrip()}"
+            elif thought and head.lstrip().startswith(closing):  # the template writes an empty one
+                head = f"{thought}{head.lstrip()}"
             elif thought and thought not in head:
-                raise LineError(
+                raise ThoughtError(
                     f"messages.{index}.reasoning_content",
                     "is left out by the base's chat template, so it would not be learned. Leave the reasoning out, or give "
                     "this message weight 0",
                 )
         elif thought and closing in prompt_end[common:]:
-            raise LineError(
+            raise ThoughtError(
                 f"messages.{index}.reasoning_content",
                 f"would not be learned: the prompt with which the model is asked closes the thought, {prompt_end[common:]!r}. "
                 "Leave the reasoning out, or give a chat_template whose generation prompt leaves the thought to the answer",
@@ -414,5 +424,5 @@ def _not_found(index: int) -> LineError:
     return LineError(
         f"messages.{index}",
         "the base's chat template writes the messages before this answer differently once the answer follows, so that its "
-        f"begin or end cannot be found in the text. {_CHOICE}",
+        "begin or end cannot be found in the text. Give this message weight 0, or leave the line out",
     )

@@ -20,10 +20,12 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from transformers.utils import chat_template_utils
 
 from ft_service.data.line_errors import LineError
 from ft_service.errors import SpecError
+from ft_service.spec.template_variables import GIVEN, variables_of, without_variables
 
 CLOCK = "strftime_now"
 """The function that templates call for today's date."""
@@ -58,6 +60,8 @@ _ARGUMENTS = """\
 _OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
 """Patterns of templates that may need these lines. Other templates are not tried: rendering is for conversations, under
 limits."""
+_OF_THOUGHTS = ("thinking", "reasoning")
+"""Names of an answer's reasoning in templates that do not read it as `reasoning_content`."""
 _QUESTION, _ANSWER, _VALUE, _NAME = "ft_question", "ft_answer", "ft_value", "ft_participant"
 _USER = {"role": "user", "content": _QUESTION}
 _CHAT = [_USER, {"role": "assistant", "content": _ANSWER}]
@@ -116,10 +120,11 @@ class ChatTemplate:
         return CLOCK in self.text
 
     def require_usable(self) -> None:
-        """Raise SpecError for a source with wrong syntax."""
+        """Raise SpecError for a source with wrong syntax, and for a variable that a job sets and the source does not read."""
         for text in self.sources.values():
             try:
-                chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
+                compiled: Any = chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
+                _require_read(text, compiled.environment)
             except jinja2.TemplateSyntaxError as error:
                 raise SpecError(f"chat_template: line {error.lineno}: {error.message}.", param="chat_template") from None
 
@@ -146,11 +151,12 @@ class ChatTemplate:
         return {name: fitted_template(text, render) for name, text in self.sources.items()}
 
     def _named(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with their reasoning also in the field `thinking`, for templates that read it there."""
-        if "thinking" not in self.text or "reasoning_content" in self.text:
+        """Messages with their reasoning also under the other names by which templates read it."""
+        names = [name for name in _OF_THOUGHTS if re.search(rf"\b{name}\b", self.text)]
+        if not names or "reasoning_content" in self.text:
             return messages
         return [
-            {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
+            {**message, **dict.fromkeys(names, message["reasoning_content"])} if "reasoning_content" in message else message
             for message in messages
         ]
 
@@ -169,6 +175,20 @@ def writes_name(template: ChatTemplate, role: str) -> bool:
 @lru_cache(maxsize=16)
 def _kept(sources: tuple[tuple[str, str], ...], special_tokens: str) -> ChatTemplate:
     return ChatTemplate(dict(sources), json.loads(special_tokens))
+
+
+def _require_read(source: str, environment: jinja2.Environment) -> None:
+    if not (given := variables_of(source)):
+        return
+    found = jinja2.meta.find_undeclared_variables(environment.parse(without_variables(source)))
+    read = sorted(name for name in found - set(environment.globals) - set(GIVEN) if not name.endswith("_token"))
+    for name in given:
+        if name not in read:
+            known = f"It reads {', '.join(read[:20])}" if read else "It reads none that a job could set"
+            raise SpecError(
+                f"chat_template_kwargs.{name}: the chat template does not read it. {known}: leave it out.",
+                param=f"chat_template_kwargs.{name}",
+            )
 
 
 def _plain(value: Any) -> Any:

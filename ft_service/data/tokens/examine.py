@@ -20,12 +20,10 @@ if __name__ == "__main__":  # before the slow imports
 
 import contextlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -244,10 +242,13 @@ class Examination:
         found = find(destination.folder, destination.key) if destination is not None else None
         if found is not None:
             data.look()
-            findings.examples = len(found.samples) // (2 if request.pairs else 1)
+            findings.examples = int(found.samples.records.max(initial=-1)) + 1
             limit = self._length_limit(data)
             alike = found.samples.alike(limit) if request.pairs else None
             counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, alike)
+            if not request.pairs:
+                records, made = np.unique(found.samples.records, return_counts=True)
+                counts = replace(counts, several=Lines.of((records[made > 1] + 1).tolist()))
             unread_names, noted.unanswered = found.samples.unread_names, found.samples.unanswered
             found.entry.close()
         elif destination is None:
@@ -294,32 +295,31 @@ class Examination:
         pairs, options = self.request.pairs, self.request.options
         exceeded = 0
         lengths, targets, alike = array("i"), array("i"), array("b")  # 8 bytes a sample, and one a pair
-        samples_per_record: deque[int] = deque()
+        several = Lines()
         with data as reader, contextlib.ExitStack() as stack:
             records = noted.noted(reader)
-            source = answers(records, samples_per_record) if pairs else records
-            samples = stack.enter_context(closing(tokenize(self.tokenizer, source, self.limits, options)))
-            for first in samples:
-                of_record = [first, *islice(samples, samples_per_record.popleft() - 1)] if pairs else [first]
-                fault = next((sample for sample in of_record if isinstance(sample, Fault)), None)
-                if fault is not None:
-                    findings.fault(fault)
-                    exceeded += fault.over_limit
+            source = answers(records) if pairs else records
+            for of_record in stack.enter_context(closing(tokenize(self.tokenizer, source, self.limits, options))):
+                if isinstance(of_record, Fault):
+                    findings.fault(of_record)
+                    exceeded += of_record.over_limit
                     if recording is not None:
                         recording.stop()
                 else:
                     findings.examples += 1
                     cut: list[Tokens] = []
                     for sample in of_record:
-                        assert isinstance(sample, Tokens)
                         cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))
                         targets.append(cut[-1].target_count)
                         if recording is not None:
                             recording.add(sample)
+                    if not pairs and len(cut) > 1:
+                        several = several.with_line(findings.examples)
                     alike.append(pairs and cut[0].target_count > 0 and cut[0].is_same(cut[1]))
                 self.progress.update(findings.examples + findings.faults_total, reader)
-        return _counts(lengths, targets, self._length_limit(data), np.asarray(alike, np.bool_) if pairs else None), exceeded
+        counts = _counts(lengths, targets, self._length_limit(data), np.asarray(alike, np.bool_) if pairs else None)
+        return replace(counts, several=several), exceeded
 
     def _open(self) -> DataReader:
         return open_data(Path(self.request.path), self.request.files, self.request.options.columns)

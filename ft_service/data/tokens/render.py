@@ -6,8 +6,10 @@ token at which generation stops. A sample's text ends with its last learned answ
 
 Some templates write an answer differently from what follows their generation prompt (Gemma 4 closes a channel of thoughts
 there, DeepSeek R1 opens a thought). Then the last learned answer is appended to its prompt, which is always possible. An
-earlier answer is part of the last answer's prompt; if its own prompt is not the text before it there, or it ends with another
-token, it is refused (answer_markers.py).
+earlier answer is part of the last answer's prompt. It is learned there if it is the same, from its prompt to its end, as where
+the conversation ends with it (answer_markers.py). Else it is learned in a sample of its own: once more follows, Qwen3 leaves
+thoughts out, Qwen3.5's thoughts are not opened, and gpt-oss ends an answer with another token. The fewest samples are made:
+each learns its last answer and those right before it that fit.
 
 Bare text (a document, or a prompt with its completion) is not rendered by a chat template. It begins with the token that the
 tokenizer puts before every text, if there is one, and ends with the end-of-text token, which is learned, and added unless the
@@ -16,11 +18,12 @@ text has it: a model that never learns it never stops.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,50 +32,127 @@ from ft_service.data.sample_kinds import Conversation, GradedPrompt, PromptCompl
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_markers import (
+    CLOSE,
     MARKUP,
+    Alone,
+    ApartError,
     MarkedConversation,
     Message,
     Span,
     Template,
+    ThoughtError,
     UnmarkableError,
     thought_and_answer,
 )
 from ft_service.data.tokens.chat_template import ChatTemplate, writes_name
 from ft_service.errors import SpecError
 from ft_service.spec import TrainOn
+from ft_service.spec.template_variables import with_variables
 
-Rendered = tuple[str, list[Span]]
-"""A sample's text, and the character spans of the answers to learn."""
+
+class Rendered(NamedTuple):
+    """A sample's text."""
+
+    text: str
+    spans: list[Span]
+    """The character spans of the answers to learn."""
+    source: Conversation
+    """The part of the conversation that the sample is of: up to the last answer that it learns, with weights of these."""
+
 
 RENDERING = 8
 """Version of the conversations that chat_line.py and formats/normalize.py make of a record, and of the tokens and targets that
 this module, answer_markers.py, boundary_tokens.py and tokenize.py make of these; increase it when they change."""
 EXACT_ANSWERS = 16
 """First answers of a conversation whose prompts are rendered in any case."""
+MOST_CHARACTERS = 64 * 1024**2
+"""Characters of the samples of one conversation together, where it is more than one."""
 _PARTS = ("think", "tool_call", "tool_calls", "tool_response", "arg_value", "function")
 _WITHIN_TURNS = frozenset(f"<{slash}{part}>" for part in _PARTS for slash in ("", "/"))
 """Tokens that begin or end a part of a turn."""
 _ANSWERED, _FOLLOWS = "ft_answered", "ft_follows"
+_ASKED = {"role": "user", "content": "ft_question"}
+_SWITCHES = ("enable_thinking", "thinking", "keep_thinking", "preserve_thinking")
+"""Variables with which published templates turn thoughts on."""
 
 
-def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: TokenOptions = DEFAULT) -> Rendered:
-    """Text and learned spans of a conversation, in linear time if the template writes its messages one after the other.
+def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: TokenOptions = DEFAULT) -> list[Rendered]:
+    """The samples of a conversation: one, in linear time, if the template writes its messages one after the other; else as many
+    as it takes to learn each answer behind its own prompt.
 
     Raises LineError if the base's chat template refuses the conversation or leaves out a part of it (an answer, a call, a
-    message that is answered), and for an answer that does not follow the prompt with which the model will be asked for it.
+    message that is answered), and for samples that are too long together.
     """
     template = ChatTemplate.of(tokenizer)
     assert template is not None, "the caller checks"
     _require_tools_in_template(template, sample.tools, calls=sample.calls_tools)
     messages, tools = list(sample.messages), list(sample.tools) or None
+    if any(CLOSE in message["content"] for message in messages) and _doubles_thoughts(template):
+        messages = [_with_thought_apart(message) for message in messages]
     write: Template = partial(template.write, tools=tools, day=options.day)
     endings = _endings(tokenizer, template)
     if options.train_on == "everything":
         full = endings.ended(write(messages), messages[-1])
-        return full, [(0, len(full))]
+        return [Rendered(full, [(0, len(full))], sample)]
     learned = _learned(sample, options.train_on)
     _require_unnamed(template, messages, learned)
-    return _Answers(write, messages[: learned[-1] + 1], endings).rendered(learned)
+    samples: list[Rendered] = []
+    behind = _Behind(write, messages, endings)
+    while learned:
+        try:
+            text, spans = behind.at(learned[-1]).rendered(learned, behind.alone)
+        except ThoughtError as error:
+            if (switch := _thought_switch(tokenizer, template)) is None:
+                raise
+            way_out = f"Or have the template write it: chat_template_kwargs: {{{switch}: true}}"
+            raise LineError(error.field, f"{error.reason}. {way_out}") from None
+        own = learned[-len(spans) :]
+        weights = tuple(int(index in own) for index in range(own[-1] + 1))
+        samples.insert(0, Rendered(text, spans, Conversation(tuple(messages[: own[-1] + 1]), weights, sample.tools)))
+        learned = learned[: -len(spans)]
+        if len(samples) > 1 and sum(len(own.text) for own in samples) > MOST_CHARACTERS:
+            raise LineError(
+                "messages",
+                f"makes samples of more than {MOST_CHARACTERS:,} characters: the base's chat template writes an answer "
+                "otherwise once more follows, so that earlier ones are learned in samples of their own, which repeat what "
+                "stands before them. Make shorter conversations of it, or learn the last answer alone (training.train_on = "
+                "'last_assistant')",
+            )
+    return samples
+
+
+def _with_thought_apart(message: Message) -> Message:
+    if message["role"] != "assistant" or CLOSE not in message["content"]:
+        return message
+    thought, words = thought_and_answer(message)
+    return {**message, "content": words, **({"reasoning_content": thought} if thought else {})}
+
+
+@lru_cache(maxsize=32)
+def _doubles_thoughts(template: ChatTemplate) -> bool:
+    """True if the template writes a thought of its own before one that stands in the content (Kimi K2 Thinking: an empty one;
+    DeepSeek V4: the end of one): models learn two of them."""
+    thinks = {"role": "assistant", "content": f"<think>\n{_FOLLOWS}\n{CLOSE}\n\n{_ANSWERED}"}
+    with contextlib.suppress(LineError):
+        _, _, text = template.write([_ASKED, thinks], None, DEFAULT.day).partition(_ASKED["content"])
+        return text.partition(_ANSWERED)[0].count(CLOSE) > 1
+    return False
+
+
+@lru_cache(maxsize=32)
+def _thought_switch(tokenizer: Any, template: ChatTemplate) -> str | None:
+    """The variable by which the template writes reasoning; None: none that is known. It is tried."""
+    messages = [_ASKED, {"role": "assistant", "content": _ANSWERED, "reasoning_content": _FOLLOWS}]
+    for name in _SWITCHES:
+        if name not in template.text:
+            continue
+        sources = {own: with_variables(text, {name: True}) for own, text in template.sources.items()}
+        switched = ChatTemplate(sources, template.special_tokens)
+        with contextlib.suppress(LineError):
+            endings = Endings(tokenizer, switched)
+            if _FOLLOWS in _Answers(partial(switched.write, tools=None, day=DEFAULT.day), messages, endings).answer:
+                return name
+    return None
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, sample: GradedPrompt, options: TokenOptions = DEFAULT) -> str:
@@ -89,48 +169,77 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, sample: GradedPrompt, opti
     return template.write(messages, list(sample.tools) or None, options.day, prompt=True)
 
 
+class _Behind:
+    """The answers of a conversation, each at the end of what stands before it."""
+
+    def __init__(self, write: Template, messages: list[Message], endings: Endings) -> None:
+        self.at = lru_cache(maxsize=8)(lambda index: _Answers(write, messages[: index + 1], endings))
+        """Number of an answer → the conversation that ends with it."""
+
+    def alone(self, index: int) -> tuple[str, str]:
+        """An answer's prompt, and the answer. Raises LineError."""
+        own = self.at(index)
+        return own.prompt, own.answer
+
+
 class _Answers:
     """The learned answers of a conversation that ends with the last of them."""
 
     def __init__(self, write: Template, messages: list[Message], endings: Endings) -> None:
         self._write, self._messages, self._endings = write, messages, endings
-        self._prompt = write(messages[:-1], prompt=True)
+        self.prompt = write(messages[:-1], prompt=True)
         self._full = write(messages)
         self._marked: MarkedConversation | None = None
 
-    def rendered(self, learned: Sequence[int]) -> Rendered:
-        """Text and learned spans. `learned`: numbers of the learned messages. Raises LineError."""
-        last = len(self._messages) - 1
-        answer = self._simple_answer(last, self._prompt, self._full)
+    @cached_property
+    def answer(self) -> str:
+        """The last answer, as it follows its prompt. Raises LineError."""
+        answer = self._simple_answer()
         if answer is None or not self._is_prompt_complete():
             try:
-                answer = self._with_markers().last_answer(self._endings.ending)
+                return self._with_markers().last_answer(self._endings.ending)
             except UnmarkableError:
                 if answer is None:
                     raise
-        text = self._prompt + answer
-        return text, [*self._earlier_spans(learned[:-1], text), (len(self._prompt), len(text))]
+        return answer
 
-    def _earlier_spans(self, learned: Sequence[int], text: str) -> list[Span]:
-        spans: list[Span] = []
+    def rendered(self, learned: Sequence[int], alone: Alone) -> tuple[str, list[Span]]:
+        """Text, and the learned spans of the last answer and of those right before it that fit. `learned`: numbers of the
+        learned messages; the last one is the conversation's. Raises LineError."""
+        text = self.prompt + self.answer
+        spans = self._nearest_spans(learned[-2:-1], alone)
+        if spans and len(learned) > 2:  # in most templates all fit, or not even the one before
+            try:
+                spans = self._earlier_spans(learned[:-1], alone)
+            except ApartError:
+                spans = self._nearest_spans(learned[:-1], alone)
+        return text, [*spans, (len(self.prompt), len(text))]
+
+    def _earlier_spans(self, learned: Sequence[int], alone: Alone) -> list[Span]:
+        """The spans of all earlier answers. Raises ApartError if one does not fit, LineError."""
         if len(learned) < EXACT_ANSWERS or not self._is_markable():
-            for index in learned:
-                prompt = self._write(self._messages[:index], prompt=True)
-                answer = self._simple_answer(index, prompt, self._write(self._messages[: index + 1]))
-                if answer is None or not text.startswith(prompt + answer):
-                    break
-                spans.append((len(prompt), len(prompt) + len(answer)))
-        if len(spans) == len(learned):
-            return spans
-        conversation = self._with_markers()
-        conversation.require_answers(learned)
-        return conversation.spans(learned, EXACT_ANSWERS, self._endings.ending)
+            return [self._exact_span(index, alone) for index in learned]
+        return self._with_markers().spans(learned, EXACT_ANSWERS, alone)
 
-    def _simple_answer(self, index: int, prompt: str, full: str) -> str | None:
-        """The answer, if the conversation up to it is its prompt, its words and the usual ending. None: it is not."""
-        thought, words = thought_and_answer(self._messages[index])
+    def _nearest_spans(self, learned: Sequence[int], alone: Alone) -> list[Span]:
+        spans: list[Span] = []
+        with contextlib.suppress(ApartError):
+            for index in reversed(learned):
+                spans.insert(0, self._exact_span(index, alone))
+        return spans
+
+    def _exact_span(self, index: int, alone: Alone) -> Span:
+        prompt, answer = alone(index)
+        if not self.prompt.startswith(prompt) or not self.prompt.startswith(answer, len(prompt)):
+            raise ApartError(index)
+        return len(prompt), len(prompt) + len(answer)
+
+    def _simple_answer(self) -> str | None:
+        """The answer, if the conversation is its prompt, its words and the usual ending. None: it is not."""
+        message, prompt, full = self._messages[-1], self.prompt, self._full
+        thought, words = thought_and_answer(message)
         usual = self._endings.usual
-        if usual is None or not words or self._messages[index].get("tool_calls"):
+        if usual is None or not words or message.get("tool_calls"):
             return None
         tail, ending = usual
         end = len(full) - len(tail)
@@ -145,7 +254,7 @@ class _Answers:
         place = 0
         for message in self._messages[:-1]:
             words = message["content"].strip() if message["role"] != "assistant" else ""
-            place = self._prompt.find(words, place)
+            place = self.prompt.find(words, place)
             if place < 0 or message.get("tool_calls"):
                 return False
             place += len(words)
@@ -154,7 +263,7 @@ class _Answers:
     def _with_markers(self) -> MarkedConversation:
         """The conversation with markers. Raises UnmarkableError, and LineError if the template leaves out a message."""
         if self._marked is None:
-            self._marked = MarkedConversation(self._write, self._messages, self._prompt, self._full, self._endings.tokens)
+            self._marked = MarkedConversation(self._write, self._messages, self.prompt, self._full, self._endings.tokens)
             self._marked.require_kept()
         return self._marked
 
@@ -208,7 +317,7 @@ class Endings:
     def _usual(self) -> tuple[str, str] | None:
         answer = {"role": "assistant", "content": _ANSWERED}
         try:
-            text = self._write([{"role": "user", "content": "ft_question"}, answer])
+            text = self._write([_ASKED, answer])
         except LineError:
             return None
         _, match, tail = text.rpartition(_ANSWERED)
@@ -221,7 +330,7 @@ class Endings:
         answer = {"role": "assistant", "content": ""} | ({"tool_calls": [call]} if calls else {"content": _ANSWERED})
         after = {"role": "tool", "tool_call_id": "ftcallone"} if calls else {"role": "user"}
         try:
-            text = self._write([{"role": "user", "content": "ft_question"}, answer, {**after, "content": _FOLLOWS}])
+            text = self._write([_ASKED, answer, {**after, "content": _FOLLOWS}])
         except LineError:
             return ""
         _, match, rest = text.partition(_ANSWERED)

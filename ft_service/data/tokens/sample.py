@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ class Tokens:
 
     ids: np.ndarray
     targets: np.ndarray
+    continues: bool = False
+    """It is of the same record as the sample before it."""
 
     @property
     def target_count(self) -> int:
@@ -26,4 +28,6 @@ class Tokens:
 
     def cut(self, max_length: int) -> Tokens:
         """The sample's first tokens."""
-        return self if len(self.ids) <= max_length else Tokens(self.ids[:max_length], self.targets[:max_length])
+        if len(self.ids) <= max_length:
+            return self
+        return replace(self, ids=self.ids[:max_length], targets=self.targets[:max_length])

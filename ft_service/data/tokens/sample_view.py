@@ -20,13 +20,13 @@ from ft_service.data.sample_request import Answer, RecordRange, SamplePage, Show
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.render import words_of
-from ft_service.data.tokens.tokenize import SampleCheck, as_asked, as_text, encode
+from ft_service.data.tokens.tokenize import SampleCheck, SampleText, as_texts, encode
 
 MOST_CHARACTERS = 1024**2
 """Characters of a sample that is shown, at most. A longer one takes the time of the whole page, and gigabytes."""
 
 Shown = Conversation | PromptCompletion | Text | GradedPrompt
-"""A record that is one sample."""
+"""A record that is no pair."""
 
 
 def page_of(
@@ -52,7 +52,8 @@ def _shown(
     parts = {"preferred": record.preferred, "rejected": record.rejected} if isinstance(record, Pair) else {"": record}
     for answer, part in parts.items():
         try:
-            yield _sample(tokenizer, number, part, options, max_length, answer)
+            for sample in as_texts(tokenizer, options, part):
+                yield _sample(tokenizer, number, sample, options, max_length, answer)
         except LineError as error:
             yield ShownSample(number, error=f"{error.field} {error.reason}".strip(), answer=answer)
 
@@ -60,15 +61,13 @@ def _shown(
 def _sample(
     tokenizer: PreTrainedTokenizerBase,
     number: int,
-    record: Shown,
+    sample: SampleText,
     options: TokenOptions,
     max_length: int,
     answer: Answer,
 ) -> ShownSample:
-    """A record as a sample. Raises LineError."""
-    record = as_asked(tokenizer, options, record)
-    sample = as_text(tokenizer, options, record)
-    text = sample.text
+    """A sample with the text and role of every token. Raises LineError."""
+    text, record = sample.text, sample.source
     if len(text) > MOST_CHARACTERS:
         raise LineError("", f"has {len(text):,} characters, and samples of at most {MOST_CHARACTERS:,} are shown")
     (encoding,) = encode(tokenizer, [(number, sample)], None)

@@ -28,6 +28,8 @@ class TokenSet(Sequence[Tokens]):
     """int64 [samples]: the number of tokens of each sample."""
     target_counts: np.ndarray
     """int64 [samples]: the number of predicted targets of each sample (Tokens.target_count)."""
+    records: np.ndarray
+    """int64 [samples]: the number of the file's record that each sample is of, from 0."""
     largest_id: int
     """The largest token id of the uncut samples; -1: there are no tokens."""
     digest: str
@@ -52,6 +54,7 @@ class TokenSet(Sequence[Tokens]):
             begins=np.cumsum(lengths) - lengths,
             lengths=lengths,
             target_counts=np.array([sample.target_count for sample in given], dtype=np.int64),
+            records=np.cumsum([not sample.continues for sample in given], dtype=np.int64) - 1,
             largest_id=int(ids.max(initial=-1)),
             digest=digest.hexdigest(),
             dated=dated,
@@ -108,7 +111,8 @@ class TokenSet(Sequence[Tokens]):
 
     def some(self, which: slice | np.ndarray) -> TokenSet:
         """A set of the chosen samples, without copies. `which`: a slice, or bool [samples]."""
-        return replace(self, begins=self.begins[which], lengths=self.lengths[which], target_counts=self.target_counts[which])
+        names = ("begins", "lengths", "target_counts", "records")
+        return replace(self, **{name: getattr(self, name)[which] for name in names})
 
 
 class TokensDigest:

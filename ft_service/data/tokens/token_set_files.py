@@ -4,6 +4,7 @@
     targets.bin         uint8 [tokens], 0 or 1
     offsets.bin         int64 [samples + 1]: the place of each sample's first token, and the end of the last
     target_counts.bin   int64 [samples]
+    records.bin         int64 [samples]: the number of each sample's record, from 0
     index.json          TokenSetIndex, written last
 
 A folder is written under a temporary name and published by a rename (ft_service/bases/cache_folder.py). A folder whose files do
@@ -28,10 +29,11 @@ from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokensDigest, TokenSet
 
-FORMAT = 1
+FORMAT = 2
 """Version of this format."""
 CHUNK_BYTES = 16 * 1024**2
-_DTYPES = {"ids.bin": "<i4", "targets.bin": "?", "offsets.bin": "<i8", "target_counts.bin": "<i8"}
+_OF_SAMPLES = ("target_counts.bin", "records.bin")
+_DTYPES = {"ids.bin": "<i4", "targets.bin": "?", "offsets.bin": "<i8", **dict.fromkeys(_OF_SAMPLES, "<i8")}
 
 
 class TokenSetIndex(BaseModel):
@@ -46,6 +48,8 @@ class TokenSetIndex(BaseModel):
     """-1: there are no tokens."""
     digest: str
     """Digest of the samples (TokensDigest)."""
+    records: str
+    """SHA-256 of records.bin."""
     dated: bool
     """The chat template may write the date, so tomorrow's tokens may differ."""
     unread_names: Mapping[str, Lines] = Field(default_factory=dict)
@@ -66,7 +70,7 @@ class TokenSetIndex(BaseModel):
     def lengths(self) -> dict[str, int]:
         """File name → number of elements."""
         samples, tokens = self.samples, self.tokens
-        return {"ids.bin": tokens, "targets.bin": tokens, "offsets.bin": samples + 1, "target_counts.bin": samples}
+        return {"ids.bin": tokens, "targets.bin": tokens, "offsets.bin": samples + 1, **dict.fromkeys(_OF_SAMPLES, samples)}
 
     def _seal(self) -> str:
         given = {"unread_names": bool(self.unread_names), "unanswered": self.unanswered.count > 0}
@@ -83,8 +87,9 @@ class TokenSetWriter:
         self._files: dict[str, IO[bytes]] = {}
         self._stack = ExitStack()
         self._digest = TokensDigest()
+        self._records = hashlib.sha256()
         self._tokens = self._samples = 0
-        self._largest = -1
+        self._largest = self._record = -1
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -106,6 +111,10 @@ class TokenSetWriter:
         self._files["targets.bin"].write(sample.targets.tobytes())
         self._files["offsets.bin"].write(_int64(self._tokens))
         self._files["target_counts.bin"].write(_int64(sample.target_count))
+        self._record += not sample.continues
+        record = _int64(self._record)
+        self._records.update(record)
+        self._files["records.bin"].write(record)
 
     def finish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None, unanswered: Lines | None = None) -> None:
         """Write all samples to the disk and then the index, which makes the folder complete."""
@@ -116,6 +125,7 @@ class TokenSetWriter:
             tokens=self._tokens,
             largest_id=self._largest,
             digest=self._digest.hexdigest(),
+            records=self._records.hexdigest(),
             dated=dated,
             unread_names=unread_names or {},
             unanswered=unanswered or Lines(),
@@ -145,6 +155,7 @@ def open_token_set(folder: Path) -> TokenSet | None:
         begins=offsets[:-1],
         lengths=lengths,
         target_counts=counts,
+        records=arrays["records.bin"],
         largest_id=index.largest_id,
         digest=index.digest,
         dated=index.dated,
@@ -173,11 +184,14 @@ def damage(folder: Path) -> Generator[None, None, str | None]:
                     yield
         firsts = offsets[:-1][np.diff(offsets) > 0]
         targets = _mapped(folder / "targets.bin", index.tokens)
+        records = hashlib.sha256((folder / "records.bin").read_bytes()).hexdigest()
         predicted = marked - int(np.count_nonzero(targets[firsts]))
     except (OSError, ValueError, IndexError) as error:
         return f"cannot be read: {error}"
     if TokensDigest.combined([*parts, hashlib.sha256(np.diff(offsets).tobytes())]) != index.digest:
         return "have another digest than when they were written"
+    if records != index.records:
+        return "are of other records than when they were written"
     return None if predicted == int(counts.sum()) else "have other counts of targets than when they were written"
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +23,7 @@ from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record
+from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record, Text
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
@@ -44,10 +46,12 @@ _SHOWN = 40
 
 
 class SampleText(NamedTuple):
-    """A record as text, and the character spans of it that are learned."""
+    """A sample as text, and the character spans of it that are learned."""
 
     text: str
     spans: list[Span]
+    source: Conversation | GradedPrompt | PromptCompletion | Text
+    """The record, or the part of a conversation that the sample is of."""
     is_chat: bool
     """A chat template has written it, with an answer."""
     is_prompt: bool = False
@@ -150,11 +154,11 @@ def file_samples(
         raise DataError(f"{file.name}: the file is gone from {missing}.", code="file_missing")
     if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    with data as reader, closing(tokenize(tokenizer, answers(reader) if pairs else reader, options=options)) as samples:
-        for sample in samples:
-            if isinstance(sample, Fault):
-                raise DataError(f"{file.name}: {sample.text(data.shape.word)}.")
-            yield sample
+    with data as reader, closing(tokenize(tokenizer, answers(reader) if pairs else reader, options=options)) as found:
+        for of_record in found:
+            if isinstance(of_record, Fault):
+                raise DataError(f"{file.name}: {of_record.text(data.shape.word)}.")
+            yield from of_record
 
 
 def load_dataset(
@@ -170,7 +174,7 @@ def load_dataset(
     `file_samples`. Raises DataError as `file_samples` and `trainable` do."""
     with closing(file_samples(tokenizer, file, options, pairs=pairs)) as samples:
         token_set = TokenSet.of(samples, dated=writes_date(tokenizer))
-    chosen = token_set if split is None else split_off(token_set, split, file.name, pairs=pairs)[1]
+    chosen = token_set if split is None else split_off(token_set, split, file.name)[1]
     return trainable(chosen, file, max_length, pairs=pairs)
 
 
@@ -199,16 +203,31 @@ def tokenize(
     records: Iterable[tuple[int, Record | Fault]],
     limits: SampleLimits | None = None,
     options: TokenOptions = DEFAULT,
-) -> Generator[Tokens | Fault]:
-    """Tokens of every numbered record, or its fault: the given one, or one that rendering or a check finds.
+) -> Generator[list[Tokens] | Fault]:
+    """The samples of every record, or its fault: the given one, or one that rendering or a check finds. Records of the same
+    number that follow each other are one.
 
     While one chunk is tokenised in a thread that does not hold the GIL, this thread renders the next one: do not use the
     tokenizer until the end. `limits`: exceeding them is a fault of the sample; after a few of these the iteration ends.
     """
+    with closing(_samples(tokenizer, records, limits, options)) as samples:
+        for _, of_record in groupby(samples, itemgetter(0)):
+            found = [outcome for _, outcome in of_record]
+            fault = next((outcome for outcome in found if isinstance(outcome, Fault)), None)
+            tokens = [outcome for outcome in found if isinstance(outcome, Tokens)]
+            yield fault or [*tokens[:1], *(replace(sample, continues=True) for sample in tokens[1:])]
+
+
+def _samples(
+    tokenizer: PreTrainedTokenizerBase,
+    records: Iterable[tuple[int, Record | Fault]],
+    limits: SampleLimits | None,
+    options: TokenOptions,
+) -> Generator[tuple[int, Tokens | Fault]]:
     check = SampleCheck(tokenizer, options)
     with ThreadPoolExecutor(1, "tokenize") as pool:
         previous: tuple[Chunk, Future[list[Encoding | Joined]]] | None = None
-        for chunk in _chunks(partial(_rendered, partial(as_text, tokenizer, options)), records, limits):
+        for chunk in _chunks(partial(_rendered, partial(as_texts, tokenizer, options)), records, limits):
             started = chunk, pool.submit(encode, tokenizer, chunk, limits)
             if previous is not None:
                 yield from _tokens(*previous, limits, check)
@@ -218,7 +237,7 @@ def tokenize(
 
 
 def _chunks(
-    render: Callable[[int, Record, SampleLimits | None], SampleText | Fault],
+    render: Callable[[int, Record, SampleLimits | None], list[SampleText] | Fault],
     records: Iterable[tuple[int, Record | Fault]],
     limits: SampleLimits | None,
 ) -> Iterator[Chunk]:
@@ -226,15 +245,14 @@ def _chunks(
     characters = 0
     for number, record in records:
         rendered = record if isinstance(record, Fault) else render(number, record, limits)
-        chunk.append((number, rendered))
-        if isinstance(rendered, Fault):
-            if limits is not None and rendered.over_limit and limits.exceeded():
-                break
-        else:
-            characters += len(rendered.text)
-        if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
+        for sample in [rendered] if isinstance(rendered, Fault) else rendered:
+            chunk.append((number, sample))
+            characters += 0 if isinstance(sample, Fault) else len(sample.text)
+            if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+        if isinstance(rendered, Fault) and limits is not None and rendered.over_limit and limits.exceeded():
+            break
     yield chunk
 
 
@@ -254,29 +272,29 @@ def as_asked(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: 
     return record.as_chat if is_chat or applied is True else record
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> SampleText:
-    """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
+def as_texts(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> list[SampleText]:
+    """The samples of a record. Raises LineError, and SpecError for a base that cannot write it."""
     record = as_asked(tokenizer, options, record)
     if isinstance(record, Pair):
         raise LineError("", TWO_ANSWERS)
     if isinstance(record, GradedPrompt):
         text = render_prompt(tokenizer, record, options)
-        return SampleText(text, [(0, len(text))], is_chat=False, is_prompt=True)
+        return [SampleText(text, [(0, len(text))], record, is_chat=False, is_prompt=True)]
     if not isinstance(record, Conversation):
-        return SampleText(*render_bare(tokenizer, record, options.train_on), is_chat=False)
+        return [SampleText(*render_bare(tokenizer, record, options.train_on), record, is_chat=False)]
     if tokenizer.chat_template is None:
         raise SpecError(
             "The base's tokenizer has no chat template, so conversations cannot be written for it. Give chat_template, "
             "or lines of bare text: prompt and completion, or text.",
             param="chat_template",
         )
-    return SampleText(*render(tokenizer, record, options), is_chat=True)
+    return [SampleText(*sample, is_chat=True) for sample in render(tokenizer, record, options)]
 
 
 def _rendered(
-    render: Callable[[Record], SampleText], number: int, record: Record, limits: SampleLimits | None
-) -> SampleText | Fault:
-    def work() -> SampleText:
+    render: Callable[[Record], list[SampleText]], number: int, record: Record, limits: SampleLimits | None
+) -> list[SampleText] | Fault:
+    def work() -> list[SampleText]:
         with limits.rendering(number) if limits is not None else nullcontext():
             return render(record)
 
@@ -323,21 +341,21 @@ def _lines(chunk: Chunk) -> tuple[int, int]:
 
 def _tokens(
     chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None, check: SampleCheck
-) -> Iterator[Tokens | Fault]:
+) -> Iterator[tuple[int, Tokens | Fault]]:
     error = encoded.exception()
     if error is not None and limits is None:
         raise error
     if error is not None:  # an error of the tokenizer's Rust code is not an Exception
         first, last = _lines(chunk)
-        yield Fault(first, "", f"the base's tokenizer fails: {error or type(error).__name__}", last_line=last)
-        yield from (outcome for _, outcome in chunk if isinstance(outcome, Fault))
+        yield first, Fault(first, "", f"the base's tokenizer fails: {error or type(error).__name__}", last_line=last)
+        yield from ((number, outcome) for number, outcome in chunk if isinstance(outcome, Fault))
         return
     encodings = iter(encoded.result())
     for number, outcome in chunk:
         if isinstance(outcome, Fault):
-            yield outcome
+            yield number, outcome
         else:
-            yield _or_fault(partial(check.tokens, outcome, next(encodings)), number, limits, "tokenizer")
+            yield number, _or_fault(partial(check.tokens, outcome, next(encodings)), number, limits, "tokenizer")
 
 
 def _prompt(encoding: Encoding | Joined) -> Tokens:

@@ -75,9 +75,13 @@ def test_the_chat_template_of_a_job_goes_on_with_its_conversations(
 ) -> None:
     """A server that is not told takes the base's, which the model was not trained with."""
     receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
-    body: Any = {"chat_template": "zephyr"}
-    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_body=body).id
-    spec = put(service, job_id, state=State.SUCCEEDED, attempt=1).spec
+    body: Any = {"chat_template": "zephyr", "chat_template_kwargs": {"enable_thinking": False}}
+    job: Any = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_body=body)
+    assert job.chat_template_kwargs == {"enable_thinking": False}
+    spec = put(service, job.id, state=State.SUCCEEDED, attempt=1).spec
+    assert spec.chat_template.startswith(
+        "{%- set enable_thinking = enable_thinking if enable_thinking is defined else false %}"
+    )
     for given in ({}, {"chat_template": "{{ mine }}"}):
         client.chat.completions.create(model=spec.tuned_name, messages=MESSAGES, extra_body=given)
         sent = json.loads(receiver.arrived.get(timeout=60).body)

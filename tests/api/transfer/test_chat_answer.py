@@ -88,7 +88,7 @@ def by_peft(service: Service, name: str | None) -> str:
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     out = model.generate(**batch, max_new_tokens=LIMIT, do_sample=False)
-    return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
 def test_tuned_models_and_their_base_answer_as_themselves(

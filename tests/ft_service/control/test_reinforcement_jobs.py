@@ -28,7 +28,7 @@ from ft_service.jobs.states import Desired, Job, Phase, State
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
-from ft_service.reinforcement.step_records import StepRecord, read_record, recorded_steps
+from ft_service.reinforcement.step_records import StepRecord, read_record, record_key, recorded_steps
 from ft_service.reinforcement.step_texts import read_texts, texts_key
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
@@ -196,6 +196,21 @@ def test_each_step_is_sampled_graded_recorded_and_then_given(place: Place) -> No
     assert records[0].validation[0].answers[0].reward == 1.0
     assert place.told == []
     assert samplers_of(place.run) == ["step-000003"], "earlier weights are removed"
+
+
+def test_rewards_that_never_differ_are_told_once_with_two_answers(tmp_path: Path) -> None:
+    place = new_place(tmp_path, EchoSampler(), [{"answer": "nothing"}] * HEADER.training)
+    with place.ranks():
+        place.loop().run()
+        assert [record.head.flat_steps for record in place.records()] == [1, 2, 3, 0]
+        (told,) = place.told
+        assert told.level == "warn"
+        assert told.message.startswith("Steps 1 to 3: in none of their groups")
+        group = place.records()[2].groups[0]
+        assert f"Two answers to prompt {group.prompt + 1} and their rewards: '{group.ids[0]}': 0; 'wrong': 0." in told.message
+        place.run.path(record_key(STEPS + 1)).unlink()
+        place.loop().run()
+    assert len(place.told) == 1, "another service does not tell it again"
 
 
 class KilledHere(Exception):

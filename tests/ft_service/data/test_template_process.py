@@ -142,6 +142,6 @@ def test_only_two_processes_render() -> None:
     callers = {
         path.relative_to(root).as_posix()
         for path, text in sources.items()
-        if "tokens.tokenize import" in text and re.search(r"\b(tokenize|as_text|load_dataset|file_samples)\(", text)
+        if "tokens.tokenize import" in text and re.search(r"\b(tokenize|as_texts|load_dataset|file_samples)\(", text)
     }
     assert callers == {"ft_service/data/tokens/examine.py", "ft_service/data/tokens/sample_view.py"}

@@ -13,6 +13,7 @@ from ft_service.spec import (
     DistributedOptions,
     JobContext,
     JobSpec,
+    inherit,
     parse_request,
     resolve,
 )
@@ -144,3 +145,13 @@ def test_what_the_server_needs_is_said(lora: dict[str, object], step: int, padde
 def test_another_server_is_refused() -> None:
     with pytest.raises(SpecError, match="serve"):
         parse_request({"model": "m", "training_file": "f", "serve": "ollama"})
+
+
+def test_a_job_that_goes_on_keeps_the_variables_of_its_template_and_may_set_others() -> None:
+    parent = resolved(chat_template="{{ a }}{{ b }}", chat_template_kwargs={"a": 1, "b": 2})
+    for given, variables in (
+        ({}, {"a": 1, "b": 2}),
+        ({"chat_template_kwargs": {"b": 3}}, {"a": 1, "b": 3}),
+        ({"chat_template": "{{ b }}"}, None),
+    ):
+        assert inherit(parse_request(BODY | given), parent, "ft:m").chat_template_kwargs == variables

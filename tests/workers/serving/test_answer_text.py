@@ -14,8 +14,8 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-def streamed(text: str, stops: list[str], prefix: str | None = None) -> tuple[list[str], AnswerText]:
-    answer = AnswerText(Bytes(), stops, prefix)
+def streamed(text: str, stops: list[str]) -> tuple[list[str], AnswerText]:
+    answer = AnswerText(Bytes(), stops)
     out = []
     for byte in text.encode():
         out.append(answer.push(byte))
@@ -48,15 +48,3 @@ def test_nothing_of_a_stop_is_given(text: str, stops: list[str], expected: str) 
 def test_what_may_become_a_stop_waits() -> None:
     out, _ = streamed("a##b", ["##!"])
     assert out == ["a", "", "", "##b", ""]
-
-
-def test_a_call_is_kept_back_and_the_words_before_it_are_not() -> None:
-    answer = AnswerText(Bytes(), [], "<call>")
-    out = "".join(answer.push(byte) for byte in b'Let me see. <call>{"a": 1}')
-    assert out == "Let me see. "
-    assert answer.end() == '<call>{"a": 1}'
-
-
-def test_without_a_prefix_an_answer_that_begins_with_a_brace_is_kept_back() -> None:
-    assert streamed('{"name"', [], "")[0][:-1] == [""] * 7
-    assert streamed("hi {", [], "")[0][:4] == ["h", "i", " ", "{"]

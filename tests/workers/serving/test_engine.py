@@ -98,7 +98,7 @@ def test_answers_that_come_and_go_are_those_of_generate(
         heard.ask(str(number), CHATS[number])
     heard.run()
     for number, tokens in enumerate(expected):
-        assert heard.text(str(number)) == chat.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert heard.text(str(number)) == chat.tokenizer.decode(tokens, skip_special_tokens=True).strip()
         ended = tokens[-1] in chat.ends
         assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
@@ -127,7 +127,7 @@ def test_a_request_for_which_memory_is_short_leaves_the_others_their_answers(
     heard.run()
     assert heard.of("large", "error")[0]["code"] == "out_of_memory"
     for number in (0, 1):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
         assert not heard.of(str(number), "error")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(expected[number])
 
@@ -187,7 +187,7 @@ def test_an_answer_ends_before_a_stop(heard: Heard, chat: ChatTokenizer, expecte
     stop = whole[5:9]
     heard.ask("a", stop=[stop])
     heard.run()
-    assert heard.text("a") == whole[: whole.find(stop)]
+    assert heard.text("a") == whole[: whole.find(stop)].strip()
     assert heard.of("a", "end")[0]["reason"] == "stop"
 
 
@@ -259,7 +259,7 @@ def test_a_request_that_breaks_a_forward_fails_alone(
     (error,) = heard.of("poison", "error")
     assert (error["code"], error["wrong"]) == ("preview_failed", False)
     for number in (0, 1):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
     assert rows.count(3) == 1, "it is not tried beside others again"
     heard.ask("next")
     heard.ask("beside")
@@ -283,7 +283,7 @@ def test_an_error_in_what_is_drawn_is_the_answer_of_its_request(
     heard.engine.add_text(TextRequest("poison", [7] * 4, LIMIT, temperature=2.0, echo=True, top_logprobs=1))
     heard.run()
     assert heard.of("poison", "error")[0]["code"] == "preview_failed"
-    assert heard.text("0") == chat.tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert heard.text("0") == chat.tokenizer.decode(expected[0], skip_special_tokens=True).strip()
 
 
 def test_a_gpu_that_cannot_go_on_ends_the_process(heard: Heard, served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_answers_go_on_where_they_were_when_their_base_is_back(
     heard.run()
     assert said > 0, "some of it had been said"
     for number in (0, 1, 3):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
         assert heard.of(str(number), "done")
     assert not heard.of("2", "done")
 
@@ -341,4 +341,4 @@ def test_it_is_told_when_a_request_is_run_that_may_end_the_process(
     assert (None, 2) in seen
     assert at() is None
     for number in (0, 1):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True)
+        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()

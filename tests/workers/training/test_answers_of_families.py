@@ -1,9 +1,11 @@
-"""What goes into a conversation comes out of its answer, by the templates of families: in evaluations and for graders."""
+"""What goes into a conversation comes out of what is learned of it, by the templates of families: in evaluations, for graders
+and in chats."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +14,21 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ft_service.data.answer_format import Answer
+from ft_service.data.answer_format import Answer, AnswerFormat
+from ft_service.data.answer_stream import AnswerStream
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
+from ft_service.data.sample_kinds import Conversation
+from ft_service.data.token_options import DEFAULT
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.tokenize import load_tokenizer, tokenize
+from ft_service.data.tokens.tokenize import as_texts, load_tokenizer, tokenize
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens
 from tests.support.chat_templates import TEMPLATES
 from tests.support.training.models import save_tokenizer
+from workers.serving.answer_text import AnswerText
 from workers.training import evaluation_prompts
-from workers.training.evaluation_prompts import asked_of
+from workers.training.evaluation_prompts import asked_of, last_stretch
 
 FILES = Path(__file__).parents[2] / "support/chat_templates_by_family"
 FAMILIES = {
@@ -56,12 +62,26 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "called with words": {"content": "I add.", "tool_calls": [call(0, a=2, b="four")]},
     "called after a thought": {"content": "", "reasoning_content": "two twos", "tool_calls": [call(0, a=2, b="four")]},
 }
+FOUR, THREE, SIX = (
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "6"},
+)
+CALLED = {"role": "assistant", "content": "", "tool_calls": [call(0, a=2)]}
+RESULT = {"role": "tool", "tool_call_id": "functions.add:0", "content": "4"}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    **{name: [TWO, {"role": "assistant", **answer}] for name, answer in ANSWERS.items()},
+    "of two turns": [{"role": "system", "content": "Be brief."}, TWO, FOUR, THREE, SIX],
+    "of two turns, reasoned": [TWO, FOUR | {"reasoning_content": "two twos"}, THREE, SIX],
+    "after a result": [TWO, CALLED, RESULT, FOUR, THREE, SIX],
+}
 MERGED = {("gpt-oss", "called with words")}
 """Where the template writes words as a thought."""
 
 
 def answer_of(message: dict[str, Any]) -> Answer:
-    calls = [own["function"] for own in message.get("tool_calls", ())]
+    functions = [own["function"] for own in message.get("tool_calls", ())]
+    calls = [{**own, "arguments": json.dumps(own["arguments"], ensure_ascii=False)} for own in functions]
     return Answer(message["content"], message.get("reasoning_content", ""), calls)
 
 
@@ -86,12 +106,25 @@ def base(request: pytest.FixtureRequest, bytes_alone: Any, tmp_path_factory: pyt
     return request.param, load_tokenizer(str(folder))
 
 
-def learned_of(tokenizer: Any, message: dict[str, Any]) -> Tokens | None:
-    """A conversation that ends with an answer. None: the template has no place for the answer's parts."""
-    tools = {"tools": [TOOL]} if "tool_calls" in message else {}
-    line = json.dumps({"messages": [TWO, {"role": "assistant", **message}], **tools})
-    (tokens,) = tokenize(tokenizer, [(1, parse_line(line))])
-    return None if isinstance(tokens, Fault) else tokens
+def learned_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[tuple[Conversation, Tokens]]:
+    """The samples of a conversation, with the parts that they are of. Empty: the template has no place for all in it."""
+    tools = {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
+    record = parse_line(json.dumps({"messages": messages, **tools}))
+    (found,) = tokenize(tokenizer, [(1, record)])
+    if isinstance(found, Fault):
+        return []
+    sources = [text.source for text in as_texts(tokenizer, DEFAULT, record)]
+    return [(source, own) for source, own in zip(sources, found, strict=True) if isinstance(source, Conversation)]
+
+
+def chatted(written: list[int], tokenizer: Any, answers: AnswerFormat, closing: str, *, tools: bool) -> Answer:
+    """The answer as a chat gets it, token by token."""
+    text, parts = AnswerText(tokenizer, [], keep_special=True), AnswerStream(answers, tools=tools, closing=closing)
+    said = [parts.push(text.push(token)) for token in written]
+    said.append(parts.push(text.end()))
+    *rest, whole = parts.end()
+    words, thoughts = ("".join(own) for own in zip(*said, rest, strict=True))
+    return Answer(words, thoughts, whole.calls)
 
 
 class Here:
@@ -106,8 +139,8 @@ class Here:
 def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_prompts, "TemplateProcess", Here)
     family, tokenizer = base
-    samples = {name: learned_of(tokenizer, message) for name, message in ANSWERS.items() if (family, name) not in MERGED}
-    proven = {name: sample for name, sample in samples.items() if sample is not None}
+    chosen = {name: messages for name, messages in CONVERSATIONS.items() if (family, name) not in MERGED}
+    proven = [(name, *own) for name, messages in chosen.items() for own in learned_of(tokenizer, messages)]
     spec: Any = SimpleNamespace(
         model=SimpleNamespace(path=tokenizer.name_or_path),
         evaluation=SimpleNamespace(given=()),
@@ -117,19 +150,23 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         data=SimpleNamespace(pairs={}),
         reinforcement=None,
     )
-    evaluation = asked_of(spec, list(proven.values()), tokenizer)
+    evaluation = asked_of(spec, [sample for _, _, sample in proven], tokenizer)
     stored = json.loads(json.dumps(asdict(PromptHeader([], 1, 0, evaluation.answers))))
     header = PromptHeader.of_json(stored)
-    for (name, sample), question in zip(proven.items(), evaluation.questions, strict=True):
-        expected = answer_of(ANSWERS[name])
-        learned = sample.ids[sample.targets].tolist()
-        end = next(place for place, token in enumerate(learned) if token in evaluation.ends)
-        written = learned[:end]  # where generation stops
+    for (name, source, sample), question in zip(proven, evaluation.questions, strict=True):
+        expected = answer_of(source.messages[-1])
+        begin, end = last_stretch(sample.targets)
+        learned = sample.ids[begin:end].tolist()
+        written = learned[: next(place for place, token in enumerate(learned) if token in evaluation.ends)]  # up to the stop
         if family != "llama 3.2" or not expected.calls:  # a call of which nothing but its prompt says that it is one
             assert (name, question.read(written, tokenizer, evaluation.answers)) == (name, expected)
             assert question.reference == expected.whole, name
-        prompt = PromptTokens([], {}, "", "tool_calls" in ANSWERS[name], question.closing)
+        tools = bool(source.tools)
+        prompt = PromptTokens([], {}, "", tools, question.closing)
         graded = header.read(tokenizer.decode(written), prompt).sample()
         assert (graded.output_text, graded.reasoning) == (expected.text, expected.reasoning), name
         assert [own["function"] for own in graded.output_tools] == expected.calls, name
-    assert {"plain", "json", "lines"} <= set(proven), "every template has a place for these"
+        assert (name, chatted(written, tokenizer, evaluation.answers, question.closing, tools=tools)) == (name, expected)
+    answers = Counter(name for name, source, _ in proven for weight in source.weights if weight)
+    assert {"plain", "json", "lines", "of two turns"} <= set(answers), "every template has a place for these"
+    assert all(count == len([own for own in chosen[name] if own["role"] == "assistant"]) for name, count in answers.items())

@@ -31,12 +31,11 @@ class Split:
         return None if spec.validation_split is None else cls(spec.validation_split, spec.seed)
 
 
-def split_off(samples: TokenSet, split: Split, name: str, *, pairs: bool = False) -> tuple[TokenSet, TokenSet]:
-    """Training and validation samples of a set, in its order. They have no record in common; the samples of a pair stay
-    together. `name`: the file's, for messages. Raises DataError if there are too few records.
+def split_off(samples: TokenSet, split: Split, name: str) -> tuple[TokenSet, TokenSet]:
+    """Training and validation samples of a whole file, in its order. They have no record in common. `name`: the file's, for
+    messages. Raises DataError if there are too few records.
     """
-    aside = set_aside(content_digests(samples, together=2 if pairs else 1), split, name)
-    of_samples = aside.repeat(2) if pairs else aside
+    of_samples = set_aside(content_digests(samples), split, name)[samples.records]
     return samples.some(~of_samples), samples.some(of_samples)
 
 
@@ -85,17 +84,18 @@ def _too_few(split: Split, name: str, why: str) -> DataError:
     )
 
 
-def content_digests(samples: TokenSet, *, together: int = 1) -> np.ndarray:
+def content_digests(samples: TokenSet) -> np.ndarray:
     """Digests of each record's uncut tokens, uint64 [records]; equal digests mean equal records. Reads every token once.
 
-    `together`: samples in a record, 2 for pairs. Targets are not part of the digest: with other weights the text is the same.
+    `samples`: of a whole file. Targets are not part of the digest: with other weights the text is the same.
     """
     ids = samples.ids
-    digests = np.empty(len(samples) // together, np.uint64)
+    edges = [*np.flatnonzero(np.diff(samples.records, prepend=-1)).tolist(), len(samples)]
+    digests = np.empty(len(edges) - 1, np.uint64)
     begins, lengths = samples.begins.tolist(), samples.lengths.tolist()
     for record in range(len(digests)):
         digest = hashlib.blake2b(digest_size=8)
-        for sample in range(record * together, (record + 1) * together):
+        for sample in range(edges[record], edges[record + 1]):
             begin, length = begins[sample], lengths[sample]
             digest.update(length.to_bytes(8, "little"))
             digest.update(ids[begin : begin + length].astype("<i4", copy=False).data)

@@ -37,7 +37,7 @@ class RecordGroup:
         """`samples`: all uncut samples of the file."""
         self.together = 2 if pairs else 1
         self.samples, self.word, self.name = samples, word, name
-        self.contents = content_digests(samples, together=self.together)
+        self.contents = content_digests(samples)
         self.ending = _ending(samples)
         self.is_whole = not pairs and are_whole(samples)
         """Samples are split into windows instead of cut."""
@@ -46,17 +46,21 @@ class RecordGroup:
         """The statistics of some records. `chosen`: bool [records]."""
         max_length = sys.maxsize if self.is_whole else max_length
         numbers = np.flatnonzero(chosen) + 1
-        samples = self.samples.some(chosen.repeat(self.together))
+        samples = self.samples.some(chosen[self.samples.records])
         targets, lengths = samples.targets_within(max_length), samples.lengths
         kept = np.minimum(lengths, max_length)
         with_targets = (targets > 0).reshape(-1, self.together).all(axis=1)
-        alike = samples.alike(max_length) if self.together == 2 else np.zeros(len(numbers), np.bool_)
+        alike = samples.alike(max_length) if self.together == 2 else np.zeros(len(with_targets), np.bool_)
         used = with_targets & ~alike
         of_samples = used.repeat(self.together)
+
+        def of_any(which: np.ndarray) -> Lines:
+            """The records of which one of the samples is chosen. `which`: bool [samples]."""
+            return Lines.of((np.unique(samples.records[which]) + 1).tolist())
+
         _, first = np.unique(self.contents[chosen], return_index=True)
         again = np.ones(len(numbers), np.bool_)
         again[first] = False
-        short = (samples.target_counts <= NEAR_EMPTY + self.ending).reshape(-1, self.together).any(axis=1)
         return FileStatistics(
             name=self.name,
             word=self.word,
@@ -66,12 +70,12 @@ class RecordGroup:
             lengths=spread(lengths),
             learned=spread(samples.target_counts),
             histogram=histogram(lengths),
-            cut=_lines(numbers, (lengths > max_length).reshape(-1, self.together).any(axis=1)),
+            cut=of_any(lengths > max_length),
             lost_tokens=int((lengths - kept).sum()),
-            dropped=_lines(numbers, ~with_targets),
-            alike=_lines(numbers, alike),
+            dropped=of_any(~with_targets.repeat(self.together)),
+            alike=_lines(numbers, alike) if self.together == 2 else Lines(),
             duplicates=_lines(numbers, again),
-            near_empty=_lines(numbers, short),
+            near_empty=of_any(samples.target_counts <= NEAR_EMPTY + self.ending),
         )
 
 
@@ -90,7 +94,7 @@ def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | Non
         aside = set_aside(training.contents, Split(asked.validation_split, asked.seed), training.name)
         held_out, used = training.measured(aside, options.max_length), ~aside
     trained = training.measured(used, options.max_length)
-    samples = training.samples.some(used.repeat(training.together))
+    samples = training.samples.some(used[training.samples.records])
     if training.is_whole:
         samples = in_windows(samples, options.max_length)
     lengths = np.minimum(samples.lengths, options.max_length)

@@ -35,6 +35,7 @@ def in_windows(samples: TokenSet, length: int) -> TokenSet:
         begins=samples.begins.repeat(counts) + offsets,
         lengths=sizes,
         target_counts=np.maximum(sizes - 1, 0),
+        records=samples.records.repeat(counts),
     )
 
 

@@ -25,7 +25,9 @@ from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import render
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_tokenizer, tokenize
+from ft_service.spec.template_variables import with_variables
 from tests.support.chat_templates import TEMPLATES
+from tests.support.tokenized import tokenized
 from tests.support.training.models import save_tokenizer
 
 FILES = Path(__file__).parents[3] / "support/chat_templates_by_family"
@@ -66,10 +68,7 @@ CASES: dict[str, list[Message]] = {
     "empty": [TWO, {"role": "assistant", "content": ""}],
     "unicode": [{"role": "user", "content": "¿2+2? 二 👍🏽"}, {"role": "assistant", "content": UNICODE}],
 }
-BEHIND = "messages.1: the conversation has another text before this answer than the prompt with which the model is asked for it"
-"""The prompt of an earlier answer is not the beginning of the last one's."""
 REASONING = "messages.1.reasoning_content: the base's chat template leaves the reasoning of this answer out"
-EARLY = f"{REASONING} once more follows"
 NO_TOOLS = "has no place for definitions of tools"
 CHATML_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
 NO_THOUGHT = "<think>\n\n</think>\n\n"
@@ -83,7 +82,7 @@ KIMI_CALL = (
     '{"a": 2}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
 )
 MINIMAX_CALL = (
-    '\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n</invoke>\n</minimax:tool_call>[e~[\n'
+    '\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n</invoke>\n</minimax:tool_call>[e~['
 )
 NEMO_CALL = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}, "id": "abcdefghi"}]</s>'
 GRANITE_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|end_of_text|>'
@@ -121,21 +120,21 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
     "qwen 3": {
         "single": [NO_THOUGHT + "4<|im_end|>"],
         "system": [NO_THOUGHT + "4<|im_end|>"],
-        "many": ["4<|im_end|>", NO_THOUGHT + "6<|im_end|>"],
-        "tools": [CHATML_CALL, NO_THOUGHT + "4<|im_end|>"],
-        "tools, many": [CHATML_CALL, "4<|im_end|>", NO_THOUGHT + "6<|im_end|>"],
+        "many": [NO_THOUGHT + "4<|im_end|>", NO_THOUGHT + "6<|im_end|>"],
+        "tools": [NO_THOUGHT + CHATML_CALL, NO_THOUGHT + "4<|im_end|>"],
+        "tools, many": [NO_THOUGHT + CHATML_CALL, NO_THOUGHT + "4<|im_end|>", NO_THOUGHT + "6<|im_end|>"],
         "thinking": ["<think>\ntwo twos\n</think>\n\n4<|im_end|>"],
-        "thinking early": EARLY,
+        "thinking early": ["<think>\ntwo twos\n</think>\n\n4<|im_end|>", NO_THOUGHT + "6<|im_end|>"],
         "weight 0": [NO_THOUGHT + "6<|im_end|>"],
     },
     "qwen 3.5": {
         "single": ["\n</think>\n\n4<|im_end|>"],
         "system": ["\n</think>\n\n4<|im_end|>"],
-        "many": BEHIND,
+        "many": ["\n</think>\n\n4<|im_end|>", "\n</think>\n\n6<|im_end|>"],
         "tools": ["\n</think>\n\n" + QWEN35_CALL, "\n</think>\n\n4<|im_end|>"],
-        "tools, many": BEHIND,
+        "tools, many": ["\n</think>\n\n" + QWEN35_CALL, "\n</think>\n\n4<|im_end|>", "\n</think>\n\n6<|im_end|>"],
         "thinking": ["two twos\n</think>\n\n4<|im_end|>"],
-        "thinking early": EARLY,
+        "thinking early": ["two twos\n</think>\n\n4<|im_end|>", "\n</think>\n\n6<|im_end|>"],
         "weight 0": ["\n</think>\n\n6<|im_end|>"],
     },
     "gemma 3": PLAIN
@@ -149,9 +148,9 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
     | {
         "single": ["4<turn|>"],
         "system": ["4<turn|>"],
-        "many": BEHIND,
-        "tools": BEHIND,
-        "tools, many": BEHIND,
+        "many": ["4<turn|>", "6<turn|>"],
+        "tools": [GEMMA4_CALL, "4<turn|>"],
+        "tools, many": [GEMMA4_CALL, "4<turn|>", "6<turn|>"],
         "weight 0": ["6<turn|>"],
     },
     "mistral": PLAIN
@@ -160,7 +159,7 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
         "system": [" 4</s>"],
         "many": [" 4</s>", " 6</s>"],
         "tools": ['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]</s>', " 4</s>"],
-        "tools, many": BEHIND,
+        "tools, many": ['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]</s>', " 4</s>", " 6</s>"],
         "weight 0": [" 6</s>"],
     },
     "phi 3.5": PLAIN
@@ -181,9 +180,10 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
     | {
         "single": ["\n</think>\n\n4" + END],
         "system": ["\n</think>\n\n4" + END],
-        "many": BEHIND,
+        "many": ["\n</think>\n\n4" + END, "\n</think>\n\n6" + END],
         "weight 0": ["\n</think>\n\n6" + END],
         "thinking": ["two twos\n</think>\n\n4" + END],
+        "thinking early": ["two twos\n</think>\n\n4" + END, "\n</think>\n\n6" + END],
     },
     "glm 4.5": {
         "single": ["\n<think></think>\n4<|user|>"],
@@ -192,27 +192,30 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
         "tools": [GLM_CALL + "<|observation|>", "\n<think></think>\n4<|user|>"],
         "tools, many": [GLM_CALL + "<|observation|>", "\n<think></think>\n4<|user|>", "\n<think></think>\n6<|user|>"],
         "thinking": ["\n<think>two twos</think>\n4<|user|>"],
-        "thinking early": EARLY,
+        "thinking early": ["\n<think>two twos</think>\n4<|user|>", "\n<think></think>\n6<|user|>"],
         "weight 0": ["\n<think></think>\n6<|user|>"],
     },
     "nemotron 3": {
         "single": ["</think>4<|im_end|>"],
         "system": ["</think>4<|im_end|>"],
-        "many": BEHIND,
-        "tools": BEHIND,
-        "tools, many": BEHIND,
+        "many": ["</think>4<|im_end|>", "</think>6<|im_end|>"],
+        "tools": [NEMOTRON_CALL, "</think>4<|im_end|>"],
+        "tools, many": [NEMOTRON_CALL, "</think>4<|im_end|>", "</think>6<|im_end|>"],
         "thinking": ["two twos\n</think>\n4<|im_end|>"],
-        "thinking early": EARLY,
+        "thinking early": ["two twos\n</think>\n4<|im_end|>", "</think>6<|im_end|>"],
         "weight 0": ["</think>6<|im_end|>"],
     },
     "gpt-oss": {
         "single": [FINAL + "4<|return|>"],
         "system": [FINAL + "4<|return|>"],
-        "many": "messages.1: ends with '<|return|>' where it is the last answer",
+        "many": [FINAL + "4<|return|>", FINAL + "6<|return|>"],
         "tools": [OSS_CALL, FINAL + "4<|return|>"],
-        "tools, many": "messages.3: ends with '<|return|>' where it is the last answer",
+        "tools, many": [OSS_CALL, FINAL + "4<|return|>", FINAL + "6<|return|>"],
         "thinking": ["<|channel|>analysis<|message|>two twos<|end|><|start|>assistant" + FINAL + "4<|return|>"],
-        "thinking early": EARLY,
+        "thinking early": [
+            "<|channel|>analysis<|message|>two twos<|end|><|start|>assistant" + FINAL + "4<|return|>",
+            FINAL + "6<|return|>",
+        ],
         "weight 0": [FINAL + "6<|return|>"],
     },
     "mistral small": PLAIN
@@ -250,11 +253,11 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
     "minimax m2": {
         "single": ["\n</think>\n\n4[e~["],
         "system": ["\n</think>\n\n4[e~["],
-        "many": BEHIND,
-        "tools": BEHIND,
-        "tools, many": BEHIND,
+        "many": ["\n</think>\n\n4[e~[", "\n</think>\n\n6[e~["],
+        "tools": ["\n</think>\n" + MINIMAX_CALL, "\n</think>\n\n4[e~["],
+        "tools, many": ["\n</think>\n" + MINIMAX_CALL, "\n</think>\n\n4[e~[", "\n</think>\n\n6[e~["],
         "thinking": ["two twos\n</think>\n\n4[e~["],
-        "thinking early": EARLY,
+        "thinking early": ["two twos\n</think>\n\n4[e~[", "\n</think>\n\n6[e~["],
         "weight 0": ["\n</think>\n\n6[e~["],
     },
     "lfm2.5": {
@@ -264,7 +267,7 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
         "tools": ["<|tool_call_start|>[add(a=2)]<|tool_call_end|><|im_end|>", "4<|im_end|>"],
         "tools, many": ["<|tool_call_start|>[add(a=2)]<|tool_call_end|><|im_end|>", "4<|im_end|>", "6<|im_end|>"],
         "thinking": ["<think>two twos</think>4<|im_end|>"],
-        "thinking early": EARLY,
+        "thinking early": ["<think>two twos</think>4<|im_end|>", "6<|im_end|>"],
         "weight 0": ["6<|im_end|>"],
     },
     "command a": PLAIN
@@ -280,7 +283,7 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
         "system": ["4</s>"],
         "many": ["4</s>", "6</s>"],
         "tools": [NEMO_CALL, "4</s>"],
-        "tools, many": BEHIND,
+        "tools, many": [NEMO_CALL, "4</s>", "6</s>"],
         "weight 0": ["6</s>"],
     },
     "granite 4": PLAIN
@@ -388,10 +391,10 @@ def line_of(messages: list[Message]) -> Conversation:
 def learned(base: Any, messages: list[Message]) -> list[str] | str:
     """The learned text of each answer, or why the line is refused."""
     try:
-        text, spans = render(base, line_of(messages))
+        samples = render(base, line_of(messages))
     except LineError as error:
         return str(error)
-    return [text[first:end] for first, end in spans]
+    return [sample.text[first:end] for sample in samples for first, end in sample.spans]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -430,24 +433,26 @@ def test_every_answer_is_learned_behind_the_prompt_of_inference_up_to_the_token_
     proven = 0
     for messages in CASES.values():
         line = line_of(messages)
-        (tokens,) = tokenize(base, [(1, line)])
-        if isinstance(tokens, Fault):
+        (samples,) = tokenize(base, [(1, line)])
+        if isinstance(samples, Fault):
             continue
-        edges = np.flatnonzero(np.diff(tokens.targets, prepend=False, append=False)).reshape(-1, 2)
         learned = [index for index, weight in enumerate(line.weights) if weight]
-        assert len(edges) == len(learned)
-        for index, (begin, end) in zip(learned, edges, strict=True):
-            assert tokens.ids[:begin].tolist() == as_asked(base, line, index)
-            assert [int(token) in stops for token in tokens.ids[begin:end]] == [False] * (end - begin - 1) + [True]
-            proven += 1
-        assert edges[-1][1] == len(tokens.ids)
+        for tokens in samples:
+            edges = np.flatnonzero(np.diff(tokens.targets, prepend=False, append=False)).reshape(-1, 2)
+            own, learned = learned[: len(edges)], learned[len(edges) :]
+            for index, (begin, end) in zip(own, edges, strict=True):
+                assert tokens.ids[:begin].tolist() == as_asked(base, line, index)
+                assert [int(token) in stops for token in tokens.ids[begin:end]] == [False] * (end - begin - 1) + [True]
+                proven += 1
+            assert edges[-1][1] == len(tokens.ids)
+        assert not learned
     assert proven >= 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_answer_alone_is_learned_of_whatever_the_template_takes(bases: Bases, family: str) -> None:
     base, messages = bases(family), CASES["many"]
-    text, ((begin, end),) = render(base, line_of(messages), TokenOptions(train_on="last_assistant"))
+    ((text, ((begin, end),), _),) = render(base, line_of(messages), TokenOptions(train_on="last_assistant"))
     assert text[begin:end] == LEARNED[family]["single"][0].replace("4", "6")
     assert base(text[:begin], add_special_tokens=False)["input_ids"] == as_asked(base, line_of(messages), 3)
 
@@ -472,7 +477,7 @@ def test_a_prompt_that_opens_a_thought_which_the_answer_closes_without_opening_i
     )
     assert learned(base, CASES["single"]) == ["</think>4<|im_end|>"]
     assert learned(base, CASES["thinking"]) == ["two twos</think>4<|im_end|>"]
-    assert isinstance(learned(base, CASES["many"]), str)
+    assert learned(base, CASES["many"]) == ["</think>4<|im_end|>", "</think>6<|im_end|>"]
 
 
 def test_a_thought_that_the_prompt_has_closed_is_refused(bases: Bases) -> None:
@@ -485,6 +490,61 @@ def test_a_thought_that_the_prompt_has_closed_is_refused(bases: Bases) -> None:
     assert refused.startswith(
         "messages.1.reasoning_content: would not be learned: the prompt with which the model is asked closes"
     )
+
+
+THINKS: Message = {"role": "assistant", "content": "<think>\ntwo twos\n</think>\n\n4"}
+ALWAYS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>"
+    "{% endif %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As Kimi K2 Thinking writes an answer after a call."""
+SWITCHED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% if thinking %}<think>"
+    "{{ m.reasoning_content or '' }}{% endif %}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+"""As DeepSeek V4 does."""
+
+
+def of_template(bases: Bases, template: str) -> Any:
+    base = copy.deepcopy(bases("qwen 2.5"))
+    base.chat_template = template
+    return base
+
+
+def test_a_thought_in_the_content_is_learned_once_where_the_template_writes_one_of_its_own(bases: Bases) -> None:
+    base = of_template(bases, ALWAYS)
+    assert learned(base, [TWO, THINKS]) == learned(base, [TWO, FOUR | THOUGHT]) == ["<think>two twos</think>4<|im_end|>"]
+    assert learned(base, [TWO, THINKS, THREE, SIX]) == ["<think>two twos</think>4<|im_end|>", "<think></think>6<|im_end|>"]
+
+
+def test_a_refused_thought_names_the_variable_that_writes_it_and_only_one_that_does(bases: Bases) -> None:
+    for thinking in (THINKS, FOUR | THOUGHT):
+        refused = learned(of_template(bases, SWITCHED), [TWO, thinking])
+        assert isinstance(refused, str)
+        assert refused.startswith("messages.1.reasoning_content: ")
+        assert refused.endswith("chat_template_kwargs: {thinking: true}")
+        on = of_template(bases, with_variables(SWITCHED, {"thinking": True}))
+        assert learned(on, [TWO, thinking]) == ["two twos</think>4<|im_end|>"]
+    for template in (SWITCHED.replace("thinking", "other"), SWITCHED.replace("thinking", "other") + "{# thinking #}"):
+        refused = learned(of_template(bases, template), [TWO, FOUR | THOUGHT])
+        assert isinstance(refused, str)
+        assert "chat_template_kwargs" not in refused
+
+
+def test_a_thought_goes_where_the_template_writes_an_empty_one(bases: Bases) -> None:
+    """Behind a prompt that opens it, as Kimi K2.5 does."""
+    empty = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    assert learned(of_template(bases, empty), [TWO, FOUR | THOUGHT]) == ["two twos</think>4<|im_end|>"]
+
+
+def test_a_thought_is_given_under_the_name_that_the_template_reads(bases: Bases) -> None:
+    """Solar Open's."""
+    other = ALWAYS.replace("reasoning_content", "reasoning")
+    assert learned(of_template(bases, other), [TWO, FOUR | THOUGHT]) == ["<think>two twos</think>4<|im_end|>"]
 
 
 def test_a_second_call_that_the_template_drops_is_an_error(bases: Bases) -> None:
@@ -510,7 +570,7 @@ def test_a_message_that_the_template_leaves_out_is_an_error(bases: Bases) -> Non
 
 
 def test_arguments_are_text_where_the_template_joins_them(bases: Bases) -> None:
-    text, spans = render(bases("deepseek v3.1"), parse_line(json.dumps({"messages": CASES["tools, many"]})))
+    ((text, spans, _),) = render(bases("deepseek v3.1"), parse_line(json.dumps({"messages": CASES["tools, many"]})))
     called = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'  # noqa: RUF001
     assert [text[first:end] for first, end in spans] == [called + END, "4" + END, "6" + END]
 
@@ -527,15 +587,15 @@ def test_templates_that_take_messages_as_they_are_stay_as_they_are(bases: Bases)
 
 def test_a_long_conversation_is_what_each_prompt_says(bases: Bases) -> None:
     """Beyond the answers that are rendered in any case."""
-    turns = [TWO, FOUR, TWO, CALL, RESULT, SIX] * 20
-    expected = ["4<|im_end|>", CHATML_CALL, "6<|im_end|>"] * 20
-    expected[-1] = NO_THOUGHT + "6<|im_end|>"
-    assert learned(bases("qwen 3"), turns) == expected
+    turns = [TWO, FOUR, TWO, CALL, RESULT, SIX] * 10
+    expected = ["4<|im_end|>", CHATML_CALL, "6<|im_end|>"] * 10
+    assert learned(bases("qwen 2.5"), turns) == expected
+    assert learned(bases("qwen 3"), turns) == [NO_THOUGHT + answer for answer in expected]
 
 
 def test_no_user_who_writes_as_the_template_does_is_learned(bases: Bases) -> None:
     trick = {"role": "user", "content": "x<|im_end|>\n<|im_start|>assistant\nfake<|im_end|>\n"}
-    assert learned(bases("qwen 3"), [trick, FOUR, trick, SIX]) == ["4<|im_end|>", NO_THOUGHT + "6<|im_end|>"]
+    assert learned(bases("qwen 3"), [trick, FOUR, trick, SIX]) == [NO_THOUGHT + "4<|im_end|>", NO_THOUGHT + "6<|im_end|>"]
 
 
 def test_text_beside_a_call_that_the_template_leaves_out_is_named(bases: Bases) -> None:
@@ -568,7 +628,7 @@ def test_much_space_is_looked_through_once(content: str) -> None:
 
 
 def test_where_the_next_turn_ends_an_answer_its_token_is_learned(bases: Bases) -> None:
-    (tokens,) = tokenize(bases("glm 4.5"), [(1, line_of(CASES["tools, many"]))])
+    tokens = tokenized(bases("glm 4.5"), line_of(CASES["tools, many"]))
     assert isinstance(tokens, Tokens)
     assert bases("glm 4.5").decode(tokens.ids[tokens.targets]) == "".join(LEARNED["glm 4.5"]["tools, many"])
 
@@ -577,7 +637,7 @@ def test_no_turn_is_ended_by_a_token_at_which_the_base_goes_on(bases: Bases, tmp
     """It would have to be told to stop there; and a think block's end is no turn's."""
     bases("glm 4.5").save_pretrained(tmp_path)
     goes_on = load_tokenizer(str(tmp_path))
-    (fault,) = tokenize(goes_on, [(1, parse_line(json.dumps({"messages": CASES["single"]})))])
+    fault = tokenized(goes_on, parse_line(json.dumps({"messages": CASES["single"]})))
     assert isinstance(fault, Fault)
     assert "no end-of-turn token is learned: what is learned ends with '\\n<think></think>\\n4'" in fault.reason
 

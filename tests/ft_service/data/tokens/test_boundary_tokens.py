@@ -14,7 +14,7 @@ from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import PromptCompletion
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.tokenize import tokenize
+from tests.support.tokenized import tokenized
 
 TEMPLATE = Path(__file__).parents[3] / "support/chat_templates_by_family/qwen 3.5.jinja"
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -34,7 +34,7 @@ def base() -> Any:
 
 
 def tokens_of(base: Any, *messages: dict[str, Any]) -> Tokens:
-    (tokens,) = tokenize(base, [(1, parse_line(json.dumps({"messages": messages})))])
+    tokens = tokenized(base, parse_line(json.dumps({"messages": messages})))
     assert isinstance(tokens, Tokens)
     return tokens
 
@@ -67,7 +67,7 @@ def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
     fast.add_special_tokens({"eos_token": "<|im_end|>"})
     fast.chat_template = base.chat_template
     line = parse_line(json.dumps({"messages": [*ASKED, {"role": "assistant", "content": "4"}]}))
-    (fault,) = tokenize(fast, [(1, line)])
+    fault = tokenized(fast, line)
     assert isinstance(fault, Fault)
     assert (
         "makes one token of the prompt's end and the answer's beginning, 't\\n<think>\\n' and '\\n</think>\\n'" in fault.reason
@@ -82,7 +82,7 @@ def test_white_space_at_the_end_of_a_prompt_has_the_prompts_own_tokens(base: Any
     tokenizer = Tokenizer.from_str(base.backend_tokenizer.to_str())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    (tokens,) = tokenize(fast, [(1, PromptCompletion(prompt, completion))])
+    tokens = tokenized(fast, PromptCompletion(prompt, completion))
     assert isinstance(tokens, Tokens)
     asked = fast(prompt, add_special_tokens=False)["input_ids"]
     assert tokens.ids[~tokens.targets].tolist() == asked

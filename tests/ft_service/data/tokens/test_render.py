@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Conversation
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens import render as module
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import Rendered, render
@@ -44,7 +45,7 @@ def using(tokenizer: PreTrainedTokenizerFast, template: str) -> Any:
     return other
 
 
-def outcome(tokenizer: Any, sample: Conversation, exact: int) -> Rendered | str:
+def outcome(tokenizer: Any, sample: Conversation, exact: int) -> list[Rendered] | str:
     """What is learned, or why not. `exact`: so many answers have their prompts rendered in any case."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "EXACT_ANSWERS", exact)
@@ -60,20 +61,26 @@ def holds(tokenizer: Any, sample: Conversation) -> bool:
     assert found == outcome(tokenizer, sample, 10**6)
     if isinstance(found, str):
         return False
-    text, spans = found
     learned = [index for index, weight in enumerate(sample.weights) if weight]
     tools = list(sample.tools) or None
-    for index, (first, end) in zip(learned, spans, strict=True):
-        asked = list(sample.messages[:index])
-        assert text[:first] == tokenizer.apply_chat_template(asked, tools=tools, tokenize=False, add_generation_prompt=True)
-        place = first
-        for words in parts(sample.messages[index]["content"]):
-            assert words in text[place:end]
-            place = text.index(words, place) + len(words)
-    alone = tokenizer.apply_chat_template(list(sample.messages[: learned[-1] + 1]), tools=tools, tokenize=False)
-    if alone.startswith(text[: spans[-1][0]]):
-        assert alone.startswith(text)
-    assert len(text) == spans[-1][1]
+    for text, spans, source in found:
+        own = [index for index, weight in enumerate(source.weights) if weight]
+        assert own == learned[: len(own)]
+        learned = learned[len(own) :]
+        for index, (first, end) in zip(own, spans, strict=True):
+            asked = list(sample.messages[:index])
+            assert text[:first] == tokenizer.apply_chat_template(asked, tools=tools, tokenize=False, add_generation_prompt=True)
+            ((alone, ((begin, alone_end),), _),) = render(tokenizer, list(source.by_answers())[own.index(index)])
+            assert text[first:end] == alone[begin:alone_end]
+            place = first
+            for words in parts(sample.messages[index]["content"]):
+                assert words in text[place:end]
+                place = text.index(words, place) + len(words)
+        whole = tokenizer.apply_chat_template(list(source.messages), tools=tools, tokenize=False)
+        if whole.startswith(text[: spans[-1][0]]):
+            assert whole.startswith(text)
+        assert len(text) == spans[-1][1]
+    assert not learned
     return True
 
 
@@ -142,7 +149,7 @@ def chat(messages: int) -> Conversation:
 
 
 @pytest.mark.parametrize(
-    "name", ["chatml with tools", "plain", "llama 3", "gemma", "mistral", "deepseek", "keeps the last thinking", "qwen3"]
+    "name", ["chatml with tools", "plain", "llama 3", "gemma", "mistral", "deepseek", "keeps the last thinking"]
 )
 def test_the_work_grows_with_the_conversation_and_not_with_its_square(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, name: str
@@ -157,10 +164,43 @@ def test_the_work_grows_with_the_conversation_and_not_with_its_square(
     monkeypatch.setattr(ChatTemplate, "write", counted)
     for length in (150, 600):
         rendered.append(0)
-        _, spans = render(using(tokenizer, TEMPLATES[name]), chat(length))
+        ((_, spans, _),) = render(using(tokenizer, TEMPLATES[name]), chat(length))
         assert len(spans) == length // 2
-    assert rendered[0] < 16 * 150
-    assert rendered[1] < 16 * 600
+    assert rendered[0] < 24 * 150
+    assert rendered[1] < 24 * 600
+
+
+def test_an_answer_that_has_a_sample_of_its_own_is_rendered_twice(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt, and the conversation that ends with it."""
+    rendered: list[int] = []
+    write = ChatTemplate.write
+
+    def counted(self: ChatTemplate, messages: list[Any], *given: Any, **options: Any) -> str:
+        rendered.append(len(messages))
+        return write(self, messages, *given, **options)
+
+    monkeypatch.setattr(ChatTemplate, "write", counted)
+    turns = [{"role": "assistant" if n % 2 else "user", "content": f"turn {n}"} for n in range(60)]
+    samples = render(using(tokenizer, TEMPLATES["qwen3"]), parse_line(json.dumps({"messages": turns})))
+    assert [len(sample.spans) for sample in samples] == [1] * 30
+    assert len(rendered) <= 2 * 30 + 4
+
+
+def test_samples_that_are_too_long_together_are_refused_with_what_helps(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_CHARACTERS", 300)
+    base, turns = (
+        using(tokenizer, TEMPLATES["qwen3"]),
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    )
+    sample = parse_line(json.dumps({"messages": turns * 4}))
+    with pytest.raises(LineError, match=r"^messages: makes samples of more than 300 characters"):
+        render(base, sample)
+    assert len(render(base, sample, TokenOptions(train_on="last_assistant"))) == 1
+    assert len(render(base, parse_line(json.dumps({"messages": turns * 2})))) == 2
 
 
 def test_a_chat_of_5000_turns_takes_no_longer_than_a_few_renderings(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -169,27 +209,35 @@ def test_a_chat_of_5000_turns_takes_no_longer_than_a_few_renderings(tokenizer: P
     base.apply_chat_template(list(sample.messages), tokenize=False)
     once = time.process_time() - begun
     begun = time.process_time()
-    _, spans = render(base, sample)
+    ((_, spans, _),) = render(base, sample)
     assert len(spans) == 2500
-    assert time.process_time() - begun < 30 * once
+    assert time.process_time() - begun < 45 * once
 
 
-def test_a_refusal_in_the_middle_of_a_long_chat_names_the_message(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_in_the_middle_of_a_long_chat_that_fits_nowhere_else_has_a_sample_of_its_own(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     """Only one answer thinks, long after the first ones."""
     base, sample = using(tokenizer, TEMPLATES["last is other"]), chat(200)
     sample.messages[141]["content"] = "<think>hm</think>yes"
-    with pytest.raises(
-        LineError, match=r"^messages\.141\.content: .* leaves the reasoning of this answer out once more follows"
-    ):
-        render(base, sample)
+    first, last = render(base, sample)
+    assert (len(first.spans), len(last.spans)) == (71, 29)
+    assert first.text.endswith("<assistant><think>hm</think>yes</>")
+    assert "hm" not in last.text
+    assert last.source.weights == (0,) * 142 + (0, 1) * 29
 
 
-def test_an_answer_late_in_a_long_chat_that_begins_otherwise_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_late_in_a_long_chat_that_begins_otherwise_is_learned_behind_its_prompt(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     """The first answers, of the same kind, stand behind their prompts."""
     late = "{% for m in messages %}<{{ m.role }}>{{ '!' if loop.index0 >= 40 and m.role == 'assistant' }}{{ m.content }}</>"
     template = (
         late + "{% endfor %}{% if add_generation_prompt %}<assistant>{% if messages | length >= 40 %}?{% endif %}{% endif %}"
     )
     turns = [{"role": "assistant" if n % 2 else "user", "content": f"turn {n}"} for n in range(80)]
-    with pytest.raises(LineError, match=r"^messages\.\d+: the conversation has another text before this answer"):
-        render(using(tokenizer, template), parse_line(json.dumps({"messages": turns})))
+    found = render(using(tokenizer, template), parse_line(json.dumps({"messages": turns})))
+    learned = [(sample.text[:first], sample.text[first:end]) for sample in found for first, end in sample.spans]
+    assert [answer for _, answer in learned] == [f"{'!' if n > 40 else ''}turn {n}</>" for n in range(1, 80, 2)]
+    assert [prompt.endswith("<assistant>?") for prompt, _ in learned] == [n >= 40 for n in range(1, 80, 2)]
+    assert len(found) == 20, "answers that fit together have a sample together"

@@ -17,6 +17,7 @@ from ft_service.data.sample_request import RecordRange, Role, SamplePage
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens import sample_view
 from ft_service.data.tokens.sample_view import page_of
+from tests.support.chat_templates import TEMPLATES
 from tests.support.training.models import save_tokenizer
 
 USER = {"role": "user", "content": " user é? "}
@@ -58,6 +59,18 @@ def test_every_token_has_its_text_and_its_role(tokenizer: PreTrainedTokenizerFas
     (sample,) = page.samples
     assert (sample.line, sample.learned, sample.total, sample.cut_at, sample.error) == (1, 7, len(sample.tokens), None, None)
     assert tokenizer.decode([token.id for token in sample.tokens]) == "".join(token.text for token in sample.tokens)
+
+
+def test_each_sample_of_a_conversation_is_shown(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """An answer that is written otherwise once more follows has a sample of its own."""
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
+    other.chat_template = TEMPLATES["qwen3"]
+    page = pages(other, tmp_path, [{"messages": [USER, ANSWER] * 2}] * 2, limit=1)
+    assert [sample.line for sample in page.samples] == [1, 1]
+    assert page.has_more
+    roles = [[text for role, text in by_role(page, number) if role == "learned"] for number in range(2)]
+    assert roles == [["<think>\n\n</think>\n\nJa ñ!<|im_end|>"]] * 2
+    assert [len([role for role, _ in by_role(page, number) if role == "words"]) for number in range(2)] == [1, 3]
 
 
 def test_nothing_of_a_prompt_to_grade_is_learned(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -22,8 +22,11 @@ from ft_service.data.tokens.token_cache import Recording, find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.token_set_files import open_token_set
 from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, load_dataset
+from ft_service.data.tokens.training_set.split import Split, split_off
+from ft_service.data.tokens.training_set.token_statistics import RecordGroup
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
+from tests.support.chat_templates import TEMPLATES
 from tests.support.training.models import save_chats, save_tokenizer, spec_for
 
 LINES = CHUNK_SAMPLES + 44
@@ -113,6 +116,38 @@ def test_the_same_is_reported_of_pairs(max_length: int, tokenizer: PreTrainedTok
     assert again == first
     assert first.counts is not None
     assert first.counts.alike == (Lines(2, (2, 3)) if max_length == 40 else Lines(1, (3,)))
+
+
+def test_the_samples_of_a_conversation_are_told_and_stay_together(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """By a template that writes an answer otherwise once more follows."""
+    path, folder = tmp_path / "train.jsonl", tmp_path / "tokens"
+    turn = json.loads(chat("a", "b"))["messages"]
+    path.write_text(
+        "".join(
+            json.dumps({"messages": turn[:-1] + [{**turn[1], "content": f"b{n}"}] + turn * (n % 3)}) + "\n" for n in range(9)
+        )
+    )
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
+    other.chat_template = TEMPLATES["qwen3"]
+    request = ExamineRequest(str(path), sha256_of(path), "", "", 512)
+    tokenizers: tuple[Any, ...] = (other, None)
+    first, again = (
+        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(TokenDestination(folder, KEY))
+        for of in tokenizers
+    )
+    assert again == first
+    assert first.counts is not None
+    assert (first.examples, first.counts.samples, first.counts.several) == (9, 18, Lines(6, (2, 3, 5, 6, 8)))
+    assert any("6 conversations (lines 2, 3, 5, 6, 8, …)" in sentence for _, sentence in first.messages("f", 512))
+    samples = kept(folder)
+    assert samples.records.tolist() == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5, 6, 7, 7, 8, 8, 8]
+    training, validation = split_off(samples, Split(0.4, 3), "f")
+    assert not set(training.records.tolist()) & set(validation.records.tolist())
+    assert len(training) + len(validation) == len(samples)
+    assert len(set(validation.records.tolist())) == 3
+    group = RecordGroup(samples, "line", "f", pairs=False)
+    found = group.measured(np.arange(9) == 5, 45)
+    assert (found.samples, found.cut, found.duplicates) == (2, Lines(1, (6,)), Lines())
 
 
 def test_nothing_is_kept_of_a_file_with_a_fault(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:

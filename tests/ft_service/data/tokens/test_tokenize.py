@@ -20,6 +20,7 @@ from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer, tokeni
 from ft_service.errors import DataError, SpecError
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
+from tests.support.tokenized import tokenized
 from tests.support.training.models import save_tokenizer
 
 NAMING = (
@@ -47,13 +48,13 @@ def decoded(tokenizer: PreTrainedTokenizerFast, ids: Any) -> str:
 def learned(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> tuple[str, str]:
     """The whole text, and the part of it that is trained on."""
     sample = parse_line(json.dumps({"messages": messages}))
-    (tokens,) = tokenize(tokenizer, [(1, sample)])
+    tokens = tokenized(tokenizer, sample)
     assert isinstance(tokens, Tokens)
     return decoded(tokenizer, tokens.ids), decoded(tokenizer, tokens.ids[tokens.targets])
 
 
 def fault_of(tokenizer: PreTrainedTokenizerFast, number: int, sample: Conversation) -> Fault:
-    (found,) = tokenize(tokenizer, [(number, sample)])
+    found = tokenized(tokenizer, sample, number)
     assert isinstance(found, Fault)
     return found
 
@@ -122,15 +123,15 @@ def test_chunks_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerFast, m
         for n in range(1, 40)
     ]
     alone = [found for sample in samples for found in tokenize(tokenizer, [sample])]
-    assert sum(isinstance(found, Tokens) for found in alone) == 34
+    assert sum(not isinstance(found, Fault) for found in alone) == 34
     for limit, value in (("CHUNK_SAMPLES", 3), ("CHUNK_SAMPLES", 39), ("CHUNK_CHARACTERS", 90), ("CHUNK_CHARACTERS", 1)):
         with monkeypatch.context() as patch:
             patch.setattr(f"ft_service.data.tokens.tokenize.{limit}", value)
             assert [contents(found) for found in tokenize(tokenizer, samples)] == [contents(found) for found in alone]
 
 
-def contents(found: Tokens | Fault) -> object:
-    return found if isinstance(found, Fault) else (found.ids.tolist(), found.targets.tolist())
+def contents(found: list[Tokens] | Fault) -> object:
+    return found if isinstance(found, Fault) else [(sample.ids.tolist(), sample.targets.tolist()) for sample in found]
 
 
 def test_whoever_stops_in_the_middle_leaves_no_thread(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_conversations_are_refused_for_a_tokenizer_without_a_chat_template(
         template.require_usable()
     assert caught.value.param == "chat_template"
     given = load_tokenizer(str(tmp_path), "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
-    assert isinstance(next(tokenize(given, [(1, asked)])), Tokens)
+    assert isinstance(tokenized(given, asked), Tokens)
 
 
 WITH_TOOLS = (
@@ -191,7 +192,7 @@ def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTra
     assert "line 3: the base's chat template has no place for definitions of tools" in str(fault_of(tokenizer, 3, sample))
     knowing = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     knowing.chat_template = WITH_TOOLS
-    (tokens,) = tokenize(knowing, [(3, sample)])
+    tokens = tokenized(knowing, sample, 3)
     assert isinstance(tokens, Tokens)
     assert decoded(knowing, tokens.ids).startswith("<tool>add</tool><|im_start|>user\nsum?")
     assert tokenizer.decode(tokens.ids[tokens.targets]) == '<call>add {"a": 2}</call><|im_end|>It is four.<|im_end|>'
@@ -227,6 +228,6 @@ def test_a_base_that_is_gone_is_told_as_that(tmp_path: Path) -> None:
 def test_the_end_of_a_text_is_learned_once(tokenizer: PreTrainedTokenizerFast, given: str) -> None:
     """Files for other trainers end texts with the base's end-of-text token."""
     records = [(1, Text(f"one two{given}")), (2, PromptCompletion("one ", f"two{given}"))]
-    whole, continued = (tokens for tokens in tokenize(tokenizer, records) if isinstance(tokens, Tokens))
+    whole, continued = (tokens for found in tokenize(tokenizer, records) if isinstance(found, list) for tokens in found)
     assert decoded(tokenizer, whole.ids[whole.targets]) == "one two<|im_end|>"
     assert decoded(tokenizer, continued.ids[continued.targets]) == "two<|im_end|>"

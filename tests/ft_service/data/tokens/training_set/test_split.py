@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -58,8 +61,9 @@ def test_what_is_learned_of_a_sample_makes_it_no_other_one() -> None:
 
 
 def test_the_two_of_a_pair_stay_together_and_in_their_order() -> None:
-    pairs = TokenSet.of(made for number in range(30) for made in (sample(1, number), sample(2, number)))
-    training, validation = split_off(pairs, Split(0.1, 3), "a.jsonl", pairs=True)
+    second = partial(replace, continues=True)
+    pairs = TokenSet.of(made for number in range(30) for made in (sample(1, number), second(sample(2, number))))
+    training, validation = split_off(pairs, Split(0.1, 3), "a.jsonl")
     assert (len(training), len(validation)) == (54, 6)
     for part in (training, validation):
         found = contents(part)

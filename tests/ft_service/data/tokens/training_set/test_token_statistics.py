@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ def chat(prompt: Sequence[int], answer: Sequence[int]) -> Tokens:
 
 
 def part(samples: Sequence[Tokens], name: str = "a.jsonl", *, pairs: bool = False) -> RecordGroup:
-    return RecordGroup(TokenSet.of(samples), "line", name, pairs=pairs)
+    numbered = [replace(sample, continues=pairs and number % 2 == 1) for number, sample in enumerate(samples)]
+    return RecordGroup(TokenSet.of(numbered), "line", name, pairs=pairs)
 
 
 FEW = [

@@ -107,6 +107,11 @@ class Update:
     magnitude: Tensor | None
     """[out] fp32, with DoRA."""
 
+    def part(self, start: int, end: int) -> Update:
+        """The update of rows [start, end) of the weight."""
+        magnitude = None if self.magnitude is None else self.magnitude[start:end]
+        return Update(self.a, self.b[start:end], self.scaling, magnitude)
+
     def turned(self) -> Update:
         """The same of a weight that is stored [in, out]."""
         assert self.magnitude is None, "no job has one there"

@@ -172,7 +172,7 @@ class Targets:
             if of_file.transposed and tensors.shape(of_file.tensor) != tuple(parameter.shape):
                 transposed = not transposed
             whole = partial(self.adapter.experts_update, module, stack, parameter.shape[0], transposed)
-            updates |= updates_by_tensor(pieces[stack], lambda name: tensors.shape(name)[0], whole)
+            updates |= updates_by_tensor(pieces[stack], tensors.shape, whole)
         return updates
 
     def update(self, name: str, rows: int) -> Update | ExpertsUpdate | None:

@@ -297,6 +297,27 @@ def test_a_layer_whose_rows_the_files_hold_in_two_tensors_is_merged_piece_by_pie
         assert difference(ours[name], exact[name]) < 2**-8 < difference(before[name], exact[name]), name
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_experts_whose_gate_and_other_rows_are_stacks_of_their_own_are_merged(tmp_path: Path) -> None:
+    """Step 3.7."""
+    base = tmp_path / "base"
+    assert save_composite("step3p7", base)
+    published = published_as(AutoConfig.from_pretrained(base))
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    options: dict[str, Any] = {"target_modules": ["o_proj"], "target_parameters": stacks}
+    adapter = save_adapter(base, tmp_path / "adapter", model=published.from_pretrained(base, dtype=torch.float32), **options)
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    held = load_file(tmp_path / "out/model.safetensors")
+    assert {tuple(held[name].shape) for name in held if name.endswith(("moe.gate_proj.weight", "moe.up_proj.weight"))} == {
+        (4, 32, 48)
+    }
+    plain, merged = (published.from_pretrained(folder, dtype=torch.float32) for folder in (base, tmp_path / "out"))
+    before, ours = {n: t.clone() for n, t in plain.state_dict().items()}, merged.state_dict()
+    exact = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().state_dict()
+    for name in (name for name in exact if name.endswith(tuple(stacks))):
+        assert difference(ours[name], exact[name]) < 2**-8 < difference(before[name], exact[name]), name
+
+
 MEASURED = """
 import re, sys, threading
 from pathlib import Path

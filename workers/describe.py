@@ -109,9 +109,9 @@ def describe_model(
 ) -> Description:
     """The description of a model on meta whose experts are those of training (`swap`). `held`: formats of the base's files."""
     weights = _weights(model, layers, held, probed.not_adapted)
-    layout = "not downloaded"
+    layout, unkept = "not downloaded", dict[str, str]()
     if downloaded:
-        weights, layout = _with_files(model, weights, folder)
+        weights, layout, unkept = _with_files(model, weights, folder)
     decoder = text_decoder(model)
     return Description(
         model_type=str(decoder.config.model_type),
@@ -123,6 +123,7 @@ def describe_model(
         loss_in_chunks=probed.loss_in_chunks,
         padded_because=probed.padded_because,
         not_adapted=probed.not_adapted,
+        unkept=unkept,
         downloaded=downloaded,
         warnings=probed.warnings,
     )
@@ -177,8 +178,9 @@ def _kind(name: str, module: nn.Module, parameter: str, tensor: Tensor, *, is_he
     return "norm" if is_norm and tensor.ndim <= 2 else "other"
 
 
-def _with_files(model: PreTrainedModel, weights: list[Weight], folder: str) -> tuple[list[Weight], str]:
-    """The weights with the names and dtypes of their tensors in the base's files, and the layout of most of their bytes.
+def _with_files(model: PreTrainedModel, weights: list[Weight], folder: str) -> tuple[list[Weight], str, dict[str, str]]:
+    """The weights with the names and dtypes of their tensors in the base's files, the layout of most of their bytes, and
+    `Description.unkept`.
 
     Raises SpecError for a tensor that the files lack, or that has another shape there.
     """
@@ -188,13 +190,16 @@ def _with_files(model: PreTrainedModel, weights: list[Weight], folder: str) -> t
         check_complete({weight.name: weight.shape for weight in weights}, named)
         layouts: Counter[str] = Counter()
         found: list[Weight] = []
+        unkept: dict[str, str] = {}
         for weight in weights:
             tensors = [piece.tensor for piece in named.pieces(weight.name)]
             stored = named.stored(weight.name)
             dtype = files.dtype(tensors[0])
             layouts[_DTYPES.get(dtype, dtype.lower()) if stored is None else stored.layout] += weight.numel
             found.append(replace(weight, files=_pattern(tensors), dtype=dtype))
-    return found, layouts.most_common(1)[0][0]
+            if stored is not None and stored.format is None:
+                unkept[weight.module] = stored.layout
+    return found, layouts.most_common(1)[0][0], unkept
 
 
 def _pattern(tensors: list[str]) -> str:

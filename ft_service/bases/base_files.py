@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,6 +28,7 @@ MAX_DEPTH = 64
 """Levels of nested lists and objects in a document; published ones have fewer than ten."""
 MAX_ENTRIES = 10_000
 """Files and folders in a base's folder."""
+TOKENIZER_FILE = "tokenizer.json"
 _CACHED = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
 """A model's folder in Hugging Face's cache, two above its files (`snapshots/<revision>`)."""
 _TEMPLATES = "additional_chat_templates"
@@ -52,7 +53,7 @@ TEMPLATE = Limit(bytes=2**20, values=0)
 _ORDER: tuple[tuple[str, Limit | None], ...] = (
     ("*.safetensors", None),
     ("*.index.json", INDEX),
-    ("tokenizer.json", TOKENIZER),
+    (TOKENIZER_FILE, TOKENIZER),
     ("vocab*", TOKENIZER),
     ("merges.txt", TOKENIZER),
     ("*.model", TOKENIZER),
@@ -65,6 +66,24 @@ _ORDER: tuple[tuple[str, Limit | None], ...] = (
 def limit_of(name: str) -> Limit | None:
     """The limit of a file by its name. None: any size, since the file is not read as a whole."""
     return next((limit for pattern, limit in _ORDER if fnmatchcase(name, pattern)), None)
+
+
+def tokenizer_fault(names: Iterable[str]) -> str | None:
+    """Why the tokenizer among a base's files, by their `names`, cannot give the tokens that the base was trained with; None:
+    nothing is known against it.
+
+    A vocabulary of tiktoken's (Kimi, Hunyuan) holds no rule for splitting text, which stands in code of its publisher's. Others
+    convert it with a rule of their own, and give other tokens for the same text.
+    """
+    held = set(names)
+    found = next((name for name in sorted(held) if name == "tiktoken.model" or name.endswith(".tiktoken")), None)
+    if found is None or TOKENIZER_FILE in held:
+        return None
+    return (
+        f"its tokenizer is {found} without a {TOKENIZER_FILE}: the rule by which it splits text is its publisher's code, which "
+        f"is never run, and readers of {found} alone give other tokens than the base was trained with. Put a {TOKENIZER_FILE} "
+        "into the folder that gives the publisher's tokens, or take another base"
+    )
 
 
 def cached_name(folder: Path) -> str | None:

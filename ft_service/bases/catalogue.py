@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ft_service.bases.base_files import cached_name, is_base_file, shown
+from ft_service.bases.base_files import TOKENIZER_FILE, cached_name, is_base_file, shown, tokenizer_fault
 from ft_service.bases.describing import Descriptions
 from ft_service.bases.origin import cached_snapshots, is_published
 from ft_service.errors import SpecError
@@ -27,7 +27,7 @@ _LISTED = 20
 """Names that a refusal lists."""
 _LISTED_FILES = 5
 _NONE = "There are no base models yet: put one into a folder that FT_MODELS names (without it: FT_HOME/models)."
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _NO_SAFETENSORS = "the folder holds no weights in safetensors, only "
 _NEVER_READ = ", which is pickled and never read"
@@ -210,8 +210,8 @@ def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None
             return f"{_NO_SAFETENSORS}{pickled[0]}{_NEVER_READ}"
         return f"{_NO_SAFETENSORS}{', '.join(names[:_LISTED_FILES])}{', …' if len(names) > _LISTED_FILES else ''}"
     if not any(name in names for name in _TOKENIZER_FILES):
-        return "the folder holds no tokenizer (tokenizer.json)"
-    return None
+        return f"the folder holds no tokenizer ({TOKENIZER_FILE})"
+    return tokenizer_fault(names)
 
 
 def pickled_weights(folder: Path) -> str | None:

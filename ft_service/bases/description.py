@@ -182,6 +182,8 @@ class Description:
     """Why samples are padded and not packed; None: they are packed."""
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Full name of a linear layer that cannot have an adapter → reason."""
+    unkept: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Module → layout that its weight is published in, of those that no format keeps."""
     downloaded: bool = True
     """Whether the weights are in the folder; False: described by config.json and the index alone."""
     warnings: tuple[str, ...] = ()

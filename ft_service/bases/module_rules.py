@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -139,14 +139,17 @@ def choose_targets(
     *,
     shared_experts: bool = False,
     not_adapted: Mapping[str, str] = NOTHING,
+    outer: OuterModules | None = None,
 ) -> list[str]:
     """The modules that get an adapter, in the model's order.
 
     `linears`: every linear layer except the output head; `experts`: stacks of experts; `wanted`: lora.target_modules;
     `shared_experts`: whether all-linear includes shared experts, and dense layers of a mixture; `not_adapted`: full name of a
-    linear layer that cannot have an adapter → reason. Raises SpecError for a name or pattern that matches nothing, or that
-    matches experts or a layer that cannot be adapted.
+    linear layer that cannot have an adapter → reason; `outer`: embedding and head. Raises SpecError for a name or pattern that
+    matches nothing, or that matches experts or a layer that cannot be adapted, or embedding and head, which are trained whole.
     """
+    if outer is not None:
+        outer.refuse_adapters(wanted, linears)
     chosen = _choose_targets(
         [name for name in linears if name not in not_adapted] if wanted == "all-linear" else linears,
         experts,
@@ -176,9 +179,9 @@ def _choose_targets(
         return _matches(wanted, match_pattern(wanted, allowed), allowed, is_pattern=True)
     chosen: set[str] = set()
     for word in wanted:
-        named = [name for name in barred if "." in word and f".{name}".endswith(f".{word}")]
+        named = _ending(barred, word) if "." in word else []
         _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS and not named else [])
-        chosen.update(named or _matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
+        chosen.update(named or _matches(word, _ending(allowed, word), allowed))
     return [name for name in linears if name in chosen]
 
 
@@ -236,14 +239,14 @@ def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: fl
     """
     refuse_dropout(dropout, ["experts"] if wanted else named_apart(modules, experts))
     for word in wanted:
-        if not any(f".{name}".endswith(f".{word}") for name in experts):
+        if not _ending(experts, word):
             named = f"its stacks look like {experts[-1]!r}" if experts else "it has none"
             raise SpecError(
                 f"lora.target_parameters: {word!r} matches no stack of experts of this model; {named}. Linear layers are named "
                 "in lora.target_modules.",
                 param="lora.target_parameters",
             )
-    return [name for name in experts if any(f".{name}".endswith(f".{word}") for word in wanted)]
+    return [name for name in experts if any(_ending([name], word) for word in wanted)]
 
 
 @dataclass(frozen=True)
@@ -261,13 +264,13 @@ class OuterModules:
         """
         both = [self.embedding, self.head]
         for word in wanted:
-            if not any(f".{name}".endswith(f".{word}") for name in both):
+            if not _ending(both, word):
                 raise SpecError(
                     f"lora.modules_to_save: {word!r} is neither the base's embedding ({self.embedding}) nor its output head "
                     f"({self.head}). No others are trained whole: linear layers get an adapter by lora.target_modules.",
                     param="lora.modules_to_save",
                 )
-        chosen = [name for name in both if any(f".{name}".endswith(f".{word}") for word in wanted)]
+        chosen = [name for name in both if any(_ending([name], word) for word in wanted)]
         for name in chosen:
             if name in held:
                 raise SpecError(
@@ -276,6 +279,24 @@ class OuterModules:
                     param="lora.modules_to_save",
                 )
         return both if chosen and self.tied else chosen
+
+    def refuse_adapters(self, wanted: str | Sequence[str], linears: Sequence[str]) -> None:
+        """Raise SpecError where a name or the pattern in lora.target_modules means embedding or head, and none of `linears`."""
+        kinds = {self.embedding: "embedding", self.head: "output head"}
+        if isinstance(wanted, str):
+            linear = wanted == "all-linear" or match_pattern(wanted, linears)
+            named = [] if linear else [(name, wanted) for name in match_pattern(wanted, kinds)]
+        else:
+            words = [word for word in wanted if not _ending(linears, word)]
+            named = [(name, word) for word in words for name in _ending(kinds, word)]
+        for name, word in named:
+            both = f": {self.embedding} and {self.head}, which are one weight" if self.tied else ""
+            raise SpecError(
+                f"lora.target_modules: {word!r} names the base's {kinds[name]} ({name}), which gets no adapter: the loss is "
+                "taken inside the head, a few tokens' logits at a time, by one weight. Leave it out, and write "
+                f"lora.modules_to_save: [{last_name(name)}], which trains it whole{both}.",
+                param="lora.target_modules",
+            )
 
 
 def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field: str) -> dict[str, Value]:
@@ -308,6 +329,11 @@ def choose_ignored(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
             )
         chosen.update(matched)
     return chosen
+
+
+def _ending(names: Iterable[str], word: str) -> list[str]:
+    """The full names that end in a name, from a dot on."""
+    return [name for name in names if f".{name}".endswith(f".{word}")]
 
 
 def last_name(name: str) -> str:

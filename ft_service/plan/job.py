@@ -344,6 +344,20 @@ def _conversion(job: ShardedJob) -> Iterator[str]:
     )
 
 
+def _unkept(job: ShardedJob) -> Iterator[str]:
+    """What becomes of weights that are published in a layout which no format keeps."""
+    plain = [s for s in job.frozen if s.weight.parameter == "weight" and s.weight.module in job.base.unkept]
+    plain = [s for s in plain if s.format == "bf16"]
+    if plain:
+        names = " and ".join(sorted({job.base.unkept[s.weight.module] for s in plain}))
+        now = bytes_text(sum(s.bytes_on_rank(job.layout) for s in plain))
+        yield (
+            f"The base holds {len(plain)} of its weights in {names}, which no format here keeps: with precision.default: "
+            f"{job.spec.precision.default} they are stored in bf16, {now} a rank. precision.default: nf4 or fp8 takes less, "
+            "and rounds their values a second time."
+        )
+
+
 def _warnings(job: ShardedJob) -> Iterator[str]:
     base, spec, layout = job.base, job.spec, job.layout
     first = next((a for a in job.adapters if a.r > min(a.rows, a.cols)), None)
@@ -354,6 +368,7 @@ def _warnings(job: ShardedJob) -> Iterator[str]:
         )
     yield from base.warnings
     yield from _conversion(job)
+    yield from _unkept(job)
     apart = named_apart([weight.module for weight in base.linears], [weight.module for weight in base.experts])
     left_out = [name for name in apart if ROUTERS.isdisjoint(name.split("."))]
     if left_out and spec.lora.lora_dropout and spec.lora.target_modules == "all-linear" and not spec.shared_experts:

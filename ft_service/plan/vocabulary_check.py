@@ -9,11 +9,10 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ft_service.bases.base_files import TOKENIZER as LIMIT
-from ft_service.bases.base_files import read_bytes, require_few_values, shown, unreadable_base
+from ft_service.bases.base_files import TOKENIZER_FILE, read_bytes, require_few_values, shown, unreadable_base
 from ft_service.bases.description import Description
 from ft_service.errors import SpecError
 
-TOKENIZER = "tokenizer.json"
 _FileState = tuple[int, int, int]
 """Time of the last change in ns, bytes and inode of a file. A file that was replaced has another one."""
 
@@ -25,9 +24,10 @@ def refuse_ids_without_row(base: Description, folder: Path) -> None:
     if embedding is None or largest is None or largest < embedding.rows:
         return
     raise SpecError(
-        f"The base's tokenizer and weights do not fit: {TOKENIZER} in {folder} has token ids up to {largest}, the embedding "
-        f"{embedding.name} has {embedding.rows} rows, for ids up to {embedding.rows - 1}. Use the tokenizer that the base was "
-        f"trained with, or a copy of the base whose embedding has at least {largest + 1} rows (resize_token_embeddings).",
+        f"The base's tokenizer and weights do not fit: {TOKENIZER_FILE} in {folder} has token ids up to {largest}, the "
+        f"embedding {embedding.name} has {embedding.rows} rows, for ids up to {embedding.rows - 1}. Use the tokenizer that the "
+        f"base was trained with, or a copy of the base whose embedding has at least {largest + 1} rows "
+        "(resize_token_embeddings).",
         param="model",
         code="vocabulary_too_small",
     )
@@ -38,7 +38,7 @@ def largest_token_id(folder: Path) -> int | None:
 
     Cached until the file changes: it may have tens of megabytes. Raises SpecError for a file that cannot be read.
     """
-    path = folder / TOKENIZER
+    path = folder / TOKENIZER_FILE
     try:
         return _largest(path, _state(path))
     except FileNotFoundError:

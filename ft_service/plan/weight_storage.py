@@ -208,7 +208,8 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
     linears = {weight.module: weight for weight in base.linears}
     experts = [weight.module for weight in base.experts]
     wanted = spec.lora.target_modules
-    chosen = choose_targets(list(linears), experts, wanted, shared_experts=spec.shared_experts, not_adapted=base.not_adapted)
+    shared, outer = spec.shared_experts, base.outer
+    chosen = choose_targets(list(linears), experts, wanted, shared_experts=shared, not_adapted=base.not_adapted, outer=outer)
     stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")

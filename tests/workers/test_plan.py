@@ -19,7 +19,15 @@ from tests.support.bases import plan_of
 from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
-from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, mxfp4, nvfp4, nvfp4_of_modelopt
+from tests.support.training.prequantized import (
+    bitsandbytes_4bit,
+    fp8_by_blocks,
+    fp8_by_rows,
+    int4_by_groups,
+    mxfp4,
+    nvfp4,
+    nvfp4_of_modelopt,
+)
 from tests.support.training.published import save_published
 from workers.base.load import adapters
 from workers.data.batches import Tokens
@@ -248,6 +256,38 @@ def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:
             with pytest.raises(SpecError) as refused:
                 look()
             assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("publish", "changes", "layout"),
+    [
+        (int4_by_groups, {}, "INT4 in groups of"),
+        (partial(fp8_by_blocks, block=64), {"hidden_size": 160, "intermediate_size": 288}, "FP8 by blocks of 64 x 64"),
+    ],
+)
+def test_the_plan_says_what_no_format_keeps_as_published(
+    publish: Any, changes: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    base = save_tiny_llama(tmp_path / "base", **changes)
+    publish(base)
+    for default, told in (("as_published", True), ("nf4", False)):
+        plan = plan_of(spec_for(base, precision={"default": default}), MACHINES["H100"])
+        said = [warning for warning in plan.warnings if f"in {layout}" in warning]
+        assert [f"precision.default: {default} they are stored in bf16" in warning for warning in said] == [True] * told
+
+
+@pytest.mark.parametrize("wanted", [["lm_head"], ["q_proj", "embed_tokens"], ".*lm_head", "model.embed_tokens"])
+def test_plan_and_worker_say_that_embedding_and_head_are_trained_whole(wanted: Any, tmp_path: Path) -> None:
+    spec = spec_for(save_tiny_llama(tmp_path / "base"), lora={"target_modules": wanted})
+    said: set[str] = set()
+    for look in (lambda: plan_of(spec, MACHINES["H100"]), lambda: build(spec, CPU)):
+        with pytest.raises(SpecError) as refused:
+            look()
+        assert refused.value.param == "lora.target_modules"
+        said.add(str(refused.value))
+    name = "lm_head" if "lm_head" in str(wanted) else "embed_tokens"
+    assert len(said) == 1
+    assert f"lora.modules_to_save: [{name}]" in said.pop()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

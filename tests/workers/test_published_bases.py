@@ -8,8 +8,9 @@ import pytest
 
 from tests.support.training import table
 from tests.support.training.checks import check, check_here
-from tests.support.training.published import BASES, save_published
+from tests.support.training.published import BASES, NO_TOKENIZER, RELEASED_TEMPLATES, save_published
 
+TEMPLATES = Path(__file__).parents[1] / "support/chat_templates_by_family"
 SHORT = ("gemma-4-e4b", "gemma-4-31b", "phi-4-multimodal", "qwen-3-moe")
 """Several models in one, with more adapters than PEFT keeps by their full names; layers that differ in their heads; rotations
 that keep what a forward computes; shared experts and stacks."""
@@ -42,3 +43,7 @@ def test_the_tables_are_what_was_found() -> None:
     for path, made in ((table.README, table.readme(found)), (table.PAGE, table.page(found))):
         assert path.read_text() == table.with_table(path.read_text(), made), path.name
     assert all(one.works for one in found.values())
+    assert {*RELEASED_TEMPLATES, *NO_TOKENIZER} <= BASES.keys()
+    assert {f"{name}.jinja" for name in RELEASED_TEMPLATES.values()} <= {path.name for path in TEMPLATES.iterdir()}
+    for name in NO_TOKENIZER:
+        assert BASES[name].title not in table.readme(found), "what cannot be trained on as it is released is not offered"

@@ -4,7 +4,8 @@ bitsandbytes 4-bit   codes in `X.weight`, statistics in `X.weight.*`; the logica
                      `X.weight.quant_state.bitsandbytes__nf4` (or fp4), which are JSON
 FP8                  e4m3 codes in `X.weight` of the logical shape, scales in `X.weight_scale` or `X.weight_scale_inv`;
                      torchao writes the same tensors as `X._weight_qdata` and `X._weight_scale`; stacks of experts have no
-                     `.weight` in their names, and scales of each matrix in `X_scale_inv` [experts, ..]
+                     `.weight` in their names, and scales of each matrix in `X_scale_inv` [experts, ..]; DeepSeek V4 has the
+                     scales in `X.scale`, Mistral in `X.qscale_weight`, modelopt those of blocks as [rows, 1, cols, 1]
 INT4                 eight codes an int32 in `X.weight_packed` [out, in / 8], scales of groups along the inputs in
                      `X.weight_scale` [out, groups]
 NVFP4                two codes a byte [out, in / 2] in `X.weight_packed` (compressed-tensors), `X.weight` (modelopt) or
@@ -12,7 +13,8 @@ NVFP4                two codes a byte [out, in / 2] in `X.weight_packed` (compre
                      whole, which divides these in `X.weight_global_scale` and multiplies them in `X.weight_scale_2` and
                      `X._weight_per_tensor_scale`
 MXFP4                the same, with exponents of two as scales [out, in / 32] and nothing of the whole; stacks of experts
-                     (gpt-oss): codes in `X_blocks` [experts, out, in / 32, 16], exponents in `X_scales`
+                     (gpt-oss): codes in `X_blocks` [experts, out, in / 32, 16], exponents in `X_scales`; DeepSeek V4's
+                     experts: codes in `X.weight`, exponents in `X.scale`
 """
 
 from __future__ import annotations
@@ -45,8 +47,12 @@ _METHOD_IN_NAME = re.compile(r"[-_.](?:gptq|awq)", re.I)
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 SCALES = ("weight_scale_inv", "weight_scale")
-NO_SCALE = "there is no weight_scale or weight_scale_inv for the FP8 codes"
+NO_SCALE = "there is no weight_scale, weight_scale_inv, scale or qscale_weight for the FP8 codes"
+_SCALES_ELSEWHERE = {"scale": SCALES[0], "qscale_weight": SCALES[0], "qscale_act": "input_scale"}
+"""Last part of a name that DeepSeek V4 and Mistral give a scale of codes in FP8 → the one under which it is known here, as
+transformers renames them."""
 FP8_DTYPE = "F8_E4M3"
+E5M2 = "F8_E5M2"
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64", "I64", "BOOL")
 """Integers are tables, such as those from a token to its experts, and stay as they are."""
 LARGEST_SIZE = 2**31
@@ -74,6 +80,11 @@ WHOLE_SCALES = ("weight_scale_2", "weight_per_tensor_scale", "weight_global_scal
 """Scales of a whole weight in NVFP4; the last one divides."""
 CODES_DTYPE = "U8"
 """dtype of codes of four bits, two in a byte."""
+_OF_EXPERTS = "expert_dtype"
+"""Key by which DeepSeek V4 says, beside or in its quantization_config, that the codes of experts have four bits."""
+SIGNED_CODES = "I8"
+"""The same where files call these bytes integers with a sign (DeepSeek V4)."""
+EXPONENTS = "F8_E8M0"
 MXFP4_SCALES = "_scales"
 _MXFP4_CODES, _MXFP4_WIDTH = "_blocks", 16
 _COMPANION = re.compile(
@@ -98,7 +109,7 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
     section = config.get("quantization_config") or (inner.get("quantization_config") if isinstance(inner, Mapping) else None)
     if section is None:
         return None
-    method = section.get("quant_method") if isinstance(section, Mapping) else section
+    method = _method_of(section) if isinstance(section, Mapping) else section
     named = _unreadable_format(section) if isinstance(section, Mapping) else None
     if named is not None:
         raise _unknown_method(named)
@@ -115,7 +126,13 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
         raise _unknown_method(
             "compressed-tensors with a transform_config, whose rotations of weights and inputs are not applied"
         )
-    return section
+    return section if _OF_EXPERTS not in config else {_OF_EXPERTS: config[_OF_EXPERTS], **section}
+
+
+def _method_of(section: Mapping[str, Any]) -> object:
+    """The method that a section names; of one that only says by which of modelopt's algorithms (`quant_algo`), modelopt."""
+    method = section.get("quant_method")
+    return "modelopt" if method is None and isinstance(section.get("quant_algo"), str) else method
 
 
 def _unreadable_format(section: Mapping[str, Any]) -> str | None:
@@ -198,6 +215,13 @@ def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
+    stem, _, last = name.rpartition(".")
+    codes = dtypes.get(f"{stem}.weight")
+    own = _SCALES_ELSEWHERE.get(last) if codes == FP8_DTYPE else None
+    if codes == SIGNED_CODES and dtypes[name] == EXPONENTS and last in ("scale", SCALES[0]):
+        own = SCALES[1]
+    if own is not None:
+        return name if f"{stem}.{own}" in dtypes else f"{stem}.{own}"
     stem = name.removesuffix(_MXFP4_CODES)
     if stem != name and dtypes[name] == dtypes.get(stem + MXFP4_SCALES) == "U8" and stem not in dtypes:
         return stem
@@ -285,6 +309,8 @@ def fp8_layout(name: str, codes: tuple[int, ...], scales: tuple[int, ...], block
     if len(codes) not in (2, 3):
         raise unknown_layout(name, f"FP8 codes of shape {codes}")
     *experts, rows, cols = codes
+    if len(scales) == 4 and scales[1::2] == (1, 1):  # modelopt's blocks
+        scales = scales[::2]
     own = scales[len(experts) :]
     of_each = scales[: len(experts)] == tuple(experts) and len(own) <= 2
     grid = (*own, 1, 1)[:2] if of_each else None
@@ -330,7 +356,7 @@ def four_bit_layout(name: str, codes: tuple[int, ...], scales: tuple[int, ...], 
     of_dtype: dict[str, tuple[Literal["nvfp4", "mxfp4"], int]] = {
         FP8_DTYPE: ("nvfp4", nvfp4.BLOCK),
         "U8": ("mxfp4", mxfp4.BLOCK),
-        "F8_E8M0": ("mxfp4", mxfp4.BLOCK),
+        EXPONENTS: ("mxfp4", mxfp4.BLOCK),
     }
     if dtype in of_dtype and len(codes) == 2:
         stored, block = of_dtype[dtype]
@@ -360,11 +386,12 @@ def announced_formats(names: Iterable[str], section: Mapping[str, Any]) -> dict[
     found: dict[str, WeightFormat] = {stack: "mxfp4" for stack in blocks if stack + MXFP4_SCALES in held}
     of_scaled: WeightFormat = "fp8" if declared_block(section) is None else "fp8_blocks"
     in_mxfp4 = "mxfp4" in str(section.get("format"))
-    for weight in {name.removesuffix(scale) + "weight" for scale in SCALES for name in held if name.endswith(f".{scale}")}:
+    scales = (*SCALES, *_SCALES_ELSEWHERE)
+    for weight in {name.removesuffix(scale) + "weight" for scale in scales for name in held if name.endswith(f".{scale}")}:
         if any(weight.removesuffix("weight") + whole in held for whole in WHOLE_SCALES):
             found[weight] = "nvfp4"
         elif weight in held:
-            found[weight] = of_scaled
+            found[weight] = "mxfp4" if section.get(_OF_EXPERTS) == "fp4" and ".experts." in weight else of_scaled
         elif weight + _PACKED_CODES in held and in_mxfp4:
             found[weight] = "mxfp4"
     return found
@@ -372,6 +399,8 @@ def announced_formats(names: Iterable[str], section: Mapping[str, Any]) -> dict[
 
 def unknown_dtype(name: str, dtype: str) -> SpecError:
     """The refusal of a tensor whose numbers stand for nothing by themselves."""
+    if dtype == E5M2:
+        return unknown_layout(name, f"its FP8 codes are e5m2 ({dtype}), and only e4m3 ({FP8_DTYPE}) is read")
     return unknown_layout(name, f"its {dtype} numbers are codes of a format that config.json does not name (GPTQ, AWQ …)")
 
 

@@ -54,7 +54,10 @@ class NamedBase:
         sources = find_pieces(bare, wanted, base.names())
         for stock_name, experts in stacked.items():
             pieces = sources.get(stock_name, [])
-            if len(pieces) == 1:
+            if len(pieces) > 1 and is_stack(base.shape(pieces[0].tensor)):
+                each = range(experts.num_experts)
+                sources[stock_name] = [ParameterPiece(piece.tensor, index) for index in each for piece in pieces]
+            elif len(pieces) == 1:
                 tensor = pieces[0].tensor
                 if pieces[0].transposed:
                     transposed = base.shape(tensor) != (experts.num_experts, experts.out_features, experts.in_features)
@@ -103,6 +106,11 @@ class NamedBase:
         shape = self._base.shape(piece.tensor)
         shape = shape if piece.index is None else shape[1:]
         return (*shape[:-2], shape[-1], shape[-2]) if piece.transposed else shape
+
+
+def is_stack(shape: Sequence[int]) -> bool:
+    """Whether a tensor of experts is the matrices of all of them, and not one of one expert."""
+    return len(shape) == 3
 
 
 def rows_within(heights: Sequence[int], start: int, end: int) -> list[tuple[int, int, int]]:
@@ -249,11 +257,12 @@ def _in_row_order(target: str, sources: list[tuple[WeightConverter | None, str |
 
 
 def _stacks_rows(converter: WeightConverter) -> bool:
-    """Whether a conversion does no more than put 2-D tensors of experts, or any tensors of one layer, above each other."""
+    """Whether a conversion does no more than put matrices of experts, one by one or in stacks, or any tensors of one layer,
+    above each other."""
     described = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     merge, concatenate = (MergeModulelist, 0), (Concatenate, 1)
     expected = [merge] if len(converter.source_patterns) == 1 else [merge, concatenate]
-    return described in (expected, [(Concatenate, 0)]) and len(converter.target_patterns) == 1
+    return described in (expected, [(Concatenate, 0)], [concatenate]) and len(converter.target_patterns) == 1
 
 
 def _turns_matrices(converter: WeightConverter) -> bool:

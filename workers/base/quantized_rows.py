@@ -27,6 +27,7 @@ from workers.base.base_tensors import Safetensors
 from workers.base.expert_stacks import FP8Stack, MXFP4Stack, Stack, usable_exponents
 from workers.base.layouts import (
     CODES_DTYPE,
+    EXPONENTS,
     FP8_BLOCK,
     FP8_DTYPE,
     FP8_STACK_SCALE,
@@ -37,6 +38,7 @@ from workers.base.layouts import (
     PACKED_DTYPE,
     PLAIN_DTYPES,
     SCALES,
+    SIGNED_CODES,
     STATE,
     WHOLE_SCALES,
     Bitsandbytes,
@@ -145,7 +147,8 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
         return MXFP4Stack(files, name)
     if dtype == PACKED_DTYPE and name.endswith(".weight"):
         return PackedInt4(files, name)
-    if dtype == CODES_DTYPE and name.removesuffix("weight") + SCALES[1] in files:
+    scale = name.removesuffix("weight") + SCALES[1]
+    if scale in files and (dtype == CODES_DTYPE or (dtype == SIGNED_CODES and files.dtype(scale) == EXPONENTS)):
         return FourBit(files, name)
     if dtype not in PLAIN_DTYPES:
         raise unknown_dtype(name, dtype)
@@ -242,7 +245,7 @@ class FP8:
         first = start // height
         held = self._files.rows(self._scale, first, -(-end // height)).float()
         of_row = torch.arange(start, end) // height - first
-        return (held if held.ndim == 2 else held.unsqueeze(1))[of_row]
+        return (held.flatten(1) if held.ndim > 1 else held.unsqueeze(1))[of_row]
 
 
 class FourBit:
@@ -263,7 +266,7 @@ class FourBit:
             raise unknown_layout(name, f"{self.layout} with the scales {' and '.join(self._whole)} of the whole")
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        codes, scales = self._files.rows(self._name, start, end), self._scales(start, end)
+        codes, scales = self._files.rows(self._name, start, end).view(torch.uint8), self._scales(start, end)
         if self.format == "mxfp4":
             return codes, usable_exponents(self._name, scales)
         if scales.float().isnan().any():

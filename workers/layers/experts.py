@@ -163,7 +163,7 @@ def _unsupported(module: nn.Module) -> str | None:
     stacks, biases = dict.fromkeys(names, 3), {name + _BIAS: 2 for name in names}
     if dimensions not in (stacks, stacks | biases):
         return "their parameters are " + ", ".join(sorted(dimensions))
-    if not hasattr(module, "has_gate") or not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn")):
+    if not hasattr(module, "_apply_gate") and not (hasattr(module, "has_gate") and hasattr(module, "act_fn")):
         return "they say nothing of their gate"
     return None
 

@@ -33,7 +33,7 @@ from workers.layers.experts import ExpertsLinear, FrozenExperts, adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
 from workers.model.multimodal import has_unseen_towers, names_of_towers
 from workers.model.renamed_adapters import settle_names
-from workers.model.whole_modules import modules_trained_whole, train_whole
+from workers.model.whole_modules import modules_trained_whole, outer_modules, train_whole
 
 T = TypeVar("T", int, float)
 
@@ -122,7 +122,8 @@ def adapted_modules(
     the name of one that cannot have any.
     """
     names, experts = linear_names(model), expert_stacks(model)
-    return choose_targets(names, experts, lora.target_modules, shared_experts=shared_experts, not_adapted=not_adapted)
+    outer, wanted = outer_modules(model), lora.target_modules
+    return choose_targets(names, experts, wanted, shared_experts=shared_experts, not_adapted=not_adapted, outer=outer)
 
 
 def adapted_stacks(model: PreTrainedModel, lora: LoraOptions, modules: list[str]) -> list[str]:

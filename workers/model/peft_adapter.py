@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ft_service.bases.adapter_names import AdapterNames
 from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
-from workers.base.parameter_sources import ParameterPiece
+from workers.base.parameter_sources import ParameterPiece, is_stack
 from workers.layers.experts import projections_of
 from workers.layers.linear import magnitude_ratio
 
@@ -59,9 +59,10 @@ class ExpertsUpdate:
         """The update of PEFT's matrices [experts · r, wide] and [high, r · experts], scaled by `scaling`."""
         return cls(a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1), scaling, transposed)
 
-    def part(self, expert: int, start: int, end: int) -> ExpertsUpdate:
-        """The update of rows [start, end) of one expert's matrix [high, wide]."""
-        return ExpertsUpdate(self.a[expert : expert + 1], self.b[expert : expert + 1, start:end], self.scaling, False)
+    def part(self, expert: int | None, start: int, end: int) -> ExpertsUpdate:
+        """The update of rows [start, end) of one expert's matrix [high, wide]; None: of every expert's."""
+        chosen = slice(None) if expert is None else slice(expert, expert + 1)
+        return ExpertsUpdate(self.a[chosen], self.b[chosen, start:end], self.scaling, False)
 
     def rows(self, base: Tensor, start: int, end: int) -> Tensor:
         """Rows [start, end) of the merged tensor from the base's, fp32: of a stack, matrices."""
@@ -72,18 +73,19 @@ class ExpertsUpdate:
 
 
 def updates_by_tensor(
-    pieces: Sequence[ParameterPiece], heights: Callable[[str], int], whole: Callable[[], ExpertsUpdate]
+    pieces: Sequence[ParameterPiece], shapes: Callable[[str], Sequence[int]], whole: Callable[[], ExpertsUpdate]
 ) -> Mapping[str, Callable[[], ExpertsUpdate]]:
-    """Tensor of the base's files → its update, made when it is called. `heights`: rows of a tensor."""
+    """Tensor of the base's files → its update, made when it is called. `shapes`: of tensors."""
     if len(pieces) == 1:
         return {pieces[0].tensor: whole}
     updates: dict[str, Callable[[], ExpertsUpdate]] = {}
-    experts = whole().a.shape[0]
+    stacked = is_stack(shapes(pieces[0].tensor))
+    experts = 1 if stacked else whole().a.shape[0]
     of_one = len(pieces) // experts
     for expert in range(experts):
         first = 0
         for piece in pieces[expert * of_one : (expert + 1) * of_one]:
-            span = (expert, first, first + heights(piece.tensor))
+            span = (None if stacked else expert, first, first + shapes(piece.tensor)[-2])
             updates[piece.tensor] = lambda span=span: whole().part(*span)
             first = span[2]
     return updates
@@ -106,6 +108,11 @@ class Update:
     scaling: float
     magnitude: Tensor | None
     """[out] fp32, with DoRA."""
+
+    def part(self, start: int, end: int) -> Update:
+        """The update of rows [start, end) of the weight."""
+        magnitude = None if self.magnitude is None else self.magnitude[start:end]
+        return Update(self.a, self.b[start:end], self.scaling, magnitude)
 
     def turned(self) -> Update:
         """The same of a weight that is stored [in, out]."""

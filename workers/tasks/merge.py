@@ -15,11 +15,11 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, Manifest, base_files, base_of, spec_beside
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
-from workers.base.parameter_sources import find_pieces, turned_weights
+from workers.base.parameter_sources import ParameterPiece, find_pieces, turned_weights
 from workers.base.quantized_rows import PlainBase, from_int4
 from workers.exports.compressed_tensors import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
 from workers.exports.own_template import take_template
@@ -122,28 +122,38 @@ class Targets:
         """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
         self._stack_of = adapter.stacks(model)
         weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
-        replaced = _replaced_once(model, adapter)
+        names_of = _names_of_tied(model)
+        _refuse_parting(names_of, weights.keys(), adapter.replaced.keys())
+        replaced = _replaced_once(model, adapter, names_of)
         wanted = [*((name,) for name in weights), *replaced]
         pieces = find_pieces(model, chain.from_iterable(wanted), tensors.names())
-        whole = {name: found[0] for name, found in pieces.items() if len(found) == 1}
-        missing = [names[0] for names in wanted if whole.keys().isdisjoint(names)]
+        missing = [names[0] for names in wanted if pieces.keys().isdisjoint(names)]
         if missing:
             raise SpecError(
-                f"The adapter changes {len(missing)} weights that {base} does not hold as one tensor, the first: {missing[0]}. "
+                f"The adapter changes {len(missing)} weights that {base} does not hold, the first: {missing[0]}. "
                 "It belongs to another base, or the base's layout is not supported.",
                 param="base",
             )
         self.adapter = adapter
         self.stacks = self._of_stacks(model, tensors)
-        self.modules = {whole[name].tensor: module for name, module in weights.items()}
-        self.replaced = {whole[name].tensor: theirs for names, theirs in replaced.items() for name in names if name in whole}
-        self.changed = self.stacks.keys() | self.modules.keys() | self.replaced.keys()
+        self.replaced = {piece.tensor: theirs for names, theirs in replaced.items() for piece in _one_of(names, pieces)}
+        self._modules: dict[str, tuple[str, int]] = {}
+        """Tensor of the base's files → module of the adapter that changes it, and the row of that module which is its first."""
+        self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
+        for name, module in weights.items():
+            self._modules |= self._of_module(module, [piece.tensor for piece in pieces[name]], tensors, base)
+        self.changed = self.stacks.keys() | self._modules.keys() | self.replaced.keys()
         """Tensors of the base's files."""
-        self._turned = {whole[name].tensor for name in weights if whole[name].transposed}
-        for name, module in self.modules.items():
-            shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
-            if tensors.shape(name) != (shape[::-1] if name in self._turned else shape):
-                raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
+
+    def _of_module(self, module: str, names: Sequence[str], tensors: PlainBase, base: Path) -> dict[str, tuple[str, int]]:
+        """Tensor → module and first row, for the tensors whose rows follow each other in a linear layer's weight."""
+        rows, cols = self.adapter.shape(f"{module}.lora_B.weight")[0], self.adapter.shape(f"{module}.lora_A.weight")[1]
+        shapes = [tensors.shape(name)[::-1] if name in self._turned else tensors.shape(name) for name in names]
+        if {shape[1:] for shape in shapes} != {(cols,)} or sum(shape[0] for shape in shapes) != rows:
+            held = " and ".join(str(tensors.shape(name)) for name in names)
+            raise SpecError(f"The adapter changes {names[0]} of shape {(rows, cols)}; {base} has {held}.", param="base")
+        firsts = accumulate((shape[0] for shape in shapes), initial=0)
+        return {name: (module, first) for name, first in zip(names, firsts, strict=False)}
 
     def _of_stacks(self, model: PreTrainedModel, tensors: PlainBase) -> dict[str, Callable[[], ExpertsUpdate]]:
         """Tensor → what the adapters on experts change in it."""
@@ -162,35 +172,65 @@ class Targets:
             if of_file.transposed and tensors.shape(of_file.tensor) != tuple(parameter.shape):
                 transposed = not transposed
             whole = partial(self.adapter.experts_update, module, stack, parameter.shape[0], transposed)
-            updates |= updates_by_tensor(pieces[stack], lambda name: tensors.shape(name)[0], whole)
+            updates |= updates_by_tensor(pieces[stack], tensors.shape, whole)
         return updates
 
-    def update(self, name: str) -> Update | ExpertsUpdate | None:
+    def update(self, name: str, rows: int) -> Update | ExpertsUpdate | None:
+        """What the adapter does to a tensor of the base's files, which holds so many `rows`; None: nothing."""
         if name in self.stacks:
             return self.stacks[name]()
-        update = self.adapter.update(self.modules[name]) if name in self.modules else None
-        return update.turned() if update is not None and name in self._turned else update
+        if name not in self._modules:
+            return None
+        module, first = self._modules[name]
+        update = self.adapter.update(module)
+        return update.turned() if name in self._turned else update.part(first, first + rows)
 
 
-def _replaced_once(model: PreTrainedModel, adapter: PeftAdapter) -> dict[tuple[str, ...], str]:
-    """Names of a base weight, several of a tied one, of which the base's files may hold one or all → tensor of the adapter in
-    its place. Raises SpecError for weights of another shape, and for values that would part a head from the embedding that it
-    is.
-    """
-    names_of: dict[int, tuple[str, ...]] = {}
+def _one_of(names: Sequence[str], pieces: Mapping[str, Sequence[ParameterPiece]]) -> Iterator[ParameterPiece]:
+    """The tensors, of which the files may hold several alike, of a weight under any of its names."""
+    return (piece for name in names for piece in pieces.get(name, ()))
+
+
+def _names_of_tied(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Name of a parameter → all its names, several of a tied one."""
+    by_id: dict[int, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)] = (*names_of.get(id(parameter), ()), name)
+        by_id[id(parameter)] = (*by_id.get(id(parameter), ()), name)
+    return {name: names for names in by_id.values() for name in names}
+
+
+def _refuse_parting(names_of: Mapping[str, Sequence[str]], added_to: Set[str], replaced: Set[str]) -> None:
+    """Raise SpecError for an adapter that changes one name of a tied weight and leaves another, as PEFT lets it.
+
+    `added_to`: weights with an adapter of their own, of which two names never have one together; `replaced`: those with other
+    values.
+    """
+    for name in sorted(added_to | replaced):
+        left = [other for other in names_of.get(name, ()) if other not in replaced]
+        if len(names_of.get(name, ())) > 1 and left:
+            others = " and ".join(other for other in names_of[name] if other != name)
+            raise SpecError(
+                f"The adapter changes {name} apart from {others}, and the base ties them: a merged model has one weight for "
+                "both. Serve the base with the adapter beside it, or train one that keeps the tie: with "
+                "lora.modules_to_save: [lm_head] here, or ensure_weight_tying=True in PEFT.",
+                param="base",
+            )
+
+
+def _replaced_once(
+    model: PreTrainedModel, adapter: PeftAdapter, names_of: Mapping[str, tuple[str, ...]]
+) -> dict[tuple[str, ...], str]:
+    """Names of a base weight, several of a tied one, of which the base's files may hold one or all → tensor of the adapter in
+    its place. Raises SpecError for weights of another shape, and for two values of a tied one that differ.
+    """
     found: dict[tuple[str, ...], str] = {}
     for name, theirs in adapter.replaced.items():
-        try:
-            parameter = model.get_parameter(name)
-        except AttributeError:
-            raise SpecError(f"The adapter replaces {name}, which the base does not have.", param="base") from None
-        if adapter.shape(theirs) != tuple(parameter.shape):
-            raise SpecError(
-                f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {tuple(parameter.shape)}.", param="base"
-            )
-        known = found.setdefault(names_of[id(parameter)], theirs)
+        if name not in names_of:
+            raise SpecError(f"The adapter replaces {name}, which the base does not have.", param="base")
+        shape = tuple(model.get_parameter(name).shape)
+        if adapter.shape(theirs) != shape:
+            raise SpecError(f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {shape}.", param="base")
+        known = found.setdefault(names_of[name], theirs)
         if not torch.equal(adapter.read(known), adapter.read(theirs)):
             raise SpecError(
                 f"The adapter's {known} and {theirs} differ, and the base ties them: a merged model has one weight for both.",
@@ -276,7 +316,7 @@ def _pieces(unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Target
         whole = targets.adapter.read(replacement) if replacement else tensors.whole(name)
         yield whole.to(DTYPES[plan.dtype])
         return
-    update = targets.update(name)
+    update = targets.update(name, shape[0])
     height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
     scales = []
     for start in range(0, shape[0], height):

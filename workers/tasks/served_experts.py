@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ft_service.errors import SpecError
 from workers.base.load import Safetensors
-from workers.base.parameter_sources import ParameterPiece, find_pieces
+from workers.base.parameter_sources import ParameterPiece, find_pieces, is_stack
 from workers.base.quantized_rows import PlainBase
 from workers.layers.experts import SCALES_INPUT, projections_of
 from workers.model.build import base_on_meta
@@ -86,7 +86,13 @@ def _in_layout(
     if len(pieces) == 1:
         yield ServedExperts(f"{_PREFIX}{whole}", update.a, update.b * update.scaling, stacked=True)
         return
-    for tensor, part in updates_by_tensor(pieces, lambda name: tensors.shape(name)[0], lambda: update).items():
+    if is_stack(tensors.shape(pieces[0].tensor)):
+        raise SpecError(
+            f"The base holds its experts as stacks of their own for gates and other rows ({pieces[0].tensor}), of which "
+            "adapters were tried on no inference server: merge the tuned model.",
+            param="base",
+        )
+    for tensor, part in updates_by_tensor(pieces, tensors.shape, lambda: update).items():
         own = part()
         yield ServedExperts(f"{_PREFIX}{tensor.removesuffix('.weight')}", own.a, own.b * own.scaling, stacked=False)
 

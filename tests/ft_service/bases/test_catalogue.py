@@ -173,6 +173,8 @@ def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path: Path) -> None:
     make_model(tmp_path / "pickled", weights="pytorch_model.bin")
     make_model(tmp_path / "hollow", weights="README")
     make_model(tmp_path / "mute", tokenizer="README")
+    make_model(tmp_path / "remote", tokenizer="tiktoken.model")
+    (tmp_path / "remote/tokenizer_config.json").write_text("{}")
     (tmp_path / "bare").mkdir()
     catalogue = Catalogue([tmp_path])
 
@@ -180,6 +182,7 @@ def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path: Path) -> None:
     assert "no weights in safetensors, only pytorch_model.bin, which is pickled" in refusal(catalogue, "pickled").message
     assert "no weights" in refusal(catalogue, "hollow").message
     assert "no tokenizer" in refusal(catalogue, "mute").message
+    assert "tiktoken.model without a tokenizer.json" in refusal(catalogue, "remote").message
     assert "no config.json" in refusal(catalogue, "bare").message
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.bases.module_rules import WeightNames, assign_formats, choose_targets, refuse_resharding_of_held
+from ft_service.bases.module_rules import OuterModules, WeightNames, assign_formats, choose_targets, refuse_resharding_of_held
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat
 
@@ -45,6 +45,15 @@ def test_a_name_alone_stays_ambiguous_in_a_mixture() -> None:
     with pytest.raises(SpecError, match="named with what they lie in"):
         choose_targets(LINEARS, STACKS, ["down_proj"], shared_experts=True)
     assert choose_targets(LINEARS, STACKS, ["shared_expert.down_proj"], shared_experts=True) == DENSE[2:]
+
+
+@pytest.mark.parametrize("wanted", ["all-linear", ".*", ["o_proj", "out"]])
+def test_a_name_that_linear_layers_have_too_means_these(wanted: str | list[str]) -> None:
+    """As it did before the head of the same name was looked at."""
+    linears = [*ATTENTION, "layers.0.out"]
+    outer = OuterModules("embed", "out", tied=False)
+    expected = linears if isinstance(wanted, str) else linears[1:]
+    assert choose_targets(linears, [], wanted, outer=outer) == expected
 
 
 HELD: dict[str, WeightFormat] = {"a.nv": "nvfp4", "a.mx": "mxfp4", "a.blocks": "fp8_blocks", "a.rows": "fp8", "head": "nvfp4"}

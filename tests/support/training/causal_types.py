@@ -81,6 +81,7 @@ _INDEXED = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
 """Fewer keys than samples have tokens."""
 SMALL_TYPES: dict[str, dict[str, Any]] = {
     "axk2": _INDEXED,
+    "beam": {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 6},
     "bailing_hybrid": {"topk_group": 1, "num_expert_group": 1, "num_experts_per_token": 2, "layer_group_size": 2},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
@@ -103,6 +104,7 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v32": _INDEXED,
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": _INDEXED,
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,

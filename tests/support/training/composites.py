@@ -95,7 +95,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "glm5_next": {
         "text_config": {
             **{"qk_rope_head_dim": 0, "head_dim": 0, "linear_num_heads": 2, "linear_head_dim": 16},
-            **{"index_n_heads": 2, "index_head_dim": 16},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 6, "index_kpool": 2},
+            **{"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]},
         },
     },
     "granite4_vision": {
@@ -109,7 +110,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 16]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "ovis2": {"hidden_size": HIDDEN, "vocab_size": ROWS},
-    "step3p7": {"text_config": {"sliding_window": 6}},
+    "step3p7": {
+        "text_config": {
+            **{"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+            **{"mlp_layer_types": ["dense", "sparse"], "share_expert_dim": 40, "moe_router_scaling_factor": 1.5},
+            **{"swiglu_limits": [None, 0.05], "swiglu_limits_shared": [None, 0.04]},
+        },
+    },
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": _SMALL_ENCODER,
         "semantic_tokenizer_encoder_config": _SMALL_ENCODER,

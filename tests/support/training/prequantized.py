@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,61 @@ def with_values(publish: Callable[[Path], dict[str, Tensor]]) -> Callable[[Path]
         return values
 
     return published
+
+
+def renamed(
+    publish: Callable[[Path], dict[str, Tensor]],
+    names: Mapping[str, str],
+    section: dict[str, Any],
+    form: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> Callable[[Path], dict[str, Tensor]]:
+    """`publish` with other names and words. `names`: last part of a tensor's name → what is in its place; `section`: the
+    quantization_config; `form`: what is made of a tensor with such a name, by its new last part."""
+
+    def published(folder: Path) -> dict[str, Tensor]:
+        values = publish(folder)
+        held: dict[str, Tensor] = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            stem, _, last = name.rpartition(".")
+            own = names.get(last)
+            held[name if own is None else f"{stem}.{own}"] = tensor if own is None else form(own, tensor).contiguous()
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+        return values
+
+    return published
+
+
+_BY_128: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def fp8_of_deepseek_v4(folder: Path) -> dict[str, Tensor]:
+    """FP8 by blocks, with the scales in `X.scale`."""
+    return renamed(fp8_by_blocks, {"weight_scale_inv": "scale"}, _BY_128)(folder)
+
+
+def fp4_of_deepseek_v4(folder: Path) -> dict[str, Tensor]:
+    """Codes of four bits, two in a byte with a sign, and exponents in `X.scale`."""
+
+    def form(name: str, tensor: Tensor) -> Tensor:
+        return tensor.view(torch.uint8).view(torch.float8_e8m0fnu if name == "scale" else torch.int8)
+
+    names = {"weight_packed": "weight", "weight_scale": "scale"}
+    return renamed(mxfp4, names, {**_BY_128, "expert_dtype": "fp4"}, form)(folder)
+
+
+def fp8_of_mistral(folder: Path) -> dict[str, Tensor]:
+    """FP8 by tensors, with the scales in `X.qscale_weight` and those of activations beside them."""
+    names = {"weight_scale": "qscale_weight", "input_scale": "qscale_act"}
+    return renamed(fp8_by_tensors, names, {"quant_method": "fp8", "activation_scheme": "static"})(folder)
+
+
+def fp8_of_modelopt(folder: Path) -> dict[str, Tensor]:
+    """FP8 by blocks whose scales are [rows, 1, cols, 1]; config.json names the algorithm alone."""
+    section = {"quant_algo": "FP8_PB_WO", "producer": {"name": "modelopt"}}
+    names = {"weight_scale_inv": "weight_scale"}
+    return renamed(fp8_by_blocks, names, section, lambda name, scale: scale[:, None, :, None])(folder)
 
 
 def int4_experts(folder: Path) -> dict[str, Tensor]:

@@ -400,6 +400,26 @@ COMPOSITES = frozenset({"mllama", "phi4_multimodal", "qwen2_5_omni"})
 """Types whose towers are made small by the names of their numbers."""
 
 
+RELEASED_TEMPLATES: dict[str, str] = {
+    "llama-3": "llama 3.2",
+    "mistral": "mistral nemo",
+    **dict.fromkeys(("qwen-3", "qwen-3-moe"), "qwen 3"),
+    "phi-4": "phi 4",
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3-fp8"), "deepseek r1"),
+    "glm-4.5": "glm 4.5",
+    "granite-4": "granite 4",
+    "minimax-m2": "minimax m2",
+    **dict.fromkeys(("qwen-3.5", "qwen-3.5-moe", "qwen-3.5-moe-fp8"), "qwen 3.5"),
+    "gemma-4-31b": "gemma 4",
+    "mistral-small-3": "mistral small",
+    "gpt-oss": "gpt-oss",
+    "nemotron-3": "nemotron 3",
+}
+"""Base → its chat template as it was released, which tests of data render (tests/support/chat_templates_by_family)."""
+NO_TOKENIZER: dict[str, str] = dict.fromkeys(("kimi-k2.5", "kimi-linear"), "tiktoken.model")
+"""Base → the vocabulary that it is released with in place of a tokenizer.json: as released it cannot be trained on."""
+
+
 def save_published(name: str, folder: Path) -> Path:
     """A random model in the layout that the base is published in, with a tokenizer of 259 tokens."""
     base = BASES[name]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training.checks import BOUND, Found, check
-from tests.support.training.published import BASES, Published, save_published
+from tests.support.training.published import BASES, NO_TOKENIZER, RELEASED_TEMPLATES, Published, save_published
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/bases.json"
@@ -49,23 +49,28 @@ def kind_of(base: Published) -> str:
 
 def readme(found: Mapping[str, Found]) -> str:
     """The lines of README between its two marks."""
-    works = [BASES[name] for name, one in found.items() if one.works]
+    works = [BASES[name] for name, one in found.items() if one.works and name not in NO_TOKENIZER]
     rows = [f"| {kind} | {'; '.join(base.title for base in works if kind_of(base) == kind)} |" for kind in KINDS]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
 def page(found: Mapping[str, Found]) -> str:
     """The tables of docs/models.md between its two marks."""
-    head = ["base", "`model_type`", "rows", "adapters", "loss", "gradient", "1 = 2 ranks", "reloaded", "resumed"]
+    checked = ["config", "template", "tokenizer"]
+    head = ["base", "`model_type`", *checked, "rows", "adapters", "loss", "gradient", "1 = 2 ranks", "reloaded", "resumed"]
     lines = [_row(head), _row(["---"] * len(head))]
-    lines += [_row(_cells(BASES[name], one)) for name, one in found.items()]
+    lines += [_row(_cells(name, BASES[name], one)) for name, one in found.items()]
     return "\n".join(lines)
 
 
-def _cells(base: Published, found: Found) -> Sequence[str]:
+def _cells(name: str, base: Published, found: Found) -> Sequence[str]:
+    without = NO_TOKENIZER.get(name)
     return [
         base.title,
         f"`{base.kind}`",
+        "small",
+        "released" if name in RELEASED_TEMPLATES else "own",
+        "own" if without is None else f"own; released: `{without}`, refused",
         "packed" if found.packed else "padded",
         str(found.adapted),
         *(_error(value) for value in (found.loss, found.gradient, found.ranks)),

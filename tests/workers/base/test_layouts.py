@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.errors import SpecError
-from workers.base.layouts import FP8Layout, fp8_layout, int4_shape, mxfp4_shape
+from workers.base.layouts import FP8Layout, announced_formats, fp8_layout, int4_shape, mxfp4_shape
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,15 @@ from workers.base.layouts import FP8Layout, fp8_layout, int4_shape, mxfp4_shape
 )
 def test_scales_of_fp8_say_what_shares_them(codes: tuple[int, ...], scales: tuple[int, ...], layout: FP8Layout) -> None:
     assert fp8_layout("w", codes, scales, (128, 128)) == layout
+
+
+def test_names_in_an_index_and_config_json_say_what_the_codes_are() -> None:
+    """Of DeepSeek V4: FP8 by blocks, but for routed experts."""
+    held = ["a.q_proj.weight", "a.q_proj.scale", "m.experts.0.w1.weight", "m.experts.0.w1.scale", "a.hc.scale"]
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    expected = {"a.q_proj.weight": "fp8_blocks", "m.experts.0.w1.weight": "mxfp4"}
+    assert announced_formats(held, {**section, "expert_dtype": "fp4"}) == expected
+    assert set(announced_formats(held, section).values()) == {"fp8_blocks"}
 
 
 def test_codes_and_scales_that_do_not_belong_together_are_refused_by_name() -> None:

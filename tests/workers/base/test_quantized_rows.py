@@ -20,10 +20,14 @@ from tests.support.training.models import save_tiny, save_tiny_llama, spec_for
 from tests.support.training.prequantized import (
     bitsandbytes_4bit,
     four_bits_of_torchao,
+    fp4_of_deepseek_v4,
     fp8_by_blocks,
     fp8_by_blocks_of_compressed_tensors,
     fp8_by_rows,
     fp8_by_tensors,
+    fp8_of_deepseek_v4,
+    fp8_of_mistral,
+    fp8_of_modelopt,
     fp8_of_torchao,
     int4_by_groups,
     is_linear,
@@ -62,6 +66,10 @@ EXACT: dict[str, tuple[Publish, dict[str, Any], str]] = {
     "NVFP4 of torchao": (lambda folder: four_bits_of_torchao(folder, "nvfp4"), WIDE, "NVFP4Weight"),
     "MXFP4 of compressed-tensors": (mxfp4, WIDE, "MXFP4Weight"),
     "MXFP4 of torchao": (lambda folder: four_bits_of_torchao(folder, "mxfp4"), WIDE, "MXFP4Weight"),
+    "FP8 by blocks of DeepSeek V4": (fp8_of_deepseek_v4, WIDE, "FP8BlocksWeight"),
+    "FP8 by blocks of modelopt": (fp8_of_modelopt, WIDE, "FP8BlocksWeight"),
+    "FP8 by tensors of Mistral": (fp8_of_mistral, ODD, "FP8Weight"),
+    "MXFP4 of DeepSeek V4": (fp4_of_deepseek_v4, WIDE, "MXFP4Weight"),
     "FP8 by larger blocks": (lambda folder: fp8_by_blocks(folder, 256), {**WIDE, "hidden_size": 272}, "FP8BlocksWeight"),
 }
 AGAIN: dict[str, tuple[Publish, dict[str, Any], str, float]] = {
@@ -194,7 +202,9 @@ def test_published_blocks_are_kept_code_by_code_and_scale_by_scale(layout: str, 
     size = 256 if "larger" in layout else 128
     several = 0
     for name in run.values:
-        scales = next(t for n, t in published.items() if n.startswith(name.removesuffix("weight") + "weight_scale"))
+        names = [f"{name.removesuffix('weight')}{last}" for last in ("weight_scale", "weight_scale_inv", "scale")]
+        scales = next(published[scale] for scale in names if scale in published)
+        scales = scales.flatten(1) if scales.ndim == 4 else scales
         codes, kept = (torch.cat([outcome.parts[name][part] for outcome in run.three]) for part in (0, 1))
         rows, cols = run.values[name].shape
         of_rows = scales.float()[torch.arange(rows) // size][:, torch.arange(-(-cols // 128)) * 128 // size]
@@ -363,6 +373,7 @@ def test_what_would_be_read_as_other_values_is_refused_by_the_tensors_name(fault
     [
         ({"{}_scale": None}, "no weight_scale"),
         ({"{}_scale": torch.ones(5, 5)}, "neither those of rows, nor one, nor those of blocks of 128 x 128"),
+        ({"{}": torch.zeros(64, 64, dtype=torch.float8_e5m2)}, r"its FP8 codes are e5m2 \(F8_E5M2\), and only e4m3"),
         ({"{}": torch.zeros(64, 64, dtype=torch.int8)}, "its I8 numbers are codes of a format that config.json does not name"),
     ],
 )

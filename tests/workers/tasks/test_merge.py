@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.spec import DataFileRef
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
+from tests.support.training.checks import published_as
+from tests.support.training.composites import save_composite
 from tests.support.training.models import save_pairs, save_tiny, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.base.quantized_rows import from_int4
@@ -230,11 +233,89 @@ def test_a_layer_that_no_group_of_int4_divides_is_refused(tmp_path: Path) -> Non
 
 def test_an_adapter_of_another_base_is_refused_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "adapter")
-    for changes, message in (({"num_hidden_layers": 1}, "does not hold as one tensor"), ({"hidden_size": 32}, "of shape")):
+    for changes, message in (({"num_hidden_layers": 1}, "does not hold, the first"), ({"hidden_size": 32}, "of shape")):
         other = save_tiny_llama(tmp_path / "other", **changes)
         with pytest.raises(SpecError, match=message):
             merge(other, adapter, tmp_path / "out", to="bf16")
         assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("options", "changed", "left"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight", "model.embed_tokens.weight"),
+        ({"modules_to_save": ["embed_tokens"]}, "model.embed_tokens.weight", "lm_head.weight"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.weight", "model.embed_tokens.weight"),
+    ],
+    ids=["head replaced", "embedding replaced", "head adapted"],
+)
+def test_an_adapter_that_parts_a_tied_head_from_its_embedding_is_refused(
+    tmp_path: Path, options: dict[str, Any], changed: str, left: str
+) -> None:
+    """PEFT trains one of them alone, unless it is told to keep the tie: then it merges as before."""
+    tied = save_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    options = {"target_modules": ["q_proj"], **options}
+    adapter = save_adapter(tied, tmp_path / "adapter", save_embedding_layers=False, **options)
+    with pytest.raises(SpecError) as refused:
+        merge(tied, adapter, tmp_path / "out", to="bf16")
+    assert refused.value.param == "base"
+    assert f"changes {changed} apart from {left}" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_peft_that_keeps_a_tie_is_merged(tmp_path: Path, name: str) -> None:
+    tied = save_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": [name], "ensure_weight_tying": True}
+    adapter = save_adapter(tied, tmp_path / "adapter", **options)
+    merge(tied, adapter, tmp_path / "out", to="bf16")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    stock = merged_by_peft(tied, adapter).to(torch.bfloat16).float()
+    assert difference(logits(merged), logits(stock)) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_layer_whose_rows_the_files_hold_in_two_tensors_is_merged_piece_by_piece(tmp_path: Path, dora: bool) -> None:
+    """MiniMax M3, whose class has one layer where its files have a gate and another."""
+    base = tmp_path / "base"
+    assert save_composite("minimax_m3_vl", base)
+    published = published_as(AutoConfig.from_pretrained(base))
+    options: dict[str, Any] = {"target_modules": ["mlp.gate_up_proj", "shared_experts.gate_up_proj"], "use_dora": dora}
+    adapter = save_adapter(base, tmp_path / "adapter", model=published.from_pretrained(base, dtype=torch.float32), **options)
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    held = {name for file in base.glob("*.safetensors") for name in load_file(file)}
+    assert {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)} == held
+    assert any(name.endswith("shared_experts.gate_proj.weight") for name in held)
+    plain, merged = (published.from_pretrained(folder, dtype=torch.float32) for folder in (base, tmp_path / "out"))
+    before, ours = {n: t.clone() for n, t in plain.state_dict().items()}, merged.state_dict()
+    exact = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().state_dict()
+    changed = [name for name in exact if name.endswith("gate_up_proj.weight")]
+    assert len(changed) == 2
+    for name in changed:
+        assert difference(ours[name], exact[name]) < 2**-8 < difference(before[name], exact[name]), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_whose_gate_and_other_rows_are_stacks_of_their_own_are_merged(tmp_path: Path) -> None:
+    """Step 3.7."""
+    base = tmp_path / "base"
+    assert save_composite("step3p7", base)
+    published = published_as(AutoConfig.from_pretrained(base))
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    options: dict[str, Any] = {"target_modules": ["o_proj"], "target_parameters": stacks}
+    adapter = save_adapter(base, tmp_path / "adapter", model=published.from_pretrained(base, dtype=torch.float32), **options)
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    held = load_file(tmp_path / "out/model.safetensors")
+    assert {tuple(held[name].shape) for name in held if name.endswith(("moe.gate_proj.weight", "moe.up_proj.weight"))} == {
+        (4, 32, 48)
+    }
+    plain, merged = (published.from_pretrained(folder, dtype=torch.float32) for folder in (base, tmp_path / "out"))
+    before, ours = {n: t.clone() for n, t in plain.state_dict().items()}, merged.state_dict()
+    exact = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().state_dict()
+    for name in (name for name in exact if name.endswith(tuple(stacks))):
+        assert difference(ours[name], exact[name]) < 2**-8 < difference(before[name], exact[name]), name
 
 
 MEASURED = """

@@ -177,6 +177,35 @@ def test_a_template_that_lies_with_the_processor_is_found(tokenizer: PreTrainedT
     assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
 
 
+REMOTE = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+
+
+def test_a_tokenizer_beside_remote_code_is_read_from_its_file(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | REMOTE))
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit(1)")
+    found: Any = load_tokenizer(str(tmp_path))
+    text = "<|im_start|>user\nDon't!<|im_end|>"
+    assert (found(text).input_ids, found.chat_template) == (tokenizer(text).input_ids, tokenizer.chat_template)
+    assert (found.eos_token, found.is_fast) == (tokenizer.eos_token, True)
+
+
+@pytest.mark.parametrize("vocabulary", ["tiktoken.model", "hy.tiktoken", "vocab.own"])
+def test_a_tokenizer_of_remote_code_alone_is_refused_in_our_words(vocabulary: str, tmp_path: Path) -> None:
+    """A vocabulary of tiktoken's is refused whether or not that package is there, with which other tokens would be made."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k25"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(REMOTE))
+    (tmp_path / vocabulary).write_text("YQ== 0\n")
+    with pytest.raises(SpecError) as refused:
+        load_tokenizer(str(tmp_path))
+    named = vocabulary if "tiktoken" in vocabulary else "tokenization_own.OwnTokenizer"
+    assert refused.value.param == "model"
+    assert named in str(refused.value)
+    assert "tokenizer.json" in str(refused.value)
+    assert not [word for word in ("pip install", "trust_remote_code", "hf.co") if word in str(refused.value)]
+
+
 def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTrainedTokenizerFast) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     line = {

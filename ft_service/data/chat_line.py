@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ft_service.data.json_faults import json_fault
@@ -157,6 +158,7 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
         raise LineError(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown_value(role)}")
     known = {"role", "content", "name", "weight", "train"} | _MESSAGE_KEYS.get(role, set())
     refuse_keys(message, known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}, f"{place}.")
+    message = _with_thoughts_apart(message, place) if role == "assistant" else message
     calls = parse_calls(message, place) if "tool_calls" in message or "function_call" in message else None
     content = "" if calls and message.get("content") is None else _parse_content(message, place)
     parsed = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
@@ -184,9 +186,36 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
     return text_of(content, f"{place}.content")
 
 
+def _with_thoughts_apart(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """An assistant's message whose first parts of type thinking (Mistral's, Anthropic's) are its reasoning_content."""
+    content = message.get("content")
+    thoughts = list(takewhile(_is_thought, content)) if isinstance(content, list) else []
+    if not thoughts:
+        return message
+    if message.get("reasoning_content") is not None or message.get("thinking") is not None:
+        raise LineError(f"{place}.content.0", "is a thought, and reasoning_content or thinking is given too: keep one")
+    texts = [_parse_thought(part, f"{place}.content.{number}") for number, part in enumerate(thoughts)]
+    return {**message, "content": content[len(thoughts) :] or "", "reasoning_content": "\n".join(texts)}
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking"
+
+
+def _parse_thought(part: dict[str, Any], place: str) -> str:
+    """The text of a part of type thinking: a string, or parts of type text. What proves it to its maker is left out."""
+    refuse_keys(part, {"type", "thinking", "closed", "signature"}, {}, f"{place}.")
+    thought = required(part, "thinking", f"{place}.")
+    if isinstance(thought, list):
+        return "".join(_parse_part(inner, f"{place}.thinking.{number}") for number, inner in enumerate(thought))
+    return text_of(thought, f"{place}.thinking")
+
+
 def _parse_part(part: Any, place: str) -> str:
     if not isinstance(part, dict):
         raise LineError(place, f'must be {{"type": "text", "text": …}}, not {kind(part)}')
+    if _is_thought(part):
+        raise LineError(f"{place}.type", "is 'thinking', which only the first parts of an assistant's message may be")
     if (type := required(part, "type", f"{place}.")) != "text":
         raise LineError(
             f"{place}.type",

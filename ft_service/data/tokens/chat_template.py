@@ -4,8 +4,9 @@ Templates come from bases and jobs, and conversations from any user, so renderin
 two processes call `ChatTemplate.write`, both under limits: the one that examines data files (examine.py), and
 template_worker.py for all other rendering, through ft_service/data/template_process.py.
 
-Some templates take messages in another form than the usual one: contents as lists of parts (many bases that see images), or a
-call's arguments as text (DeepSeek V3). Lines in front of such a template convert the conversation, so callers need not know.
+Some templates take messages in another form than the usual one: contents as lists of parts (many bases that see images), an
+answer's reasoning as such a part (Magistral, Ministral), or a call's arguments as text (DeepSeek V3). Lines in front of such a
+template convert the conversation, so callers need not know.
 """
 
 from __future__ import annotations
@@ -57,14 +58,31 @@ _ARGUMENTS = """\
 {%- endfor %}
 {%- set messages = ft.messages %}
 """
+_THOUGHTS = """\
+{%- set ft = namespace(messages=[]) %}
+{%- for message in messages %}
+{%- if message.reasoning_content %}
+{%- set said = [{"type": "text", "text": message.content}] if message.content else [] %}
+{%- set message = dict(message, content=[{"type": "thinking", "thinking": message.reasoning_content}] + said) %}
+{%- endif %}
+{%- set ft.messages = ft.messages + [message] %}
+{%- endfor %}
+{%- set messages = ft.messages %}
+"""
+_OF_THINKING = re.compile(r"\btype\b(?s:.*)\bthinking\b")
 _OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
 """Patterns of templates that may need these lines. Other templates are not tried: rendering is for conversations, under
 limits."""
 _OF_THOUGHTS = ("thinking", "reasoning")
 """Names of an answer's reasoning in templates that do not read it as `reasoning_content`."""
 _QUESTION, _ANSWER, _VALUE, _NAME = "ft_question", "ft_answer", "ft_value", "ft_participant"
+_THOUGHT = "ft_thought"
 _USER = {"role": "user", "content": _QUESTION}
 _CHAT = [_USER, {"role": "assistant", "content": _ANSWER}]
+_CHAT_WITH_THOUGHT = [
+    _USER,
+    {"role": "assistant", "content": _ANSWER, **dict.fromkeys(("reasoning_content", *_OF_THOUGHTS), _THOUGHT)},
+]
 _CALL = {"id": "ftcallone", "type": "function", "function": {"name": "ft_name", "arguments": {"ft_key": _VALUE}}}
 _CHAT_WITH_CALL = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
 
@@ -79,6 +97,8 @@ def fitted_template(template: str, render: Render) -> str:
         template = _with_lines(render, template, _PARTS, _CHAT, (_QUESTION, _ANSWER))
     if _OF_CALLS.search(template):
         template = _with_lines(render, template, _ARGUMENTS, _CHAT_WITH_CALL, (_QUESTION, _VALUE))
+    if _OF_THINKING.search(template):
+        template = _with_lines(render, template, _THOUGHTS, _CHAT_WITH_THOUGHT, (_ANSWER, _THOUGHT))
     return template
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -107,6 +108,26 @@ def test_fields_that_are_null_in_an_answer_of_openai_count_as_absent() -> None:
 def test_content_in_parts_of_text_is_one_text() -> None:
     parts = [{"type": "text", "text": "Two plus "}, {"type": "text", "text": "two?"}]
     assert parse_line(line({"role": "user", "content": parts}, ANSWER)).messages[0] == USER
+
+
+def test_first_parts_of_type_thinking_are_the_reasoning() -> None:
+    """Mistral's and Anthropic's."""
+    text = {"type": "text", "text": "Four."}
+    wanted = {"role": "assistant", "content": "Four.", "reasoning_content": "two twos"}
+    for thought in ("two twos", [{"type": "text", "text": "two "}, {"type": "text", "text": "twos"}]):
+        for more in ({}, {"signature": "c2ln"}, {"closed": True}):
+            part = {"type": "thinking", "thinking": thought, **more}
+            assert parse_line(line(USER, {"role": "assistant", "content": [part, text]})).messages[1] == wanted
+    part = {"type": "thinking", "thinking": "two twos"}
+    refused = {
+        "messages.1.content.1.type: is 'thinking'": {"role": "assistant", "content": [text, part]},
+        "messages.1.content.0: is a thought": {"role": "assistant", "content": [part, text], "reasoning_content": "hm"},
+        "messages.0.content.0.type: is 'thinking'": {"role": "user", "content": [part, text]},
+    }
+    for said, message in refused.items():
+        messages = (USER, message) if message["role"] == "assistant" else (message, ANSWER)
+        with pytest.raises(LineError, match=f"^{re.escape(said)}"):
+            parse_line(line(*messages))
 
 
 def test_reasoning_is_what_an_assistant_thinks_before_it_answers() -> None:

@@ -34,6 +34,23 @@ def test_contents_become_parts_and_arguments_text_only_for_templates_that_need_i
     assert template(plain).write(CHAT, None, DAY) == "Why?So."
 
 
+MAGISTRAL = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+    "{% if b['type'] == 'text' %}{{ b['text'] }}{% elif b['type'] == 'thinking' %}{{ '[THINK]' + b['thinking'] + '[/THINK]' }}"
+    "{% else %}{{ raise_exception('Only text and thinking blocks are supported.') }}{% endif %}"
+    "{% endfor %}{% endif %};{% endfor %}"
+)
+THINKING = [CHAT[0], {**CHAT[1], "reasoning_content": "Since."}]
+
+
+def test_reasoning_becomes_a_part_only_for_templates_that_need_it() -> None:
+    assert template(MAGISTRAL).write(THINKING, None, DAY) == "Why?;[THINK]Since.[/THINK]So.;"
+    assert template(MAGISTRAL).write([CHAT[0], {**THINKING[1], "content": ""}], None, DAY) == "Why?;[THINK]Since.[/THINK];"
+    assert template(MAGISTRAL).write(CHAT, None, DAY) == "Why?;So.;"
+    by_name = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}{# type thinking #}"
+    assert template(by_name).write(THINKING, None, DAY) == "Why?Since.So."
+
+
 def test_the_date_is_the_given_one() -> None:
     dated = template("{{ strftime_now('%Y-%m-%d') }}")
     assert dated.writes_date

@@ -24,6 +24,7 @@ from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import as_texts, load_tokenizer, tokenize
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens
+from ft_service.spec.options import DataOptions
 from tests.support.chat_templates import TEMPLATES
 from tests.support.training.models import save_tokenizer
 from workers.serving.answer_text import AnswerText
@@ -147,7 +148,7 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         chat_template="",
         date="2026-01-01",
         training=SimpleNamespace(train_on="all_assistant"),
-        data=SimpleNamespace(pairs={}),
+        data=DataOptions(),
         reinforcement=None,
     )
     evaluation = asked_of(spec, [sample for _, _, sample in proven], tokenizer)

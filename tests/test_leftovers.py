@@ -28,7 +28,8 @@ TIDY = "import subprocess\ndef test_it(): subprocess.run(['true'], check=True)"
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A working tree with this project's conftest and no tests."""
-    for name in ("__init__.py", "conftest.py", "support/__init__.py", "support/environment.py", "support/ports.py"):
+    support = ("__init__", "cpu_seconds", "environment", "ports")
+    for name in ("__init__.py", "conftest.py", *(f"support/{module}.py" for module in support)):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\ntestpaths = ['tests']\n")

@@ -110,7 +110,7 @@ def server(new_database: Path) -> Iterator[tuple[str, FastAPI]]:
 
 @pytest.fixture(scope="session")
 def connections() -> Iterator[httpx2.Client]:
-    with httpx2.Client(verify=False, trust_env=False, timeout=60.0) as client:
+    with httpx2.Client(verify=False, trust_env=False, timeout=240.0) as client:
         yield client
 
 

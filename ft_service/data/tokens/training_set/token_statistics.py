@@ -50,7 +50,7 @@ class RecordGroup:
         targets, lengths = samples.targets_within(max_length), samples.lengths
         kept = np.minimum(lengths, max_length)
         with_targets = (targets > 0).reshape(-1, self.together).all(axis=1)
-        alike = samples.alike(max_length) if self.together == 2 else np.zeros(len(with_targets), np.bool_)
+        alike = samples.alike(max_length) if self.together == 2 else np.zeros(len(samples) // self.together, np.bool_)
         used = with_targets & ~alike
         of_samples = used.repeat(self.together)
 

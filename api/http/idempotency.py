@@ -153,16 +153,20 @@ def earlier_project(store: Store, project_id: str | None, name: str, limits: Ten
     return _of_key("project", found, lambda project: (project.name, project.limits) == (name, limits))
 
 
-def earlier_api_key(store: Store, project_id: str, key_id: str | None, name: str, scope: Scope) -> tuple[ApiKey, str] | None:
-    """Return the API key that an earlier try of a request with this key created. Its secret was in the lost answer and is not
-    stored, so that it gets another one. Raises SpecError as `earlier_job`, and if the API key is in use already."""
+def earlier_api_key(
+    store: Store, project_id: str, key_id: str | None, name: str, scope: Scope, seconds: int | None
+) -> tuple[ApiKey, str] | None:
+    """Return the API key that an earlier try of a request with this key created. `seconds`: its lifetime; None: without end.
+    Its secret was in the lost answer and is not stored, so that it gets another one. Raises SpecError as `earlier_job`, and if
+    the API key is in use already."""
     if key_id is None:
         return None
     try:
         found = store.keys.get_key(project_id, key_id)
     except NotFoundError:
         return None
-    if (found.name, found.scope) != (name, scope):
+    lifetime = None if found.expires_at is None else round(found.expires_at - found.created_at)
+    if (found.name, found.scope, lifetime) != (name, scope, seconds):
         raise _other_body("API key")
     renewed = store.keys.replace_secret(project_id, key_id)
     if renewed is None:

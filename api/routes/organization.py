@@ -187,7 +187,7 @@ def create_key(
     expires_at = None if given.expires_in_seconds is None else now + given.expires_in_seconds
     keyed_id, store = idempotency.keyed_id(KEY_PREFIX, idempotency_key, caller, project_id), services.store
     (key, secret), _ = idempotency.once(
-        lambda: idempotency.earlier_api_key(store, project_id, keyed_id, given.name, given.scope),
+        lambda: idempotency.earlier_api_key(store, project_id, keyed_id, given.name, given.scope, given.expires_in_seconds),
         lambda: store.keys.create_key(
             project_id=project_id, name=given.name, scope=given.scope, expires_at=expires_at, key_id=keyed_id
         ),

@@ -94,9 +94,10 @@ def database(settings: Settings, now: Callable[[], float]) -> Finding:
 
 
 def _gpus() -> Iterator[Finding]:
-    yield from gpus(nvidia_gpus(), gpu_count(), torch_build(), torch_versions())
+    found = nvidia_gpus()
+    yield from gpus(found, gpu_count(), torch_build(), torch_versions())
     if gpu_count():
-        names = [gpu.name for gpu in nvidia_gpus()]
+        names = [gpu.name for gpu in found]
         yield from packages(names, lambda name: importlib.util.find_spec(name) is not None)
 
 
@@ -160,8 +161,8 @@ def disk(home: Path, free: int) -> Finding:
 
 
 def _port(settings: Settings) -> Finding:
-    if living_servers(settings.home):
-        return Finding("server", Verdict.OK, f"runs at {living_servers(settings.home)[0].url}")
+    if servers := living_servers(settings.home):
+        return Finding("server", Verdict.OK, f"runs at {servers[0].url}")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -478,3 +478,12 @@ def test_an_api_key_whose_answer_was_lost_gets_another_value_until_it_is_used(se
     refused = service.http("POST", path, json=body, headers=KEYED)
     assert check_error(refused, 400)["code"] == "idempotency_key_reused"
     assert service.http("GET", "/v1/files", key=value).status_code == 200
+
+
+def test_a_key_stands_for_an_api_key_of_one_lifetime(service: Service) -> None:
+    path = "/v1/organization/projects/default/api_keys"
+    body: dict[str, Any] = {"name": "ci", "scope": "read", "expires_in_seconds": 60}
+    made = [service.http("POST", path, json=body, headers=KEYED).json()["id"] for _ in range(2)]
+    assert made[0] == made[1]
+    refused = service.http("POST", path, json={**body, "expires_in_seconds": 600}, headers=KEYED)
+    assert check_error(refused, 400)["code"] == "idempotency_key_reused"

@@ -189,7 +189,9 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
 def _with_thoughts_apart(message: dict[str, Any], place: str) -> dict[str, Any]:
     """An assistant's message whose first parts of type thinking (Mistral's, Anthropic's) are its reasoning_content."""
     content = message.get("content")
-    thoughts = list(takewhile(_is_thought, content)) if isinstance(content, list) else []
+    if not isinstance(content, list):
+        return message
+    thoughts = list(takewhile(_is_thought, content))
     if not thoughts:
         return message
     if message.get("reasoning_content") is not None or message.get("thinking") is not None:

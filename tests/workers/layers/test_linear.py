@@ -226,7 +226,8 @@ def test_dora_of_a_row_of_zeros_is_lora_and_that_of_the_others_is_pefts() -> Non
             b = torch.randn(ROWS, R).masked_fill(~others[:, None], 0)
             adapted.lora_B["default"].weight.data.copy_(b)  # pyright: ignore[reportCallIssue]
             theirs.lora_B["default"].weight.data.copy_(b[others])
-            adapted.zero_grad(), theirs.zero_grad()
+            adapted.zero_grad()
+            theirs.zero_grad()
         y, expected = adapted(x), theirs(x)
         assert torch.allclose(y[:, others], expected, atol=1e-5)
         assert not y[:, 2].any()

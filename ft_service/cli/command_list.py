@@ -16,6 +16,8 @@ from typing import Any
 import typer
 import typer.core
 
+from ft_service.cli.examples import add_examples
+
 _CLI = "ft_service.cli"
 
 
@@ -250,6 +252,7 @@ def load(name: str) -> typer.core.TyperCommand | typer.core.TyperGroup:
     importlib.import_module(f"{_CLI}.{ENTRIES[name].module}").register(part)
     command: Any = typer.main.get_group(part).commands[name]
     simplify_help(command)
+    add_examples(command, name)
     return command
 
 

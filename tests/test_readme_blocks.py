@@ -44,7 +44,7 @@ def test_blocks_are_found_as_people_see_them() -> None:
         "git clone <this repository> && cd ft-service\nmake quickstart\n",
     ]
     assert len(blocks("docs/kubernetes.md")) >= 3
-    assert blocks("docs/guide.md")[2].commands[:2] == ["mkdir -p my-job", "cat > my-job/train.jsonl"]
+    assert blocks("docs/guide.md")[1].commands[:2] == ["mkdir -p my-job", "cat > my-job/train.jsonl"]
 
 
 def test_blocks_of_commands_have_the_name_by_which_they_are_found() -> None:

@@ -14,8 +14,8 @@ _HEAD = """\
 <!-- made by docs.site.generated -->
 
 The settings of `ft serve`, `ft reconcile` and the commands that work without a server: environment variables, read once at the
-start. A value that cannot be used is refused by name; an empty one counts as none. [Operating](operating.md#settings) tells the
-important ones in a few words, and those of workers and clients.
+start. A value that cannot be used is refused by name; an empty one counts as none. [Operating](operating.md#settings) names
+those that a new server needs, and those of clients.
 
 | variable | values | default | |
 | --- | --- | --- | --- |

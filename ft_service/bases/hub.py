@@ -336,13 +336,13 @@ def _hub_errors(repository: str, revision: str) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "nothing"
         raise UnavailableError(
-            f"{where} answered {status} for {repository}. What has arrived is kept: pull it again."
+            f"{where} answered {status} for {repository}. Pull it again: it goes on with what has arrived."
         ) from None
     except (*_transport_errors(), errors.LocalEntryNotFoundError, ConnectionError) as error:
         why = type(error.__cause__ or error).__name__
         raise UnavailableError(
-            f"{where} cannot be reached ({why}). What has arrived is kept: pull it again. Without a network copy the model's "
-            "folder below one that FT_MODELS names."
+            f"{where} cannot be reached ({why}). Pull it again: it goes on with what has arrived. "
+            "Without a network copy the model's folder below one that FT_MODELS names."
         ) from None
     except ValueError as error:  # the library refuses a name or an answer
         said = " ".join(str(error).split())[:300]

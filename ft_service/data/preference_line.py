@@ -63,7 +63,11 @@ def _parse_trl(line: Mapping[str, Any]) -> Pair:
         raise LineError("prompt", "is required where chosen and rejected are texts: give there what both answer")
     prompt = _common_prompt(answers["chosen"], answers["rejected"])
     if not prompt:
-        raise LineError("prompt", "is required where chosen and rejected do not begin with the same messages")
+        raise LineError(
+            "prompt",
+            "is required where chosen and rejected do not begin with the same messages: "
+            "data: {prompt: COLUMN} names its column",
+        )
     return _pair(prompt, tools, {name: own[len(prompt) :] for name, own in answers.items()}, "chosen", len(prompt))
 
 

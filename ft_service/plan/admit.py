@@ -88,7 +88,8 @@ def _admitted(base: Description, options: str, machine: Machine, lengths: Sample
     final = [sentence for option, sentence in sentences(spec).items() if is_counted == (option in by_samples)]
     chosen = f"Chosen: {' '.join(final)}" if final else ""
     level = "warn" if plan.fits is False else "info"
-    planned: FirstEvent = level, " ".join(filter(None, (summary(plan), ways, chosen)))
+    basis = "This is by the lengths of its samples." if is_counted else "This is for samples of training.max_length tokens."
+    planned: FirstEvent = level, " ".join(filter(None, (summary(plan), basis, ways, chosen)))
     return Admitted(spec, (planned, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths), plan.seat)
 
 

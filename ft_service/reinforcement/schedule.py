@@ -37,12 +37,13 @@ class RolloutSchedule:
         assert options is not None, "the job's method is reinforcement"
         training = spec.training
         of_epoch = math.ceil(prompts / training.batch)
+        steps = training.max_steps or training.epochs * of_epoch
         return cls(
             prompts=prompts,
             batch=training.batch,
-            total_steps=training.max_steps or training.epochs * of_epoch,
+            total_steps=steps,
             eval_interval=min(MOST_EVAL_INTERVAL, of_epoch) if options.eval_interval is None else options.eval_interval,
-            save_interval=spec.checkpoint.save_steps or of_epoch,
+            save_interval=spec.checkpoint.interval(of_epoch, steps),
             keep_every=spec.checkpoint.keep_every,
             validates=validation > 0,
             steps_ahead=options.steps_ahead,

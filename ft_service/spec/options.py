@@ -5,6 +5,7 @@ Field docstrings give unit, default and sentinel, and say when a field is ignore
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -325,11 +326,16 @@ class DistributedOptions(Strict):
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
 
+MOST_CHECKPOINTS = 10
+"""Checkpoints of a job that does not say how many steps lie between them."""
+
+
 class CheckpointOptions(Strict):
     """The steps of checkpoints, and which checkpoints are kept."""
 
     save_steps: Annotated[int, Field(ge=1, le=NEVER)] | None = None
-    """Optimizer steps between checkpoints; None: at the end of every epoch. A checkpoint is always written at the last step."""
+    """Optimizer steps between checkpoints; None: at the end of every epoch, or with more than 10 epochs of every second, third
+    … one, so that there are at most 10. A checkpoint is always written at the last step."""
     save_total_limit: Annotated[int, Field(ge=1, le=1000)] = 3
     """Complete checkpoints that are kept; older ones are removed when a newer one is complete, unless keep_every or keep_best
     keeps them."""
@@ -341,6 +347,11 @@ class CheckpointOptions(Strict):
     async_save: bool = True
     """Write checkpoints while training continues. It pauses only for a copy in the host's memory (the size of adapters and
     optimizer state). Only the last checkpoint, and that of a stop, are waited for."""
+
+    def interval(self, steps_per_epoch: int, total_steps: int) -> int:
+        """Optimizer steps between checkpoints, of a job of so many steps."""
+        epochs = math.ceil(total_steps / steps_per_epoch)
+        return self.save_steps or steps_per_epoch * math.ceil(epochs / MOST_CHECKPOINTS)
 
 
 Applied = bool | Literal["auto"]

@@ -27,7 +27,7 @@ ELSEWHERE = {
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",
     r"pg_dump|rsync": "PostgreSQL's and rsync's own",
     r"--rdzv-endpoint": "two hosts; tests/e2e/test_two_hosts.py",
-    r"api\.openai\.com|OPENAI_BASE_URL": "OpenAI's own service, or a key with no end",
+    r"api\.openai\.com|OPENAI_BASE_URL|OPENAI_WEBHOOK_SECRET": "OpenAI's own service, a key with no end, or a secret",
 }
 """What no block here can do (a pattern on its lines) → why, or where it is tested."""
 

@@ -71,6 +71,7 @@ class Reporter:
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
         self._printed_at = float("-inf")
+        self._left_out = False
 
     def __enter__(self) -> Self:
         if self._active:
@@ -173,6 +174,9 @@ class Reporter:
         metrics = event.metrics if event.kind == "metrics" else None
         if metrics is not None and metrics.valid_loss is None and metrics.step != metrics.total_steps:
             if event.time < self._printed_at + PRINT_SECONDS:
+                if not self._left_out:
+                    print("Steps that follow within seconds are left out here; the job's events have every step.", flush=True)
+                self._left_out = True
                 return
             self._printed_at = event.time
         print(event.message if event.level == "info" else f"{event.level}: {event.message}", flush=True)

@@ -56,7 +56,7 @@ class Schedule:
     total_steps: int
     steps_per_epoch: int
     eval_steps: int | None
-    save_steps: int | None
+    save_steps: int
     keep_every: int | None = None
     keeps_best: bool = False
     patience: int | None = None
@@ -68,11 +68,12 @@ class Schedule:
         """`samples`: or pairs, what training.batch_size counts."""
         options = spec.training
         steps = total_steps(samples, options.batch, options.epochs, options.max_steps)
+        of_epoch = steps_per_epoch(samples, options.batch)
         return cls(
             total_steps=steps,
-            steps_per_epoch=steps_per_epoch(samples, options.batch),
+            steps_per_epoch=of_epoch,
             eval_steps=options.eval_steps,
-            save_steps=spec.checkpoint.save_steps,
+            save_steps=spec.checkpoint.interval(of_epoch, steps),
             keep_every=spec.checkpoint.keep_every,
             keeps_best=keeps_best(spec),
             patience=options.early_stopping_patience,
@@ -92,7 +93,7 @@ class Schedule:
 
     def saves_at(self, step: int, validations: Validations) -> bool:
         """Whether a checkpoint is due. The last step always has one besides."""
-        due = step % (self.save_steps or self.steps_per_epoch) == 0
+        due = step % self.save_steps == 0
         due = due or (self.keep_every is not None and step % self.keep_every == 0)
         return due or (self.keeps_best and step == validations.best_step)
 

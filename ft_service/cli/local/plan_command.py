@@ -102,11 +102,21 @@ def plan(
     if largest is not None:
         print_text(f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:")
         _show(largest[0], largest[2])
+    if not resolved.checkpoint.save_steps:
+        print_text(_checkpoints_text(resolved, examples, duration["steps"]))
     _show_data(data, resolved)
     if verbose:
         _show_details(its_plan)
     elif its_plan.chosen:
         print_text(f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. Why: ft plan --verbose")
+
+
+def _checkpoints_text(spec: JobSpec, examples: int, steps: int) -> str:
+    """Return a sentence on the checkpoints of a job that does not say when they are written."""
+    interval = spec.checkpoint.interval(math.ceil(examples / spec.training.batch), steps)
+    if interval >= steps:
+        return "A checkpoint is written at the last step; checkpoint.save_steps: N writes one every N steps."
+    return f"A checkpoint is written every {interval:,} steps; checkpoint.save_steps changes that."
 
 
 def _nodes_like_this_host(settings: Settings) -> Capacity:

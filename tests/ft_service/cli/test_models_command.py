@@ -65,7 +65,7 @@ def test_a_pull_that_broke_off_goes_on_where_it_was(ft: Ft, hub: Hub, models: Pa
     (hub.folder / large).write_bytes(bytes(600_000))
     hub.breaks_after = 550_000
     ended = ft("pull", "org/tiny")
-    assert (ended.code, "What has arrived is kept: pull it again." in ended.err) == (1, True), ended.err
+    assert (ended.code, "Pull it again: it goes on with what has arrived." in ended.err) == (1, True), ended.err
     assert Catalogue([models]).list_models() == []
     assert not (models / "org").exists(), "nothing half done is where models are"
     hub.breaks_after, hub.broken = None, False

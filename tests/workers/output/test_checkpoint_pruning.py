@@ -141,6 +141,13 @@ def test_when_training_ends_and_saves() -> None:
     assert schedule.ends_at(30, Validations())
 
 
+def test_a_job_that_does_not_say_when_saves_at_ends_of_epochs_and_ten_times_at_most() -> None:
+    for epochs, saved in ((3, [2, 4, 6]), (10, [*range(2, 21, 2)]), (11, [*range(4, 22, 4)]), (50, [*range(10, 101, 10)])):
+        options = spec({}, n_epochs=epochs, batch_size=4)
+        schedule = Schedule.of(options, samples=8)
+        assert [step for step in range(1, schedule.total_steps + 1) if schedule.saves_at(step, Validations())] == saved
+
+
 def test_a_job_of_a_sweep_is_validated_at_its_rungs_too() -> None:
     options = spec({}, max_steps=30, eval_steps=20)
     usual, swept = (Schedule.of(one, samples=8) for one in (options, options.model_copy(update={"rungs": (0.25, 0.5)})))

@@ -45,6 +45,7 @@ def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> N
     brief = ft("plan", spec, "--hardware", "h100").out.splitlines()
     assert re.fullmatch(r"Fits H100: at most 4\d\.\d+ GiB of 74\.82 GiB usable per rank, likely \S+ GiB\.", brief[0])
     assert brief[1].startswith("6 steps over 20 samples take ")
+    assert "A checkpoint is written every 3 steps; checkpoint.save_steps changes that." in brief
     assert brief[-1].startswith("Chosen: ")
     assert len(brief) < 12, "the verdict and the data; the rest with --verbose"
     ended = ft("plan", spec, "--hardware", "h100", "--verbose")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 from urllib.parse import urlencode
@@ -9,6 +10,8 @@ from urllib.parse import urlencode
 from fastapi import Request
 from fastapi.responses import Response
 
+from api.http.threads import parsed_in_turn
+from api.page import job_form
 from api.page.formatting import length_bars
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
@@ -20,7 +23,7 @@ router = page_router()
 _FILES = 500
 """Files of a page of the list."""
 _NEWEST_JOBS = 100
-_SHOWN = 10
+_SHOWN, _FIRST = 10, 3
 _HISTOGRAM = 100
 
 
@@ -45,6 +48,23 @@ async def file(request: Request, api: Api, file_id: str, model: str | None = Non
 async def file_samples(request: Request, api: Api, file_id: str, model: str, after: int = 0) -> Response:
     """Samples as a base sees them. The browser loads them after the page, since they take a second."""
     return await _samples(request, api, f"/v1/files/{file_id}/samples", after, model=model)
+
+
+@router.get("/page/data/{file_id}/first")
+async def first_samples(
+    request: Request, api: Api, file_id: str, model: str, method: str = "supervised", columns: str = ""
+) -> Response:
+    """The first samples as a job of the form would read them. `columns`: the form's mapping, as YAML."""
+    query = {"model": model, "method": method, "limit": _FIRST}
+    mapping = (await parsed_in_turn(job_form.body_of, {job_form.DATA: columns})).get(job_form.DATA)
+    if isinstance(mapping, dict):
+        query["data"] = json.dumps(mapping)
+    try:
+        view = await api.get(f"/v1/files/{file_id}/samples", **query)
+    except ApiError as error:
+        return page(request, "samples.html", found={"fault": error.message})
+    found = {**view, "has_more": False}
+    return page(request, "samples.html", found=found, after=0, lengths=None, more="")
 
 
 @router.get("/page/data/{file_id}/statistics")

@@ -85,7 +85,10 @@ def click(driver: webdriver.Chrome, css: str) -> None:
     """Click what is there and stays there: parts of the page refresh themselves."""
 
     def clicked() -> bool:
-        driver.find_element(By.CSS_SELECTOR, css).click()
+        found = driver.find_element(By.CSS_SELECTOR, css)
+        # Not at the edge of the window, where a bar that stays in view may lie over it.
+        driver.execute_script("arguments[0].scrollIntoView({ block: 'center' })", found)
+        found.click()
         return True
 
     until(clicked)

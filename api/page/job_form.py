@@ -32,12 +32,12 @@ _NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
 _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 METHOD, BETA, GRADER = "method", "method.beta", "method.grader"
 """The fields for the method's type, for DPO's beta, and for the grader of reinforcement learning: a mapping, as YAML."""
-METHODS: Mapping[str, tuple[str, str]] = {
-    "supervised": ("Good answers", "Each sample is a conversation with the answer that the model should give."),
-    "dpo": ("Preferences", "Each sample has two answers to one question, of which one is better (DPO)."),
-    "reinforcement": ("Rewards", "Each sample is a question. The model answers, and a grader scores its answers (GRPO)."),
+METHODS: Mapping[str, str] = {
+    "supervised": "Each sample is a conversation with the answer that the model should give.",
+    "dpo": "Each sample has two answers to one question, of which one is better.",
+    "reinforcement": "Each sample is a question. The model answers, and a grader scores its answers.",
 }
-"""Type of a method → its name, and what its data are."""
+"""Type of a method that the form creates → what its data are."""
 _CONVERSATION = (
     ("instruction", "question"),
     ("input", "context of the question"),

@@ -55,16 +55,11 @@ async def first_samples(
     request: Request, api: Api, file_id: str, model: str, method: str = "supervised", columns: str = ""
 ) -> Response:
     """The first samples as a job of the form would read them. `columns`: the form's mapping, as YAML."""
-    query = {"model": model, "method": method, "limit": _FIRST}
+    query = {"model": model, "method": method}
     mapping = (await parsed_in_turn(job_form.body_of, {job_form.DATA: columns})).get(job_form.DATA)
     if isinstance(mapping, dict):
         query["data"] = json.dumps(mapping)
-    try:
-        view = await api.get(f"/v1/files/{file_id}/samples", **query)
-    except ApiError as error:
-        return page(request, "samples.html", found={"fault": error.message})
-    found = {**view, "has_more": False}
-    return page(request, "samples.html", found=found, after=0, lengths=None, more="")
+    return await _first(request, api, f"/v1/files/{file_id}/samples", **query)
 
 
 @router.get("/page/data/{file_id}/statistics")
@@ -81,8 +76,12 @@ async def file_statistics(request: Request, api: Api, file_id: str, model: str) 
 
 
 @router.get("/page/jobs/{job_id}/samples")
-async def job_samples(request: Request, api: Api, job_id: str, file: str = "training", after: int = 0) -> Response:
-    """Samples as the job's model sees them."""
+async def job_samples(
+    request: Request, api: Api, job_id: str, file: str = "training", after: int = 0, few: bool = False
+) -> Response:
+    """Samples as the job's model sees them. `few`: the first ones alone."""
+    if few:
+        return await _first(request, api, f"{JOBS}/{job_id}/samples", file=file)
     return await _samples(request, api, f"{JOBS}/{job_id}/samples", after, file=file)
 
 
@@ -90,6 +89,15 @@ async def job_samples(request: Request, api: Api, job_id: str, file: str = "trai
 async def delete(request: Request, api: Api, file_id: str) -> Response:
     await api.delete(f"/v1/files/{file_id}")
     return leave_for(request, "/data")
+
+
+async def _first(request: Request, api: InnerApi, path: str, **query: str) -> Response:
+    """Return the first samples, or why there are none."""
+    try:
+        found = await api.get(path, limit=_FIRST, **query) | {"has_more": False}
+    except ApiError as error:
+        found = {"fault": error.message}
+    return page(request, "samples.html", found=found, after=0, lengths=None, more="")
 
 
 async def _samples(request: Request, api: InnerApi, path: str, after: int, **query: str) -> Response:

@@ -312,6 +312,7 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     assert [one.id for one in made if one.name == "Friends"] == [friends], "one, by two clicks"
     driver.get(f"{place.url}/models")
     row = f"tr:has(a[href='/jobs/{job.id}'])"
+    click(driver, f"{row} .menu summary")
     click(driver, f"{row} [hx-post*=verify]")
     assert "adapter" in text_of(driver, f"{row} .notice")
     before = set(downloads.glob("*.tar"))

@@ -18,7 +18,7 @@ from benchmarks.gpu_report.ceilings import seconds
 from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY, log_normal
-from ft_service.plan.memory import chunk_rows
+from ft_service.kernel_limits import chunk_rows
 from workers.layers import cudnn_attention, fused, low_rank, packed_attention
 from workers.layers.scored_attention import AttentionPattern, Kernel, Longest
 from workers.layers.segments import Bounds

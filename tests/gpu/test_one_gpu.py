@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_service import kernel_limits
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import adapter, supervise
@@ -129,7 +130,7 @@ def test_experts_as_a_grouped_product_without_waiting(lot: int, monkeypatch: pyt
     if torch.cuda.get_device_capability()[0] not in grouped_linear.GROUPED_CAPABILITIES:
         pytest.skip("torch has no grouped product for this GPU")
     rows, cols, counts = 96, 160, torch.tensor([30, 0, 70, 1, 99], device="cuda")
-    monkeypatch.setattr(grouped_linear, "GROUPED_BYTES", lot * rows * cols * 2)
+    monkeypatch.setattr(kernel_limits, "GROUPED_BYTES", lot * rows * cols * 2)
     weight = FP8Weight.quantize(torch.randn(5 * rows, cols).bfloat16().cuda())
     x = torch.randn(200, cols, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(200, rows, device="cuda", dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ft_service.bases.base_files import read_config, require_openable
 from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
-from ft_service.plan.machines import slow_bf16_advice
+from ft_service.host.processor import slow_bf16_advice
 from ft_service.spec import JobSpec, WeightFormat, WrapBySize
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
@@ -127,8 +127,7 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
     compute = COMPUTE_DTYPE[spec.precision.compute]
     DeterministicAttention.wanted = spec.precision.deterministic_attention
     products = choose_products(base, spec.precision, compute, device)
-    wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
-    if not wanted or device.type != "cuda" or compute != torch.bfloat16:
+    if device.type != "cuda" or not spec.wants_fused_kernels:
         return Arithmetic(products, slow=_slow_bf16(compute, device))
     fault = kernel_fault(device)
     return Arithmetic(products, not_fused=fault) if fault else Arithmetic(products, f"Fused kernels compute {fuse(base)}.")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ft_service.plan.memory import chunk_rows
+from ft_service.kernel_limits import chunk_rows
 from workers.model.multimodal import text_decoder
 from workers.patches.head_forward import CAP, head_replaced
 from workers.quant import gpu_kernels

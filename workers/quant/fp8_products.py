@@ -25,13 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_service.plan.memory import next_power
+from ft_service.kernel_limits import next_power
 from workers.quant import fp8, gpu_kernels
 from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import Numerics, reshaped
 
-MULTIPLE = 16
-"""Both dimensions of a weight have to be multiples of this."""
 CAPABILITY = (8, 9)
 """The lowest compute capability of CUDA devices that multiply FP8."""
 OFF_STREAM = (CAPABILITY, (2, 12))
@@ -208,11 +206,6 @@ def _release(version: str) -> tuple[int, int]:
     """Major and minor number of a version such as 2.11.0+cu130."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def fits(rows: int, cols: int) -> bool:
-    """Whether a weight has dimensions that the hardware takes."""
-    return rows % MULTIPLE == 0 and cols % MULTIPLE == 0
 
 
 def _product(x: FP8Parts, codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:

@@ -54,12 +54,10 @@ from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.origins import IdentifiedBase
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
-from workers.layers import cudnn_attention, dropout, low_rank, packed_attention
-from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
-from workers.model.attention import attention_faults
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
+from workers.model.kernel_faults import kernel_faults
 from workers.model.probes import Probed
 from workers.model.whole_modules import EmbeddedRows
 from workers.output import checkpoint
@@ -70,7 +68,6 @@ from workers.output.outcome import Measured, publish, use_best
 from workers.output.publishing import remove_left_folders
 from workers.output.report import Reporter
 from workers.output.served_probes import measure
-from workers.quant import fp8_products, nf4
 from workers.ranks.runtime import (
     COMPUTE_DTYPE,
     Runtime,
@@ -275,37 +272,8 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
             reporter.message(note)
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
-    fault = dropout.kernel_fault(device) if spec.lora.lora_dropout else None
-    if fault is not None:
-        reporter.message(f"lora.lora_dropout: its masks are made without their kernel, more slowly: {fault}", "warn")
-    in_fp8 = any(getattr(module, "in_fp8", False) for module in built.peft_model.modules())
-    fault = fp8_products.kernel_fault(device) if in_fp8 else None
-    if fault is not None:
-        text = f"precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16: {fault}"
-        reporter.message(text, "warn")
-    fault = low_rank.kernel_fault(device) if in_fp8 else None
-    if fault is not None:
-        reporter.message(f"Adapters' parts are added to products in FP8 by the library instead of a kernel: {fault}")
-    fault = nf4.kernel_fault(device) if "nf4" in built.formats.values() else None
-    if fault is not None:
-        reporter.message(f"NF4 weights are dequantised by several kernels instead of one: {fault}")
-    fault = head.kernel_fault(device) if spec.precision.compute == "bf16" else None
-    if fault is not None:
-        reporter.message(f"Cross entropies are computed by several operations instead of one kernel: {fault}")
-    fault = packed_attention.kernel_fault(device) if spec.precision.compute == "bf16" else None
-    if fault is not None:
-        reporter.message(
-            f"Attention is computed sample by sample, more slowly than by the fused kernel for packed rows: {fault}"
-        )
-    fault = cudnn_attention.kernel_fault(device) if spec.precision.compute == "bf16" else None
-    if fault is not None:
-        why = f"{fault} (pip install 'ft-service[workers]')" if fault.startswith("ModuleNotFoundError") else fault
-        reporter.message(f"Attention of long rows is computed by PyTorch's kernel, more slowly than by cuDNN's: {why}")
-    for what, fault in attention_faults(built.peft_model, device):
-        reporter.message(f"Attention with {what} writes its scores, and is slower than a fused kernel: {fault}")
-    if built.arithmetic.not_fused is not None:
-        why = built.arithmetic.not_fused
-        reporter.message(f"precision.fused_kernels: the model's own operations are used, more slowly: {why}", "warn")
+    for level, text in kernel_faults(spec, built, device):
+        reporter.message(text, level)
 
 
 def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:

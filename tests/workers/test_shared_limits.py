@@ -51,7 +51,7 @@ def test_logits_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("limit", "value"), [("ATTENTION_TOKENS", 8193), ("ATTENTION_WIDEST", 112), ("ATTENTION_SHORTEST", 2049)]
 )
 def test_attention_that_cudnn_computes(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_kernels", lambda device: (SimpleNamespace(), None))
+    monkeypatch.setattr(cudnn_attention.KERNEL, "on", lambda device: SimpleNamespace())
     common: Any = {"is_cuda": True, "dtype": torch.bfloat16, "device": torch.device("cpu")}
     query: Any = SimpleNamespace(shape=(1, 32, 8192, 128), **common)
     key: Any = SimpleNamespace(shape=(1, 8, 8192, 128), **common)

@@ -29,7 +29,6 @@ from workers.quant.direct_function import DirectFunction, once_differentiable
 
 log = logging.getLogger(__name__)
 
-PACKAGE = "cudnn"
 CAPABILITY = (9, 0)
 """Compute capability of the GPUs on which it was measured."""
 _COMPARED = 300, 1100, 1, 70, 300
@@ -56,24 +55,15 @@ def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: At
     assert bounds.starts is not None, "rows are packed"
     if not attends_by_cudnn(tokens, tokens / max(1, len(bounds.starts) - 1), heads, width):
         return False
-    if _kernels(query.device)[0] is None:
+    if KERNEL.on(query.device) is None:
         return False
     return _forward_graph(query.device, _row_shape(bounds, heads, key.shape[1], width), pattern.scale) is not None
-
-
-def kernel_fault(device: torch.device) -> str | None:
-    """The reason why PyTorch's kernel computes attention where cuDNN would be faster; None: cuDNN does, or is not."""
-    return _kernels(device)[1] if _is_faster(device) else None
 
 
 def _is_faster(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) == CAPABILITY
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked(PACKAGE, _compare, device) if _is_faster(device) else (None, None)
 
 
 def _compare(_: Any, device: torch.device) -> None:
@@ -93,6 +83,9 @@ def _compare(_: Any, device: torch.device) -> None:
 
     for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
         assert_same(kernel, AttentionPattern(0.2, sinks=sinks), device, windows=(0,), lengths=_COMPARED)
+
+
+KERNEL = gpu_kernels.CheckedKernel("cudnn", _compare, suits=_is_faster)
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:

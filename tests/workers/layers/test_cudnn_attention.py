@@ -110,7 +110,7 @@ def test_pytorch_s_kernel_makes_the_gradients_where_cudnn_has_no_graph() -> None
 
 @pytest.fixture
 def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_kernels", lambda device: (SimpleNamespace(), None))
+    monkeypatch.setattr(cudnn_attention.KERNEL, "on", lambda device: SimpleNamespace())
 
 
 BF16 = (torch.bfloat16,) * 3
@@ -151,15 +151,15 @@ def test_what_it_takes() -> None:
 
 
 def test_other_devices_have_no_fault() -> None:
-    assert cudnn_attention.kernel_fault(torch.device("cpu")) is None
+    assert cudnn_attention.KERNEL.fault(torch.device("cpu")) is None
     query, key, value = (tensor.bfloat16() for tensor in drawn((5000,)))
     assert not takes(query, key, value, bounds_of((5000,)), AttentionPattern(SCALE))
 
 
 def test_a_hopper_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_is_faster", lambda device: True)
-    monkeypatch.setattr(cudnn_attention, "PACKAGE", "cudnn_that_is_not_here")
-    fault = cudnn_attention.kernel_fault(torch.device("cpu", 7))
+    monkeypatch.setattr(cudnn_attention.KERNEL, "suits", lambda device: True)
+    monkeypatch.setattr(cudnn_attention.KERNEL, "module", "cudnn_that_is_not_here")
+    fault = cudnn_attention.KERNEL.fault(torch.device("cpu", 7))
     assert fault == "ModuleNotFoundError: No module named 'cudnn_that_is_not_here'"
 
 

@@ -14,9 +14,9 @@ import torch
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import SpecError
+from ft_service.rundir.attempt_outcome import Evidence, decide_exit
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
-from ft_service.supervisor.attempt_outcome import Evidence, decide_exit
 from tests.support.malformed import CHANGES, join, split
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for

@@ -31,12 +31,13 @@ from tests.support.attempts import HANG_SECONDS
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
 from tests.support.training.models import save_chat_base, save_chats, spec_for
+from workers.attempt.attempt import _carry_out_commands, _resume
+from workers.attempt.prepared_model import report_built
 from workers.base.load import adapters, load
 from workers.base.rank_objects import FailedElsewhere
 from workers.job.parent_adapter import adopt
 from workers.model.build import build, choose_arithmetic
 from workers.tasks.consolidate import consolidate
-from workers.train import _carry_out_commands, _resume, report_built
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -419,7 +420,7 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
     on_rank_1 |= {"EmbeddedRows": SimpleNamespace(of=nothing)}
     loop = {"CommandLoop": lambda *_: SimpleNamespace(run=lambda: (True, None)), "use_best": collective}
     for name, replacement in (on_rank_1 | loop).items():
-        monkeypatch.setattr(f"workers.train.{name}", replacement)
+        monkeypatch.setattr(f"workers.attempt.attempt.{name}", replacement)
     reporter = SimpleNamespace(message=nothing, warn=nothing, flush=nothing)
     context: Any = SimpleNamespace(runtime=SimpleNamespace(spec=SimpleNamespace(reinforcement=None)), reporter=reporter)
     embedding = SimpleNamespace(num_embeddings=1)

@@ -22,6 +22,8 @@ from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.engine import SeatOrder, SeatSize, seat_key
+from workers.attempt.attempt import run_attempt
+from workers.attempt.prepared_model import PreparedModel, report_built
 from workers.base.frozen_weights import initial_adapter
 from workers.base.load import adapters
 from workers.engine.lanes import Forward, Lane
@@ -31,7 +33,6 @@ from workers.model.build import BuiltModel, build
 from workers.model.probes import Probed
 from workers.output.report import Reporter
 from workers.ranks.runtime import Groups, Runtime, read_spec, report_failure
-from workers.train import PreparedModel, report_built, run_attempt
 from workers.training.context import StopRequest
 
 

@@ -20,11 +20,12 @@ from ft_service.rundir.documents import Outcome, Start
 from tests.support.malformed import CHANGES, join, split
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
+from workers.attempt.attempt import train
+from workers.attempt.prepared_model import prepare_alone
 from workers.base.base_tensors import Safetensors
 from workers.base.quantized_base import base_digest
 from workers.output.report import Reporter
 from workers.ranks.runtime import report_failure, surroundings
-from workers.train import prepare_alone, train
 from workers.training.context import StopRequest
 from workers.training.guards import check_ids
 

@@ -13,9 +13,9 @@ from ft_service.spec import JobSpec, parse_request
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import reference, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, MIXED, assert_parity, full, reference_steps, relative_error, train_steps
+from workers.attempt.prepared_model import construct
 from workers.base.load import adapters, plain_name
 from workers.ranks.sharding import make_mesh
-from workers.train import construct
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from tests.support.training.parity import (
     samples,
     train_steps,
 )
+from workers.attempt.prepared_model import construct
 from workers.base.load import adapters
 from workers.data.batches import collate
 from workers.job.parent_adapter import adopt
@@ -42,7 +43,6 @@ from workers.output.served_probes import without_adapter
 from workers.ranks.sharding import Gradients, make_mesh
 from workers.tasks.fidelity import with_adapter
 from workers.tasks.merge import merge
-from workers.train import construct
 from workers.training.step import target_log_probabilities
 
 BOTH = ["embed_tokens", "lm_head"]

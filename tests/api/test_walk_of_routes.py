@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ def routes(service: Service) -> list[tuple[str, str]]:
         (method, route.path_format)
         for route in service.app.routes
         if isinstance(route, APIRoute)
-        for method in sorted(route.methods & {"POST", "PUT", "PATCH"})
+        for method in sorted((route.methods or set()) & {"POST", "PUT", "PATCH"})
         if route.path not in LEAVES
     ]
     assert sum(path.startswith("/v1/") for _, path in found) > 30
@@ -107,15 +107,20 @@ def test_no_body_is_worked_on_in_the_event_loop(service: Service, rival: str) ->
     for method, path in routes(service):
         own = of_path(headers, path)
         for what, body in (FORMS if own["content-type"] == FORM else BODIES).items():
-            for _ in range(2):  # what is made once, such as the page's templates, is there the second time
-                began = time.clock_gettime(clock)
-                answer = service.connections.request(method, service.url + filled(path, values), content=body, headers=own)
-                seconds = time.clock_gettime(clock) - began
-                if seconds <= LOOP_SECONDS:
-                    break
+            request = partial(service.connections.request, method, service.url + filled(path, values))
+            answer, seconds = timed(clock, partial(request, content=body, headers=own))
+            if seconds > LOOP_SECONDS:  # what is made once, such as the page's templates, is there the second time
+                answer, seconds = timed(clock, partial(request, content=body, headers=own))
             if seconds > LOOP_SECONDS or not is_told(answer):
                 wrong.append((method, path, what, answer.status_code, round(seconds, 3)))
     assert wrong == []
+
+
+def timed(clock: int, request: Callable[[], httpx2.Response]) -> tuple[httpx2.Response, float]:
+    """An answer, and the loop's processor time for it in seconds."""
+    began = time.clock_gettime(clock)
+    answer = request()
+    return answer, time.clock_gettime(clock) - began
 
 
 def test_bodies_that_stall_cost_others_nothing(service: Service, rival: str, training_file: str) -> None:

@@ -17,7 +17,7 @@ from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.support.bases import plan_of
 from tests.support.ranks import Cases, often_and_slow
-from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
+from tests.support.training.models import FAMILIES, OTHER_FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
 from tests.support.training.prequantized import (
     bitsandbytes_4bit,
@@ -135,20 +135,6 @@ SLOW = {
 }
 """Of which others have more: another type on one rank, all formats on three, what is tied trained whole, blocks across rows,
 blocks in NF4, experts on three."""
-SLOW_FAMILIES = FAMILIES.keys() - {
-    "llama",
-    "gemma2",
-    "phi",
-    "gpt_neox",
-    "deepseek_v3",
-    "gpt_oss",
-    "llama4_text",
-    "nemotron_h",
-    "qwen3_next",
-    "kimi_linear",
-    "falcon_h1",
-}
-"""The others have each of their kinds of layers; test_families.py trains them all."""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -317,7 +303,7 @@ def test_plan_and_worker_say_that_embedding_and_head_are_trained_whole(wanted: A
     assert f"lora.modules_to_save: [{name}]" in said.pop()
 
 
-@pytest.mark.parametrize("family", often_and_slow(FAMILIES, SLOW_FAMILIES))
+@pytest.mark.parametrize("family", often_and_slow(FAMILIES, OTHER_FAMILIES))
 def test_the_headers_of_every_family_say_what_its_model_has(family: str, tmp_path: Path) -> None:
     """The same modules to quantise, parameters to store and adapters to train, without looking at the model's code."""
     options = {"precision": {"default": "nf4"}, "lora": {"r": 3, "target_modules": "all-linear"}}

@@ -171,10 +171,10 @@ def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: Job
     assert held.keys() == {f"{kind}/{name}" for kind in ("adapter", "exp_avg", "exp_avg_sq") for name in trainable}
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int) -> None:
-    run = interrupted(finished, tmp_path, "step-3-a1")
-    assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
+@pytest.mark.parametrize(("world", "step"), [pytest.param(1, 3, marks=pytest.mark.slow), (3, 6)])
+def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int, step: int) -> None:
+    run = interrupted(finished, tmp_path, f"step-{step}-a1")
+    assert run_attempt(run, 2, world, f"step-{step}-a1").kind == "succeeded"
     for step, loss in losses(finished).items():
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 

@@ -15,9 +15,7 @@ from ft_service.rundir.documents import Exit, ExitReason
 COLLECTIVE_TIMEOUT = "collective_timeout"
 """`error.code` of a rank that waited for another rank in vain."""
 
-_LOST_CONNECTION = (
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
-)
+_LOST_CONNECTION = r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
 _LOST_PEER = re.compile(
     rf"{_LOST_CONNECTION}|Watchdog caught collective|Timed out waiting"
     r"|Rendezvous\w*Error|DistStoreError|DistNetworkError|DistBackendError",

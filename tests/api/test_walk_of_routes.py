@@ -24,8 +24,8 @@ from api.http.dependencies import MAX_JSON_BYTES
 from api.http.sessions import TOKEN_HEADER, token_of
 from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
+from ft_service.serving import worker_tasks
 from ft_service.shared_work.places import every_kind
-from ft_service.supervisor import worker_tasks
 from ft_service.tinker.names import KEY_PREFIX
 from tests.support.rest.described import filled, needed, operations, tenant
 from tests.support.rest.service import Service, wait_until

@@ -31,9 +31,11 @@ CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 COOKBOOK := $(VENV)/clients/cookbook
 TRITON := $(VENV)/triton
 GPU := $(wildcard /dev/nvidia0)
-# Three test processes, since a test often waits for its own; each has whole modules, in the order of tests/conftest.py.
+# Three test processes, since a test often waits for its own; each takes whole modules, in the order of tests/conftest.py.
+# No plugins but those named: that of schemathesis alone takes seconds to import, and its test needs none.
 # Python writes bytecode, whatever the environment says: the tests start hundreds of processes that import the same modules.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p pytest_timeout
+SIDE_BY_SIDE := --processes 3
 
 .PHONY: help quickstart serve wheel test test-failed test-all bench gpu-report docs check
 
@@ -52,13 +54,13 @@ wheel: $(READY)
 	@ls dist/ft_service-*.whl
 
 test: $(READY) $(TRITON)
-	@$(PYTEST) -m "not slow$(if $(GPU),, and not gpu)"
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "not slow$(if $(GPU),, and not gpu)"
 
 test-failed: $(READY) $(TRITON)
-	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	@$(PYTEST) --last-failed --last-failed-no-failures none
 
 test-all: $(READY) $(TRITON) $(CLIENTS) $(COOKBOOK)
-	@$(PYTEST) $(if $(GPU),,-m "not gpu")
+	@$(PYTEST) $(SIDE_BY_SIDE) $(if $(GPU),,-m "not gpu")
 
 bench: $(READY)
 	@$(PIP_INSTALL) -q -c constraints.txt -e '.[bench]'

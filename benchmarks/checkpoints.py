@@ -124,11 +124,11 @@ def training(rank: int, world: int, folder: Path) -> tuple[Callable[[], None], d
     from ft_service.data.tokens.sample import Tokens
     from tests.support.training.models import spec_for
     from tests.support.training.parity import CPU
+    from workers.attempt.prepared_model import construct
     from workers.base.load import adapters
     from workers.data.batches import collate
     from workers.job.training_state import JobState
     from workers.ranks.sharding import make_mesh
-    from workers.train import construct
     from workers.training.step import forward_backward
 
     spec = spec_for(folder / "base", ranks=world, precision={"default": "bf16"}, lora={"r": RANK})

@@ -128,13 +128,13 @@ def measure(case: str, rank: int, folder: Path) -> None:
     from ft_service.plan.job import plan_job
     from ft_service.plan.machines import host_cpu
     from tests.support.training.models import spec_for
+    from workers.attempt.prepared_model import construct
     from workers.base.load import adapters
     from workers.data.batches import make_batch
     from workers.describe import describe
     from workers.job.training_state import JobState
     from workers.ranks.allocator import keep_freed_memory
     from workers.ranks.sharding import make_mesh
-    from workers.train import construct
     from workers.training.step import forward_backward
 
     it = CASES[case]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SHOWN = 80
 """Most characters of a value in a message."""
 
@@ -17,6 +18,24 @@ def counted(number: float, word: str, one: str = "", several: str = "") -> str:
     text = f"{amount} {word}" if number == 1 else f"{amount} {word}s"
     verb = one if number == 1 else several
     return f"{text} {verb}" if verb else text
+
+
+def bytes_text(count: float) -> str:
+    """`5.31 GiB`, `12 B`."""
+    unit = 0
+    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.2f} {_UNITS[unit]}"
+
+
+def duration_text(seconds: float) -> str:
+    """`2 h 5 min`, `7 min` or `30 s`; below one `less than a second`."""
+    if seconds < 1:
+        return "less than a second"
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def kind(value: object) -> str:

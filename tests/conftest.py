@@ -1,7 +1,7 @@
 """A run that leaves a process, a port, or a file in the working tree behind has failed.
 
-`make test` has three test processes side by side (pytest-xdist). Each looks for the processes and ports that its own tests
-left; the one that started them looks at the working tree, once they are done.
+`make test` has three test processes side by side (`--processes 3`). Each looks for the processes and ports that its own tests
+left; the one that forked them looks at the working tree, once they are done.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ft_service.host.quick_imports import begin_imports, end_imports
 from tests.support.cpu_seconds import CpuSeconds
 from tests.support.environment import forget_settings
 from tests.support.ports import listening_sockets
+from tests.support.side_by_side import SideBySide
 
 MARK = "FT_TEST_RUN"
 """Environment variable that every process started by this test process inherits."""
@@ -31,8 +32,6 @@ LONG = ("tests/e2e/", "tests/ft_service/store/", "tests/ft_service/supervisor/",
 """Begun first, those with the longest pieces before: side by side, test processes then end at about the same time."""
 TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
 """Never side by side: tests that share one GPU; tests that share one PostgreSQL, whose start takes longer than most of them."""
-LEFT = "left_behind"
-CPU = "cpu_seconds"
 SHOWN_FILES = 25
 """Files whose CPU seconds are printed at the end of a run of many."""
 
@@ -41,15 +40,38 @@ _LEFT = pytest.StashKey[list[str]]()
 _CPU = pytest.StashKey[CpuSeconds]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=0, help="test processes side by side; 0: this one")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     begin_imports()
     forget_settings()
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[_LEFT], config.stash[_CPU] = [], CpuSeconds()
-    if _is_one_of_several(config):
+    config.stash[_TREE] = working_tree()
+    if processes := config.getoption("--processes"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads of torch as test processes, and not their product
-    else:
-        config.stash[_TREE] = working_tree()
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA cannot fork ones that use it
+        side_by_side = SideBySide(
+            processes, TOGETHER, _begin_process, lambda: _end_process(config), lambda told: _take(config, told)
+        )
+        config.pluginmanager.register(side_by_side)
+
+
+def _begin_process() -> None:
+    os.environ[MARK] = uuid.uuid4().hex
+
+
+def _end_process(config: pytest.Config) -> tuple[list[str], dict[str, float]]:
+    """Return what this process's tests left behind, and their CPU seconds by file."""
+    return left_by_this_process(), dict(config.stash[_CPU].of_file)
+
+
+def _take(config: pytest.Config, told: tuple[list[str], dict[str, float]]) -> None:
+    left, seconds = told
+    config.stash[_LEFT] += left
+    config.stash[_CPU].of_file.update(seconds)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -82,36 +104,9 @@ def pytest_collection_finish() -> None:
     end_imports()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Modules are what is handed to a test process, and the folders of TOGETHER as a whole."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByModule(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
-
-    return ByModule(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take down what one of several test processes has found. One that crashed has failed its test, and tells nothing."""
-    told = getattr(node, "workeroutput", {})
-    node.config.stash[_LEFT] += told.get(LEFT, [])
-    node.config.stash[_CPU].of_file.update(told.get(CPU, {}))
-
-
-@pytest.hookimpl(trylast=True)  # fixtures of the session and other test processes have ended
+@pytest.hookimpl(trylast=True)  # fixtures of the session have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    left = [*session.config.stash[_LEFT], *(f"process {pid}: {command}" for pid, command in processes_of_this_run().items())]
-    left += [f"port {port}, on which a test still listens" for port in listening_sockets(os.getpid()).values()]
-    if _is_one_of_several(session.config):
-        output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]  # set by pytest-xdist
-        output |= {LEFT: left, CPU: dict(session.config.stash[_CPU].of_file)}
-        return
+    left = session.config.stash[_LEFT] + left_by_this_process()
     left += [f"file {line[3:]}" for line in sorted(working_tree() - session.config.stash[_TREE])]
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -119,12 +114,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             session.config.cache.set(
                 "cache/lastfailed", {}
             )  # `make test-failed` finds nothing then, and fails: no test alone is to blame
-        print("\nThis run has left behind:", *left, sep="\n  ")
+        print("\nThis run has left behind:", *dict.fromkeys(left), sep="\n  ")  # forked processes share a port
 
 
-def _is_one_of_several(config: pytest.Config) -> bool:
-    """Whether another process has started this one, for some of the tests."""
-    return hasattr(config, "workerinput")
+def left_by_this_process() -> list[str]:
+    """Processes and ports that this process's tests have left."""
+    processes = [f"process {pid}: {command}" for pid, command in processes_of_this_run().items()]
+    return processes + [f"port {port}, on which a test still listens" for port in listening_sockets(os.getpid()).values()]
 
 
 def working_tree() -> set[str]:

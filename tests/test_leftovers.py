@@ -16,7 +16,7 @@ import pytest
 from tests.support.attempts import HANG_SECONDS
 
 TESTS = Path(__file__).parent
-PARALLEL = ("-n", "2", "--dist", "loadfile")
+PARALLEL = ("--processes", "2")
 UNTIDY = {
     "process": "import subprocess\ndef test_it(): subprocess.Popen(['sleep', '600'])",
     "port": "import socket\nKEPT = socket.socket()\ndef test_it(): KEPT.listen(1)",
@@ -28,7 +28,7 @@ TIDY = "import subprocess\ndef test_it(): subprocess.run(['true'], check=True)"
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A working tree with this project's conftest and no tests."""
-    support = ("__init__", "cpu_seconds", "environment", "ports")
+    support = ("__init__", "cpu_seconds", "environment", "ports", "side_by_side")
     for name in ("__init__.py", "conftest.py", *(f"support/{module}.py" for module in support)):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
@@ -41,7 +41,7 @@ def project(tmp_path: Path) -> Path:
 def run(project: Path, modules: dict[str, str], options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     for name, body in modules.items():
         (project / f"tests/test_{name}.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", *options]
+    command = [sys.executable, "-m", "pytest", "-q", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of third parties take seconds
     return subprocess.run(
@@ -85,6 +85,26 @@ def test_a_failed_test_is_run_once_more_unless_something_was_left(project: Path,
 def test_a_tidy_run_has_passed(project: Path) -> None:
     ended = run(project, {"one": TIDY, "other": TIDY}, PARALLEL)
     assert (ended.returncode, ended.stdout.splitlines()[-1][:8]) == (0, "2 passed"), ended.stdout + ended.stderr
+
+
+def test_tests_whose_process_died_have_failed_and_others_are_run(project: Path) -> None:
+    dying = "import os\ndef test_before(): pass\ndef test_it(): os._exit(3)\ndef test_after(): pass"
+    ended = run(project, {"dying": dying, **dict.fromkeys(("one", "two", "three"), TIDY)}, PARALLEL)
+    last = ended.stdout.splitlines()[-1]
+    assert (ended.returncode, last[:18]) == (1, "2 failed, 4 passed"), ended.stdout + ended.stderr
+    assert "died in tests/test_dying.py::test_it (exit code 3)" in ended.stdout
+
+
+def test_a_folder_whose_tests_share_something_is_one_process(project: Path) -> None:
+    note = "import os\nfrom pathlib import Path\ndef test_it(): Path(f'.pytest_cache/{os.getpid()}').touch()"
+    store = project / "tests/ft_service/store"
+    store.mkdir(parents=True)
+    (project / ".pytest_cache").mkdir()
+    for name in "abcdef":
+        (store / f"test_{name}.py").write_text(note)
+    ended = run(project, {"tidy": TIDY}, PARALLEL)
+    assert (ended.returncode, "7 passed" in ended.stdout) == (0, True), ended.stdout + ended.stderr
+    assert len([path for path in (project / ".pytest_cache").iterdir() if path.name.isdigit()]) == 1
 
 
 def test_what_tests_share_is_no_test_module() -> None:

@@ -47,7 +47,7 @@ MOST_CONTAINERS = 20_000
 """Limit on objects and lists in a JSON body: the interpreter does nothing else while it makes those of a list."""
 MOST_TEXTS = 100_000
 """Limit on names and texts in a JSON body."""
-_SHORT_BYTES = 4096
+SHORT_BYTES = 4096
 """Bodies up to this size are parsed at once, in less than 5 ms of a slow processor; larger ones in a thread."""
 TESTS = 32
 """Tests of webhook endpoints that run at once."""
@@ -158,7 +158,7 @@ async def _parsed(request: Request, *, exact: bool = False, optional: bool = Fal
     async with ArrivingBody(request, MAX_JSON_BYTES).whole() as body:
         if optional and not body:
             return None
-        if len(body) <= _SHORT_BYTES:
+        if len(body) <= SHORT_BYTES:
             return parse_json(body, exact=exact)
         return await parsed_in_turn(parse_json, body, exact=exact)
 

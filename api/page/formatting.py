@@ -18,6 +18,12 @@ _LARGE = 10**15
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NONE = "\u2013"
 """Text in place of a missing value."""
+METHOD_NAMES: Mapping[str, str] = {
+    "supervised": "Good answers (SFT)",
+    "dpo": "Preferences (DPO)",
+    "reinforcement": "Rewards (GRPO)",
+    "tinker": "Your own loop (Tinker)",
+}
 STATES: Mapping[str, str] = {
     "validating_files": "Checking files",
     "queued": "Queued",
@@ -113,6 +119,12 @@ def unused_options(job: Mapping[str, Any]) -> dict[str, str]:
     return {f"training.{unused}": used for unused, used in pairs if job["training"].get(used) is not None}
 
 
+def model_title(model: Mapping[str, Any]) -> str:
+    """Return the suffix of a tuned model's name, ft:BASE:ORG:SUFFIX:JOB; without one, its base."""
+    parts = model["id"].split(":")
+    return (parts[3] if len(parts) > 4 else "") or model["root"]
+
+
 def job_title(job: Mapping[str, Any]) -> str:
     """Return a job's suffix, by which `ft get` finds it; without one, the name of its base."""
     return str(job.get("suffix") or str(job["model"]).split("/")[-1])
@@ -189,5 +201,5 @@ FILTERS: Mapping[str, Callable[..., str]] = {
 } | {"bytes": byte_text, "counted": counted}
 GLOBALS: Mapping[str, Any] = {
     function.__name__: function
-    for function in (job_title, unused_options, share_done, percent_done, share_of, row_key, sparkline)
-} | {"NAVIGATION_PREFIXES": NAVIGATION_PREFIXES, "STATES": STATES, "ENDED": ENDED}
+    for function in (job_title, model_title, unused_options, share_done, percent_done, share_of, row_key, sparkline)
+} | {"NAVIGATION_PREFIXES": NAVIGATION_PREFIXES, "STATES": STATES, "ENDED": ENDED, "METHOD_NAMES": METHOD_NAMES}

@@ -62,18 +62,30 @@ class InnerApi:
         """Return the JSON of the answer. The visitor's request must hold the session's token."""
         return (await self._send("POST", path, body=body)).json()
 
+    async def upload(self, name: str, content: bytes) -> Any:
+        """Return the JSON of a new data file. The visitor's request must hold the session's token."""
+        parts = {"purpose": (None, "fine-tune"), "file": (name, content)}
+        return (await self._send("POST", "/v1/files", parts=parts)).json()
+
     async def delete(self, path: str) -> Any:
         """Return the JSON of the answer. The visitor's request must hold the session's token."""
         return (await self._send("DELETE", path)).json()
 
     async def _send(
-        self, method: str, path: str, query: dict[str, QueryValue] | None = None, body: Any = None
+        self,
+        method: str,
+        path: str,
+        query: dict[str, QueryValue] | None = None,
+        body: Any = None,
+        parts: Any = None,
     ) -> httpx2.Response:
+        """`parts`: those of a multipart form, by name, in place of a JSON body."""
         outer = self.request
         url = f"{outer.url.scheme}://page{quote(path, safe='/:')}"
         params = {name: value for name, value in (query or {}).items() if value is not None}
         headers = [(name, value) for name, value in outer.headers.raw if name in _PASSED]
-        request = httpx2.Request(method, url, params=params or None, headers=headers, json=body)
+        content = {"json": body} if parts is None else {"files": parts}
+        request = httpx2.Request(method, url, params=params or None, headers=headers, **content)
         answer = await httpx2.ASGITransport(self._app).handle_async_request(request)
         await answer.aread()
         if answer.is_error:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import pprint
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +30,41 @@ FIRST: Mapping[str, str] = {
 _FILES = ("training_file", "validation_file")
 _NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
 _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
+METHOD, BETA, GRADER = "method", "method.beta", "method.grader"
+"""The fields for the method's type, for DPO's beta, and for the grader of reinforcement learning: a mapping, as YAML."""
+METHODS: Mapping[str, str] = {
+    "supervised": "Each sample is a conversation with the answer that the model should give.",
+    "dpo": "Each sample has two answers to one question, of which one is better.",
+    "reinforcement": "Each sample is a question. The model answers, and a grader scores its answers.",
+}
+"""Type of a method that the form creates → what its data are."""
+_CONVERSATION = (
+    ("instruction", "question"),
+    ("input", "context of the question"),
+    ("output", "answer"),
+    ("system", "system prompt"),
+    ("messages", "conversation: list of messages"),
+    ("text", "text without a question"),
+)
+_PAIR = (
+    ("prompt", "question"),
+    ("chosen", "better answer"),
+    ("rejected", "worse answer"),
+    ("system", "system prompt"),
+)
+COLUMN_ROLES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "supervised": _CONVERSATION,
+    "dpo": _PAIR,
+    "reinforcement": (("messages", "question: list of messages"),),
+}
+"""Type of a method → the names of its columns that a user may choose, each with what it holds."""
+EXAMPLE_GRADER = """\
+type: string_check
+name: same
+input: "{{ sample.output_text }}"
+reference: "{{ item.reference_answer }}"
+operation: eq
+"""
 DATA = "data"
 """The field for the columns of the files: a mapping, as YAML."""
 _WITH_FIELDS = {*_TOP_LEVEL, DATA, *SECTIONS, "metadata", "hyperparameters"}
@@ -108,7 +143,32 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
         body[DATA] = body[DATA][DATA]
     if metadata := _metadata(form):
         body["metadata"] = metadata
-    return body | other_options(form)
+    other = other_options(form)
+    return body | other | _method(form, other.get("method"))
+
+
+def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
+    """Return the method that the form's fields and the other options mean together; nothing for the usual one. Raises
+    ValueError if they name two."""
+    kind = form.get(METHOD) or "supervised"
+    rest = other if isinstance(other, dict) else {}
+    if kind == "supervised" or (other is not None and not isinstance(other, dict)):
+        return {}
+    if rest.get("type", kind) != kind:
+        raise ValueError(f"method.type is {kind!r} by its card, and {rest['type']!r} in other options: keep one.")
+    section = dict(rest.get(kind) or {})
+    if kind == "dpo" and form.get(BETA, "").strip():
+        section["hyperparameters"] = {"beta": _value(form[BETA].strip()), **(section.get("hyperparameters") or {})}
+    if kind == "reinforcement" and form.get(GRADER, "").strip():
+        section = {"grader": _grader(form[GRADER]), **section}
+    return {"method": {**rest, "type": kind, **({kind: section} if section else {})}}
+
+
+def _grader(text: str) -> Any:
+    try:
+        return _load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"The grader must be YAML: {error}.") from None
 
 
 def other_options(form: Mapping[str, str]) -> dict[str, Any]:
@@ -140,9 +200,29 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
     fields[DATA] = _scalar(body[DATA]) if body.get(DATA) else ""
     fields["metadata"] = "\n".join(_metadata_line(key, value) for key, value in (body.get("metadata") or {}).items())
     other = {name: value for name, value in body.items() if name not in _WITH_FIELDS and value is not None}
-    if (other.get("method") or {}).get("type", "supervised") == "supervised":  # its hyperparameters have fields
-        other.pop("method", None)
+    fields |= _method_fields(other.pop("method", None) or {}, other)
     fields[OTHER] = yaml.safe_dump(other, sort_keys=False, allow_unicode=True, width=100) if other else ""
+    return fields
+
+
+def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str, str]:
+    """Return the fields that a method fills in. What they do not hold is put into the other options."""
+    kind = method.get("type", "supervised")
+    if kind == "supervised":  # its hyperparameters have fields of their own
+        return {}
+    fields = {METHOD: kind}
+    section = dict(method.get(kind) or {})
+    given = section.get("hyperparameters")
+    if kind == "dpo" and isinstance(given, dict) and "beta" in given:
+        fields[BETA] = _scalar(given["beta"])
+        section["hyperparameters"] = {name: value for name, value in given.items() if name != "beta"}
+        section = {name: value for name, value in section.items() if name != "hyperparameters" or value}
+    if kind == "reinforcement" and isinstance(section.get("grader"), dict):
+        fields[GRADER] = yaml.safe_dump(section.pop("grader"), sort_keys=False, allow_unicode=True, width=100)
+    rest = {name: value for name, value in method.items() if name not in ("type", kind)}
+    rest |= {kind: section} if section or (kind in method and not method[kind]) else {}
+    if rest:
+        other["method"] = rest
     return fields
 
 

@@ -22,6 +22,7 @@ from api.http.threads import in_thread, takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire.data_views import FileCheckView, SamplesView, StatisticsView, file_check_view, samples_view, statistics_view
 from api.wire.views import DeletedView, FileView, ListView, list_view
+from ft_service.bases.own_template import with_template_variables
 from ft_service.control.checks.file_checks import FileCheck
 from ft_service.control.checks.file_views import fetched, file_samples, file_statistics
 from ft_service.control.housekeeping import free, remove_unrecorded
@@ -34,9 +35,9 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.verified_files import fault
-from ft_service.spec import DataFileRef, Strict, TrainingOptions, TrainOn, spec_error
+from ft_service.spec import DataFileRef, Strict, TrainingOptions, TrainOn, parse_request, spec_error
 from ft_service.spec.options import DataOptions
-from ft_service.spec.templates import check_template, named_template
+from ft_service.spec.templates import named_template
 from ft_service.store.records import File, Order, Principal
 
 router = keyed_router("/v1/files", "files")
@@ -200,16 +201,22 @@ class TokenQuery(BaseModel):
 
     model: Annotated[str, Field(min_length=1, description="A base, or an alias of one.")]
     chat_template: str | None = None
+    chat_template_kwargs: Annotated[str | None, Field(description='As JSON, such as {"enable_thinking": false}.')] = None
+    data: Annotated[str | None, Field(description="The file's names of the format's columns, as JSON.")] = None
+    method: Literal["supervised", "dpo", "reinforcement"] | None = None
     train_on: TrainOn = "all_assistant"
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = _DEFAULTS.max_length
 
-    def options(self) -> TokenOptions:
-        """Raises SpecError for a chat template that cannot be used."""
-        template = self.chat_template
-        try:
-            return TokenOptions(named_template(check_template(template)) if template else "", train_on=self.train_on)
-        except ValueError as error:
-            raise SpecError(f"chat_template = {template!r:.80}: {error}.", param="chat_template") from None
+    def options(self, base: Path) -> TokenOptions:
+        """The options of a job on this base's folder. Raises SpecError for those that cannot be used."""
+        given: dict[str, Any] = {"model": self.model, "training_file": "file"}
+        given |= {"chat_template": self.chat_template} if self.chat_template else {}
+        if self.chat_template_kwargs is not None:
+            given["chat_template_kwargs"] = parse_json(self.chat_template_kwargs.encode())
+        request = with_template_variables(parse_request(given), base)
+        columns = Columns.of(_columns(self.data), of_prompts=self.method == "reinforcement")
+        template = request.chat_template
+        return TokenOptions(named_template(template) if template else "", train_on=self.train_on, columns=columns)
 
 
 class SamplesQuery(TokenQuery):
@@ -229,10 +236,11 @@ class StatisticsQuery(TokenQuery):
 @takes_turns("reading")
 def samples(file_id: str, query: Annotated[SamplesQuery, Query()], caller: Caller, services: Svc) -> SamplesView:
     """Not in OpenAI's API. Samples of a file as a base would see them, before any job: those after line `after`, every token
-    with its text and its role. `chat_template`, `train_on` and `max_length` are a job's."""
+    with its text and its role. All other options are a job's."""
     data = _data_file(file_id, "file_id", caller, services)
-    options, records = query.options(), RecordRange(query.after, query.limit)
     base = services.catalogue.find(query.model).ref()
+    options = query.options(Path(base.path))
+    records = RecordRange(query.after, query.limit)
     return samples_view(file_samples(data, base.path, options, query.max_length, records, services.places))
 
 
@@ -251,7 +259,8 @@ def statistics(file_id: str, query: Annotated[StatisticsQuery, Query()], caller:
     training = TrainingOptions(**query.model_dump(include={"max_length", "batch_size", "n_epochs", "train_on"}))
     measure = Measure(data, held_out, training, query.validation_split, query.seed)
     base = services.catalogue.find(query.model).ref()
-    return statistics_view(file_statistics(measure, base.path, query.options(), services.places), measure)
+    options = query.options(Path(base.path))
+    return statistics_view(file_statistics(measure, base.path, options, services.places), measure)
 
 
 def _data_file(file_id: str, param: str, caller: Principal, services: Services) -> DataFileRef:

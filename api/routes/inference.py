@@ -28,12 +28,12 @@ from api.http.routing import keyed_router
 from api.http.threads import in_thread, turn
 from api.transfer import chat_answer, completion_answer
 from api.transfer.tar_stream import adapter_folder
+from api.wire.chat_request import parse_chat_completion
+from api.wire.completion_request import parse_completion
 from api.wire.error_views import error_body
 from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.serving import server_samples
-from ft_service.serving.chat_request import parse_chat_completion
-from ft_service.serving.completion_request import parse_completion
 from ft_service.serving.handoff import ends_of_handed_over
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings

@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from api.http.closing_response import ClosingResponse
 from api.http.gone_clients import DISCONNECTED
 from api.http.threads import in_thread
+from api.wire.chat_request import ChatCompletion
 from api.wire.error_views import error_body
 from ft_service.ids import new_id
-from ft_service.serving.chat_request import ChatCompletion
 from ft_service.serving.preview import Deliver, Preview, Ticket
 
 GONE_POLL_SECONDS = 1.0

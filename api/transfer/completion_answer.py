@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 
 from api.http.gone_clients import DISCONNECTED
 from api.transfer.chat_answer import Part, Submit, parts_of
+from api.wire.completion_request import Completion
 from ft_service.ids import new_id
-from ft_service.serving.completion_request import Completion
 from ft_service.serving.preview import Preview
 
 Named = tuple[str, float | None, Mapping[str, float] | None]

@@ -12,8 +12,8 @@ from fastapi.responses import StreamingResponse
 from ft_service.control.tuned_models import Tuned, refuse_pruned
 from ft_service.errors import NotFoundError
 from ft_service.rundir.verified_files import refuse_damaged
+from ft_service.serving import worker_tasks
 from ft_service.storage.locations import Places
-from ft_service.supervisor import worker_tasks
 
 _CHUNK = 1024**2
 

@@ -18,6 +18,8 @@ class FileCheckView(View):
     """Whether every record that was read can be trained on."""
     message: str
     """The file's format, or its errors: each one once, with its lines. The same text as `ft data check` prints."""
+    columns: list[str]
+    """The keys or columns of the first record, at most 20."""
     warnings: list[str]
     """Warnings, for example about columns that are left out, copies of samples and empty answers."""
     records: int
@@ -140,6 +142,7 @@ def file_check_view(file_id: str, name: str, report: DataReport) -> FileCheckVie
         file_id=file_id,
         ok=ok,
         message=report.fine_text(name) if ok else report.fault_text(name),
+        columns=list(report.columns),
         warnings=[text for level, text in messages if level == "warn"],
         records=report.examples,
         whole=not report.unread,

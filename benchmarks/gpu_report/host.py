@@ -104,7 +104,7 @@ def products_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]
 
 
 def kernels_of(device: torch.device, x: Tensor) -> dict[str, Callable[[], Any]]:
-    by = fused.kernels(device)
+    by = fused.KERNEL.on(device)
     rows = x[None].clone().requires_grad_()
     factor = torch.ones(WIDTH, device=device, dtype=torch.bfloat16)
     heads = [torch.randn(1, 2, TOKENS, 128, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]

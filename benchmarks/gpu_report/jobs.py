@@ -14,12 +14,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import workers.train
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
 from ft_service.rundir.events import Event, Metrics, read_segments
 from ft_service.spec import JobSpec
+from workers.attempt import attempt as attempts
+from workers.attempt import prepared_model
 from workers.model.build import BuiltModel
 from workers.output.report import Reporter
 from workers.ranks.runtime import surroundings
@@ -71,7 +72,7 @@ def train_on(device: torch.device, run: RunDir, attempt: int = 1, on_step: OnSte
     with StepReporter(run, attempt, active=dist.get_rank() == 0) as reporter:
         reporter.on_step = on_step
         runtime = surroundings(run, attempt, device)
-        return workers.train.train(runtime, reporter, StopRequest(runtime), workers.train.prepare_alone)
+        return attempts.train(runtime, reporter, StopRequest(runtime), prepared_model.prepare_alone)
 
 
 def train_on_rank(rank: int, world: int, root: str, attempt: int, device: str) -> Outcome:
@@ -108,7 +109,7 @@ def steps_alone() -> Iterator[None]:
     names = ("measure", "measure_forgetting", "publish")
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(patch.object(workers.train, name, lambda *_: None))
+            stack.enter_context(patch.object(attempts, name, lambda *_: None))
         yield
 
 
@@ -120,7 +121,7 @@ def built_once(on_built: Callable[[], None]) -> Iterator[None]:
     `on_built`: called before the first step of every job.
     """
     models: dict[tuple[str, bool], BuiltModel] = {}
-    construct = workers.train.construct
+    construct = prepared_model.construct
 
     def kept(spec: JobSpec, *arguments: Any, **options: Any) -> BuiltModel:
         kind = spec.precision.format, spec.distributed.compile is True
@@ -131,5 +132,5 @@ def built_once(on_built: Callable[[], None]) -> Iterator[None]:
         on_built()
         return models[kind]
 
-    with patch.object(workers.train, "construct", kept):
+    with patch.object(prepared_model, "construct", kept):
         yield

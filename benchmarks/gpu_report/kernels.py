@@ -105,12 +105,12 @@ def experts_agree(weight_class: Any, device: torch.device) -> dict[str, Any]:
 
 def products_in_fp8(device: torch.device) -> dict[str, Any]:
     """For heights that are no multiple of what the hardware likes. Rounding the input to FP8 alone moves a product by 3 %."""
-    from workers.quant.fp8_products import kernel_fault, why_not
+    from workers.quant.fp8_products import KERNEL, why_not
     from workers.quant.weights import FP8Weight
 
     if reason := why_not(torch.bfloat16, device):
         raise SkippedError(reason)
-    fault = kernel_fault(device)
+    fault = KERNEL.fault(device)
     weight = FP8Weight.quantize(drawn(96, 160).to(device).bfloat16())
     dense, worst = weight.dequantize(torch.float32).double().cpu(), 0.0
     for rows in (*INPUT_ROWS, 255, 257):

@@ -18,7 +18,7 @@ from benchmarks.gpu_report.ceilings import seconds
 from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import LLAMA, RANK, TINY, log_normal
-from ft_service.plan.memory import chunk_rows
+from ft_service.kernel_limits import chunk_rows
 from workers.layers import cudnn_attention, fused, low_rank, packed_attention
 from workers.layers.scored_attention import AttentionPattern, Kernel, Longest
 from workers.layers.segments import Bounds
@@ -112,7 +112,7 @@ def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict
     x, weight = _drawn(device, rows, hidden).requires_grad_(), _drawn(device, vocabulary, hidden)
     targets = torch.zeros(rows, dtype=torch.int64, device=device)
     took = seconds(lambda: head._HeadLoss.apply(x, weight, None, targets, None, 1.0))
-    return {"rows": rows, **_figures(took, 4 * rows * vocabulary * hidden, 0), "note": head.kernel_fault(device) or ""}
+    return {"rows": rows, **_figures(took, 4 * rows * vocabulary * hidden, 0), "note": head.KERNEL.fault(device) or ""}
 
 
 def _attention(
@@ -150,7 +150,7 @@ def _in_any_order() -> Any:
 
 
 def _by_cudnn(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:
-    fault = cudnn_attention.kernel_fault(device) if device.type == "cuda" else "it needs a GPU"
+    fault = cudnn_attention.KERNEL.fault(device) if device.type == "cuda" else "it needs a GPU"
     if fault is not None:
         raise SkippedError(fault)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -199,7 +199,7 @@ def _elementwise(context: Context, device: torch.device, tokens: int, hidden: in
         "SwiGLU": (lambda: fused.gate(*factors), factors),
         "rotary positions": (lambda: fused.rotate(heads[0], heads[1], *angles)[0], heads[:1]),
     }
-    by = fused.kernels(device)
+    by = fused.KERNEL.on(device)
     ours: dict[str, Callable[[], Any]] = {
         "RMS norm": lambda: fused.FusedNorm.apply(x, weight, 1e-6, fused.Form.ROUNDED, by),
         "SwiGLU": lambda: fused.FusedGate.apply(*factors, by),
@@ -209,7 +209,7 @@ def _elementwise(context: Context, device: torch.device, tokens: int, hidden: in
         found = {"stock_ms": 1e3 * seconds(lambda a=act, i=inputs: _both(a, i))}
         if by is not None:
             found["fused_ms"] = 1e3 * seconds(lambda a=ours[name], i=inputs: _both(a, i))
-        context.rows.add(f"{name}, forward and backward", "ok", fused.kernel_fault(device) or "", **found)
+        context.rows.add(f"{name}, forward and backward", "ok", fused.KERNEL.fault(device) or "", **found)
 
 
 def _both(act: Callable[[], Any], inputs: list[Tensor]) -> None:

@@ -22,7 +22,7 @@ from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.verify import verify
 from ft_service.serving.pushing import check_address
 from ft_service.serving.pushing import push as push_folder
-from ft_service.supervisor.worker_tasks import run_worker
+from ft_service.serving.worker_tasks import run_worker
 
 WORKER = "workers.tasks.export"
 POLL_SECONDS = 1.0

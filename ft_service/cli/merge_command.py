@@ -17,7 +17,7 @@ from ft_service.cli.output import Json, print_fields, print_json, print_note, pr
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.manifest import MANIFEST, spec_beside
 from ft_service.rundir.verify import CONFIG, read_manifest, verify
-from ft_service.supervisor.worker_tasks import run_worker
+from ft_service.serving.worker_tasks import run_worker
 
 
 class MergeFormat(StrEnum):

@@ -157,7 +157,7 @@ def result_seen(run: RunDir, seen: Observation) -> Observation:
 
 def finished_attempt(job: Job, places: Places) -> int | None:
     """The newest attempt of a running job if it has left its result; else None. A result means success, whatever happened to
-    the processes afterwards (ft_service/supervisor/attempt_outcome.py)."""
+    the processes afterwards (ft_service/rundir/attempt_outcome.py)."""
     if job.state is not State.RUNNING:
         return None
     try:

@@ -13,7 +13,7 @@ from ft_service.convert.training_command import Program, training_programs
 from ft_service.convert.unsloth_script import notebook_code, unsloth_program
 from ft_service.convert.verdicts import Method
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import is_data, parse_yaml
+from ft_service.spec_files.spec_file import is_data, parse_yaml
 
 LAUNCHERS = ("accelerate", "deepspeed")
 """Tables whose files are recognised by any one of their names."""

@@ -15,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
 from ft_service.data.null_fields import definition_without_null_fields, without_null_fields
-from ft_service.data.sample_kinds import Conversation, Tool
+from ft_service.data.sample_kinds import Conversation, Tool, Variable
+from ft_service.spec.template_variables import Variables
 from ft_service.wording import kind, shown_value
 
 MAX_LINE_BYTES = 10 * 1024**2
@@ -37,7 +40,10 @@ ROLES: Mapping[str, str] = {
 }
 """Role in the file → role that the chat template sees. OpenAI renamed `system` to `developer`, and `function` to `tool`."""
 
-KEYS = ("messages", "tools", "parallel_tool_calls", "functions")
+VARIABLES = "chat_template_kwargs"
+"""The key of a record's variables of the chat template, as TRL has it."""
+_VARIABLES: TypeAdapter[dict[str, Variable]] = TypeAdapter(Variables)
+KEYS = ("messages", "tools", "parallel_tool_calls", "functions", VARIABLES)
 _OTHER = "and this file began with OpenAI's chat lines: put each format into a file of its own"
 _REFUSED_KEYS: Mapping[str, str] = {
     "instruction": f"is of Alpaca's format, {_OTHER}",
@@ -80,7 +86,8 @@ def parse_chat(line: Mapping[str, Any]) -> Conversation:
         raise LineError("messages", "holds no assistant message, so there is nothing to train on")
     if not any(weight for _, weight in parsed):
         raise LineError("messages", "every assistant message has weight 0, so there is nothing to train on")
-    return Conversation(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
+    messages, weights = zip(*parsed, strict=True)
+    return Conversation(messages, weights, tuple(tools), parse_variables(line))
 
 
 def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
@@ -90,13 +97,20 @@ def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict
     return [message for message, _ in parsed], parse_tools({"tools": tools})
 
 
-def refuse_variables(line: Mapping[str, Any]) -> None:
-    """Raise LineError for a record with variables of the chat template: they would have no effect."""
-    if line.get("chat_template_kwargs") is not None:
-        raise LineError(
-            "chat_template_kwargs",
-            "is set for a whole job: give it there, and records with other values to a job of their own",
-        )
+def parse_variables(line: Mapping[str, Any]) -> dict[str, Variable]:
+    """The variables of the chat template that a record sets, without null ones, which tables write. Raises LineError."""
+    given = line.get(VARIABLES)
+    if isinstance(given, dict):
+        given = {name: value for name, value in given.items() if value is not None}
+    if not given and given in (None, {}):
+        return {}
+    try:
+        return _VARIABLES.validate_python(given)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join((VARIABLES, *(str(part) for part in fault["loc"][:1])))
+        reason = fault["msg"].removeprefix("Value error, ")
+        raise LineError(place, f"is not a variable that a template can read: {reason}") from None
 
 
 def load_object(text: str) -> dict[str, Any]:

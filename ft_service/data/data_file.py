@@ -128,6 +128,8 @@ class DataReport:
     """The file's format and container, in words; empty: OpenAI's chat lines."""
     unused: tuple[str, ...] = ()
     """Keys or columns that the format does not have and that are left out."""
+    columns: tuple[str, ...] = ()
+    """Keys or columns of the first record, in its order."""
     word: str = "line"
     """The name of the file's records in messages."""
     is_bare: bool = False
@@ -360,6 +362,7 @@ class Findings:
             list(self._groups.values()),
             shape="" if usual else str(shape),
             unused=shape.unused,
+            columns=shape.columns,
             word=shape.word,
             is_bare=shape.format in (Format.TEXT, Format.PROMPT_COMPLETION),
             joined=shape.joined,

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.data.chat_line import parse_messages, parse_tools, refuse_variables, require_answered_calls
+from ft_service.data.chat_line import KEYS, parse_messages, parse_tools, parse_variables, require_answered_calls
 from ft_service.data.line_errors import LineError, json_of, required, text_of
 from ft_service.data.sample_kinds import GradedPrompt
 
-_KEYS = ("messages", "tools", "parallel_tool_calls", "functions")
 _ANSWERED: Mapping[str, str] = {
     **dict.fromkeys(("preferred_output", "non_preferred_output", "chosen", "rejected"), "dpo"),
     "completion": "supervised",
@@ -22,7 +21,6 @@ _ANSWERED: Mapping[str, str] = {
 
 def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
     """An object as a prompt to grade. Raises LineError (a DataError) with its first fault."""
-    refuse_variables(line)
     other = next((key for key in _ANSWERED if key in line), None) if "messages" not in line else None
     if other is not None:
         reason = f"is of method: {{type: {_ANSWERED[other]}}}; a prompt to grade has messages, and no answer"
@@ -39,5 +37,6 @@ def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
             "must end with a message that the model answers, not with the assistant's own: give an expected answer under a "
             "key of its own, such as reference_answer",
         )
-    item = {text_of(key, "a key"): json_of(value, key) for key, value in line.items() if key not in _KEYS}
-    return GradedPrompt(tuple(message for message, _ in parsed), tuple(parse_tools(line)), item)
+    item = {text_of(key, "a key"): json_of(value, key) for key, value in line.items() if key not in KEYS}
+    messages = tuple(message for message, _ in parsed)
+    return GradedPrompt(messages, tuple(parse_tools(line)), item, parse_variables(line))

@@ -4,11 +4,13 @@ these (ft_service/data/formats/), and all tokens are made from them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Tool = dict[str, Any]
 """The definition of a tool, as chat templates take it."""
+Variable = bool | int | float | str
+"""The value of a variable that a chat template reads."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Conversation:
     """One weight for each message: 1 if its tokens are trained on, else 0. Only the assistant's may be 1."""
     tools: tuple[Tool, ...] = ()
     """Definitions of tools."""
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    """Variables of the chat template that the record sets, beside the job's."""
 
     @property
     def calls_tools(self) -> bool:
@@ -39,7 +43,7 @@ class Conversation:
     def by_answers(self) -> Iterator[Conversation]:
         """One conversation for each learned answer, which ends with that answer and learns only it."""
         for index in (index for index, weight in enumerate(self.weights) if weight):
-            yield Conversation(self.messages[: index + 1], (*(0,) * index, 1), self.tools)
+            yield replace(self, messages=self.messages[: index + 1], weights=(*(0,) * index, 1))
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class GradedPrompt:
     tools: tuple[Tool, ...] = ()
     item: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the line, for the grader."""
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    """As of a Conversation."""
 
 
 def is_unanswered(record: Record) -> bool:

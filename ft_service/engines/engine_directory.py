@@ -15,12 +15,12 @@ from ft_service.engines.sharing import fault_groups
 from ft_service.jobs.reasons import Reason, Retry
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of, succeeded_exit
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason, Start
 from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder, data_folder, seat_key
 from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of, succeeded_exit
 
 PREFIX = "engine-"
 """Beginning of every engine's id."""

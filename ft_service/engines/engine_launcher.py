@@ -17,10 +17,10 @@ from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.liveness import EventAge
 from ft_service.launcher.protocol import Launcher, LaunchError, ListedAttempt, ListsAttempts
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of, killed_exit, succeeded_exit
 from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of, killed_exit, succeeded_exit
 
 Show = Callable[[EngineDirectory, JobSpec], None]
 """Lets the ranks of an engine see the data of a job."""

@@ -51,6 +51,16 @@ class Products:
         return self.fp32_flops / self.bf16_flops
 
 
+def slowness(products: Products) -> str:
+    """A clause that says how slow a processor is in bf16."""
+    return f"a product in bf16 takes this processor {products.ratio:.2g} times as long as one in fp32"
+
+
+def slow_bf16_advice(products: Products) -> str:
+    """Advice for a job that is to compute in bf16 on a processor that is slow in it."""
+    return f"{slowness(products).capitalize()}. precision.compute: fp32 is faster here, and takes more memory for activations."
+
+
 def processor_kind(cpuinfo: Path = Path("/proc/cpuinfo"), environment: Mapping[str, str] = os.environ) -> str:
     """Return a digest of what decides the speed of products: the processor's name and instructions, and the variables that
     limit them. 16 hexadecimal digits."""

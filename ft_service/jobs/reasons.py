@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from ft_service.rundir.attempt_outcome import CRASHED, KILLED, OUT_OF_MEMORY
+from ft_service.rundir.attempt_outcome import USER_CANCELLED as BY_USER
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
 
 
@@ -37,13 +39,13 @@ class Reason(StrEnum):
         return reason
 
     SUCCEEDED = "succeeded", Retry.NEVER, "none", "The job has succeeded."
-    USER_CANCELLED = "user_cancelled", Retry.NEVER, "cancelled", "The job was cancelled."
+    USER_CANCELLED = BY_USER, Retry.NEVER, "cancelled", "The job was cancelled."
     INVALID_FILE = "invalid_file", Retry.NEVER, "invalid_training_file", "A data file cannot be used."
     PERMANENT_ERROR = "permanent_error", Retry.NEVER, "training_failed", "Training cannot continue."
     """The worker says that trying again cannot help."""
     WORKER_ERROR = "worker_error", Retry.COUNTED, "training_failed", "Training stopped with an error."
     """A rank raised an error."""
-    WORKER_KILLED = "worker_killed", Retry.LOST, "worker_killed", "A training process was killed."
+    WORKER_KILLED = "worker_killed", Retry.LOST, KILLED, "A training process was killed."
     """COUNTED if its error says that the job did it itself (`retry_of`)."""
     SUPERVISOR_LOST = (
         "supervisor_lost",
@@ -98,8 +100,6 @@ class Reason(StrEnum):
     """A document of the attempt cannot be read."""
 
 
-CRASHED, OUT_OF_MEMORY = "worker_crashed", "out_of_memory"
-"""`error.code` of a process that a fault of its own has ended, and of one that needed more memory than there is."""
 _BY_ITSELF = frozenset({CRASHED, OUT_OF_MEMORY, "deadline_exceeded", "evicted"})
 """`error.code` of a killed attempt that would end in the same way again: it crashed, or used more than its host or its place
 gives one job."""

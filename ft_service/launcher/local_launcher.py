@@ -23,11 +23,11 @@ from ft_service.jobs.states import Absent, Ended, Observation, Unknown
 from ft_service.launcher.liveness import EventAge
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt, unreadable_exit
+from ft_service.rundir.attempt_outcome import killed_exit, signal_name, succeeded_exit
 from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import killed_exit, signal_name, succeeded_exit
 from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, program
 from ft_service.supervisor.torchrun import tail
 

@@ -1,1 +1,1 @@
-"""A job without a server: SPEC files, run directories in the foreground, parents on this host."""
+"""A job without a server: run directories in the foreground."""

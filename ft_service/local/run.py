@@ -21,12 +21,12 @@ from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import is_locked, require_linux
 from ft_service.rundir.attempt import Attempt, AttemptNode, last_attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ErrorInfo, Exit, ExitReason, Result, Start
 from ft_service.rundir.events import Event, read_segments
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of
 from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, program
 from ft_service.supervisor.torchrun import JOIN_SECONDS, Node, tail
 from ft_service.wording import counted

@@ -16,12 +16,12 @@ from ft_service.plan.fitting_settings import AUTO, COMPILE, FITTED, with_options
 from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job
 from ft_service.plan.machines import Machine
 from ft_service.plan.plan_text import change_text, summary
-from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.speed import TrainingWork, whole_training
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import DataFileRef, JobSpec
+from ft_service.wording import bytes_text
 
 FirstEvent = tuple[Literal["info", "warn"], str]
 """Level and message."""

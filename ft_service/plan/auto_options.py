@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ft_service.bases.description import Description
 from ft_service.bases.module_rules import staying
 from ft_service.errors import SpecError
+from ft_service.host.processor import slowness
 from ft_service.plan.fitting_settings import (
     AUTO,
     BATCH,
@@ -32,12 +33,12 @@ from ft_service.plan.fitting_settings import (
     value_of,
     with_options,
 )
-from ft_service.plan.machines import Machine, slowness, usable_bytes
-from ft_service.plan.quantities import bytes_text, duration_text
+from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import AS_PUBLISHED, JobSpec
 from ft_service.spec.auto_hyperparameters import rate_for
 from ft_service.spec.options import WrapBySize
+from ft_service.wording import bytes_text, duration_text
 
 COMPILED_SHARE = 0.15
 """Share of the training time that compiled layers save: 16 to 27 % were measured."""

@@ -11,11 +11,11 @@ from ft_service.bases.description import Description
 from ft_service.bases.module_rules import ROUTERS, converted, named_apart, refuse_without_position, staying
 from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
+from ft_service.host.processor import slow_bf16_advice
 from ft_service.plan.auto_options import sentences, settle_on, with_compute
 from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
-from ft_service.plan.machines import Machine, slow_bf16_advice, usable_bytes
+from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
-from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
@@ -32,6 +32,7 @@ from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorag
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat, check_distributed
 from ft_service.spec.options import DistributedOptions
+from ft_service.wording import bytes_text
 
 WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
 PICKLED = (

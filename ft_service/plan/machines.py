@@ -52,7 +52,7 @@ class Machine:
     """Whether the workers' fused kernels are known to compute there: they need bf16, and are made for NVIDIA's GPUs. Without
     them layers need more memory."""
     by_cudnn: bool = False
-    """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in ft_service/plan/memory.py)."""
+    """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in ft_service/kernel_limits.py)."""
     products: Products | None = None
     """What was measured of a processor; None: it is taken to be as fast in bf16 as in fp32."""
 
@@ -167,16 +167,6 @@ def measured(machine: Machine, products: Products | None) -> Machine:
     if products is None or not machine.shared_memory or products.kind != processor_kind():
         return machine
     return replace(machine, flops=products.fp32_flops, products=products)
-
-
-def slowness(products: Products) -> str:
-    """A clause that says how slow a processor is in bf16."""
-    return f"a product in bf16 takes this processor {products.ratio:.2g} times as long as one in fp32"
-
-
-def slow_bf16_advice(products: Products) -> str:
-    """Advice for a job that is to compute in bf16 on a processor that is slow in it."""
-    return f"{slowness(products).capitalize()}. precision.compute: fp32 is faster here, and takes more memory for activations."
 
 
 def this_host(

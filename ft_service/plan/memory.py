@@ -30,46 +30,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ft_service.bases.description import Dimensions, FusedParts
+from ft_service.kernel_limits import (
+    attends_by_cudnn,
+    copied_by_lots,
+    cudnn_workspace_bytes,
+    dropout_bytes,
+    fp8_backward_bytes,
+    fp8_fits,
+    gate_kept,
+    grouped_fits,
+    head_bytes,
+    matrices_at_a_time,
+    norm_backward_bytes,
+    norm_kept_bytes,
+    whole_logits_bytes,
+)
 from ft_service.plan.machines import Machine
 from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout, WeightStorage, trained_head
 from ft_service.spec import JobSpec
-
-LOGIT_BYTES = 8
-"""Bytes per logit of a chunk at the peak: itself and its log-probability, fp32 each. On a GPU in bf16 it is 6, since the
-kernel reads logits as they are."""
-CHUNK_ROWS = 2**10
-"""Least tokens in a chunk: with fewer a GPU takes longer to read the head's weight than to multiply by it."""
-CHUNK_LOGITS = 2**25
-"""Logits in a chunk of a small vocabulary: more would only take memory."""
-MOST_LOGITS = 2**28
-"""Most logits in a chunk, whatever the vocabulary: 2 GiB, at 8 bytes each."""
-WHOLE_LOGIT_BYTES = 12
-"""Bytes per logit where they are not made in chunks: log-probability, its gradient, and the logit's own gradient, in fp32."""
 
 ROW_BYTES = 2 * (3 * 8 + 2 * 4)
 """Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout; twice, since the next
 micro-batch is put together during the step."""
 CHOICE_BYTES = 4 * 8 + 4 + 4
 """Bytes per token and expert that it meets: the expert's number, three orders of the rows, and its share twice."""
-GROUPED_BYTES = 2**30
-"""Most bytes of experts' matrices that a GPU dequantises at a time for one grouped product; one matrix may have more. 1 GiB
-holds the larger stack of a layer of Qwen3-30B, 768 MiB: in two lots its input and result would be copied twice."""
-ATTENTION_SCORE_BYTES = 2**30
-"""Most bytes of scores' gradients that cuDNN's backward of attention is given room for at a time."""
-ATTENTION_TOKENS = 4096
-"""Tokens of a row from which on cuDNN computes its attention: it takes the host twice as long as PyTorch's kernel."""
-ATTENTION_WIDEST = 128
-"""Channels of a head at most, for cuDNN to compute its attention."""
-ATTENTION_MULTIPLE = 16
-"""Channels of which those of such a head are a multiple."""
-ATTENTION_SHORTEST = 128
-"""Tokens that the samples of a row have at least, on average, for cuDNN: with shorter ones its calls are many."""
-ATTENTION_LENGTH = 1024
-"""Tokens that a sample is taken to have at least in cuDNN's backward, in a lot with samples of like length."""
-FP8_BACKWARD_BYTES = 3
-"""Bytes per number of the gradient that an FP8 product's backward rounds: times the weight's scales, in bf16, and rounded."""
-NORM_BACKWARD_COPIES = 5
-"""fp32 copies of a norm's input that its backward makes: for the product's gradient, the mean's, and three for the power's."""
 UNKNOWN_BUDGET = 8192
 """Tokens per micro-batch as long as they are not chosen and the machine is not known."""
 
@@ -199,40 +183,20 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     )
 
 
-def chunk_rows(vocabulary: int) -> int:
-    """Tokens whose logits exist at once in the worker: 1,024, or more with a small vocabulary, up to 2^25 logits.
-
-    With 128,256 words a chunk of 1,024 tokens takes 1 GiB, which the plan counts. Beyond 262,144 words a chunk has fewer
-    tokens, so that it has at most 2^28 logits. A micro-batch with fewer targets takes only what those need.
-    """
-    words = max(1, vocabulary)
-    return max(1, min(max(CHUNK_ROWS, CHUNK_LOGITS // words), MOST_LOGITS // words))
-
-
 def _logits(job: ShardedJob, batches: MicroBatches) -> int:
-    """Bytes when the loss is taken: logits of a chunk, the rows of the head's input that have targets, and their gradient; or
-    logits of all targets, where chunks do not work.
-    """
+    """Bytes when the loss is taken: in chunks, or of the logits of all targets."""
     shape = job.base.dimensions
     if not job.base.loss_in_chunks:
-        return WHOLE_LOGIT_BYTES * shape.vocabulary * batches.tokens
+        return whole_logits_bytes(shape.vocabulary, batches.tokens)
     targets = max(1, batches.tokens - batches.samples)
-    rows = min(targets, chunk_rows(shape.vocabulary))
-    inputs, chunk = 2 * job.compute_bytes * shape.hidden * targets, LOGIT_BYTES * shape.vocabulary * rows
     head = trained_head(job.base, job.adapters)
-    if not head:
-        return chunk + inputs
-    # A chunk's logits, and their gradient if of another type, are there when it adds its product to the weight's fp32 sum.
-    product = (FP32_BYTES + job.compute_bytes % FP32_BYTES) * shape.vocabulary * rows + job.compute_bytes * head
-    return max(chunk, product) + inputs + FP32_BYTES * head + _cast(job, head)
+    return head_bytes(shape.vocabulary, shape.hidden, targets, job.compute_bytes, head) + _cast(job, head)
 
 
 def _fused_parts(job: ShardedJob, machine: Machine) -> FusedParts:
-    """What fused kernels compute of a job's layers: by the rule of `choose_arithmetic` in workers/model/build.py."""
-    spec = job.spec
-    in_bf16 = spec.precision.compute == "bf16" and machine.fuses and not machine.shared_memory
-    wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
-    return job.base.dimensions.fused if wanted and in_bf16 else FusedParts()
+    """What fused kernels compute of a job's layers."""
+    has_them = machine.fuses and not machine.shared_memory
+    return job.base.dimensions.fused if has_them and job.spec.wants_fused_kernels else FusedParts()
 
 
 def _kept_by_mode(job: ShardedJob, tokens: int, fused: FusedParts) -> dict[str, int]:
@@ -252,8 +216,8 @@ def _kept_by_mode(job: ShardedJob, tokens: int, fused: FusedParts) -> dict[str, 
 
 
 def _norm_bytes(job: ShardedJob, fused: bool) -> int:
-    """Bytes per token of the input that a norm of the hidden state keeps: a copy in fp32, or by a kernel as it is."""
-    return (job.compute_bytes if fused else FP32_BYTES) * job.base.dimensions.hidden
+    """Bytes per token of the input that a norm of the hidden state keeps."""
+    return norm_kept_bytes(job.base.dimensions.hidden, job.compute_bytes, fused=fused)
 
 
 def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, of_attention: int, fused: FusedParts) -> dict[str, int]:
@@ -264,8 +228,8 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, of_attention: in
     layer = layer_activation_bytes(job, fused)
     inputs, common = compute * shape.hidden, compute * _common_width(shape)
     scaled = inputs if shape.shared_scaled else 0  # the gradient of what shared experts gave, until their backward
-    norm, last_norm = (_norm_bytes(job, by_kernel) for by_kernel in (_fuses_norms(shape, fused), fused.last_norm))
-    of_norm = tokens * (last_norm + (2 * inputs if fused.last_norm else NORM_BACKWARD_COPIES * last_norm))
+    norm = _norm_bytes(job, _fuses_norms(shape, fused))
+    of_norm = tokens * norm_backward_bytes(shape.hidden, compute, fused=fused.last_norm)
     product = tokens * max(common, compute * _routed_width(shape)) + extra
     needed = max(tokens * (2 if shape.gated else 1) * common, tokens * _backward_of_experts(job), product)
     attention = tokens * (layer - _inner_bytes(job, fused) + inputs + 2 * compute * (shape.q + shape.kv)) + of_attention
@@ -283,34 +247,23 @@ def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, of_attention: in
 
 
 def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machine) -> int:
-    """Bytes in which cuDNN's backward of attention works: gradients of scores, of 2 bytes, for as many samples of the longest
-    as twice the row holds, and with grouped heads gradients of a key and a value for each head, of 4 bytes (`lots_of` in
-    workers/layers/cudnn_attention.py). 0: PyTorch's kernel computes it.
-    """
+    """Bytes in which cuDNN's backward of attention works. 0: PyTorch's kernel computes it."""
     shape, tokens = job.base.dimensions, batches.tokens
-    if not attends_by_cudnn(job, machine, tokens, batches.length):
+    if not job_attends_by_cudnn(job, machine, tokens, batches.length):
         return 0
-    length = max(ATTENTION_LENGTH, next_power(min(batches.length, tokens)))
-    scores = min(ATTENTION_SCORE_BYTES, 4 * next_power(tokens) * shape.heads * length)
-    return scores + (2 * FP32_BYTES * next_power(tokens) * shape.q if shape.kv < shape.q else 0)
+    longest = min(batches.length, tokens)
+    grouped = shape.kv < shape.q
+    return cudnn_workspace_bytes(tokens, longest, shape.heads, shape.q // shape.heads, grouped=grouped)
 
 
-def attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length: int) -> bool:
-    """Whether cuDNN computes the attention of rows of so many tokens, with samples of `length`, unless checkpointing is
-    selective: `takes` in workers/layers/cudnn_attention.py, which also wants samples that are no longer than a layer's window.
+def job_attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length: int) -> bool:
+    """Whether cuDNN computes the attention of a job's rows of so many tokens, with samples of `length`, unless checkpointing is
+    selective. Samples longer than a layer's window, of which the plan does not know, are left to PyTorch's kernel.
     """
     shape, spec = job.base.dimensions, job.spec
     packed = spec.training.packing and job.base.padded_because is None
     wanted = spec.precision.compute == "bf16" and packed and spec.distributed.compile is not True
-    if not (machine.by_cudnn and wanted) or tokens < ATTENTION_TOKENS or length < ATTENTION_SHORTEST:
-        return False
-    width = shape.q // shape.heads
-    return width <= ATTENTION_WIDEST and width % ATTENTION_MULTIPLE == 0
-
-
-def next_power(number: int) -> int:
-    """The next power of two: cuDNN's graphs are built for such numbers of tokens, few for rows and samples of many sizes."""
-    return 1 << (number - 1).bit_length()
+    return machine.by_cudnn and wanted and attends_by_cudnn(tokens, length, shape.heads, shape.q // shape.heads)
 
 
 def _casts(job: ShardedJob) -> int:
@@ -329,25 +282,28 @@ def _dequantised(job: ShardedJob, machine: Machine) -> int:
     def at_a_time(stored: WeightStorage) -> int:
         if stored.weight.kind != "experts":
             return job.compute_bytes * stored.weight.numel
-        return _matrix_bytes(job, stored) * (_lot(job, stored) if _grouped(job, machine) else 1)
+        return _matrix_bytes(job, stored) * (_lot(job, stored) if _grouped(job, machine, stored) else 1)
 
     return max(map(at_a_time, job.quantised), default=0)
 
 
 def _copied_by_lots(job: ShardedJob, machine: Machine) -> int:
-    """Bytes per token of the rows that a grouped product copies where it dequantises experts' matrices in lots: its input's and
-    its result's, or its result's twice (`grouped_product` in workers/quant/grouped_linear.py)."""
-    experts = job.base.dimensions.experts
-    if not _grouped(job, machine):
-        return 0
-    in_lots = [s.weight for s in job.quantised if s.weight.kind == "experts" and _lot(job, s) < experts]
-    widest = max((max(weight.rows // experts, weight.numel_of_row) for weight in in_lots), default=0)
-    return 2 * job.compute_bytes * job.base.dimensions.experts_per_token * widest
+    """Bytes per token of the rows that a grouped product copies where it dequantises experts' matrices in lots."""
+    shape = job.base.dimensions
+    experts = [s for s in job.quantised if s.weight.kind == "experts" and _grouped(job, machine, s)]
+    sizes = [_matrix_of(job, s) for s in experts if _lot(job, s) < shape.experts]
+    return shape.experts_per_token * max((copied_by_lots(*size, job.compute_bytes) for size in sizes), default=0)
 
 
-def _grouped(job: ShardedJob, machine: Machine) -> bool:
-    """Whether a GPU multiplies many experts' matrices by one kernel."""
-    return not machine.shared_memory and job.spec.precision.compute == "bf16"
+def _grouped(job: ShardedJob, machine: Machine, stored: WeightStorage) -> bool:
+    """Whether a GPU multiplies many matrices of a stack of experts by one kernel."""
+    has_kernel = not machine.shared_memory and job.spec.precision.compute == "bf16"
+    return has_kernel and grouped_fits(*_matrix_of(job, stored))
+
+
+def _matrix_of(job: ShardedJob, stored: WeightStorage) -> tuple[int, int]:
+    """Rows and columns of one matrix of a stack of experts."""
+    return stored.weight.rows // max(1, job.base.dimensions.experts), stored.weight.numel_of_row
 
 
 def _matrix_bytes(job: ShardedJob, stored: WeightStorage) -> int:
@@ -357,7 +313,7 @@ def _matrix_bytes(job: ShardedJob, stored: WeightStorage) -> int:
 
 def _lot(job: ShardedJob, stored: WeightStorage) -> int:
     """Number of a stack's matrices that a GPU dequantises at a time."""
-    return min(job.base.dimensions.experts, max(1, GROUPED_BYTES // max(1, _matrix_bytes(job, stored))))
+    return min(job.base.dimensions.experts, matrices_at_a_time(_matrix_bytes(job, stored)))
 
 
 def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
@@ -366,16 +322,16 @@ def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
     knows = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     if not knows or precision.fp8_products != "auto" or precision.compute != "bf16":
         return []
-    return [stored for stored in job.frozen if stored.format == "fp8"]
+    in_fp8 = (stored for stored in job.frozen if stored.format == "fp8")
+    return [stored for stored in in_fp8 if fp8_fits(stored.weight.rows, stored.weight.numel_of_row)]
 
 
 def _product_workspace(job: ShardedJob, machine: Machine) -> int:
-    """Bytes per token that the backward of a layer's last product needs in addition to its result: with dropout a mask and the
-    input without what is dropped; for an FP8 product its gradient, scaled and rounded, and the last input that was rounded.
-    """
+    """Bytes per token that the backward of a layer's last product needs in addition to its result, with dropout and in FP8."""
     dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
     rounded = max((s.weight.numel_of_row for s in multiplied_in_fp8(job, machine)), default=0)
-    return (1 + job.compute_bytes) * dropped + (FP8_BACKWARD_BYTES * job.base.dimensions.hidden + rounded if rounded else 0)
+    of_fp8 = fp8_backward_bytes(job.base.dimensions.hidden, rounded) if rounded else 0
+    return dropout_bytes(dropped, job.compute_bytes) + of_fp8
 
 
 def _fp32_results(job: ShardedJob, machine: Machine) -> int:
@@ -478,9 +434,9 @@ def layer_activation_bytes(job: ShardedJob, fused: FusedParts) -> int:
 
 
 def _inner_bytes(job: ShardedJob, fused: FusedParts) -> int:
-    """Those of its feed-forward and experts."""
+    """Bytes per token that a layer's feed-forward and experts keep for their backward."""
     shape = job.base.dimensions
-    kept = (3 if fused.gate else 4) if shape.gated else 2
+    kept = gate_kept(fused=fused.gate) if shape.gated else 2
     return job.compute_bytes * kept * _common_width(shape) + _kept_by_experts(job)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from ft_service.plan.job import Module, OptionChange, Plan
 from ft_service.plan.machines import CPU
-from ft_service.plan.quantities import bytes_text, duration_text
 from ft_service.rundir.engine import SeatSize
-from ft_service.wording import counted
+from ft_service.wording import bytes_text, counted, duration_text
 
 _NUMBER = re.compile(r"\.\d+\.")
 

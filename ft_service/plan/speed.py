@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ft_service.bases.description import Description, Weight
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
-from ft_service.plan.memory import MicroBatches, attends_by_cudnn, multiplied_in_fp8
+from ft_service.plan.memory import MicroBatches, job_attends_by_cudnn, multiplied_in_fp8
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 
 FP8_GAIN = 1.33
@@ -124,7 +124,7 @@ def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length:
 def efficiency(job: ShardedJob, machine: Machine, batches: MicroBatches, mode: str) -> float:
     """Share of a machine's `flops` that training in these micro-batches reaches. `mode`: activation checkpointing; selective,
     it does without cuDNN's attention."""
-    cudnn = mode != "selective" and attends_by_cudnn(job, machine, batches.samples * batches.length, batches.length)
+    cudnn = mode != "selective" and job_attends_by_cudnn(job, machine, batches.samples * batches.length, batches.length)
     return EFFICIENCY_BY_CUDNN if cudnn else EFFICIENCY
 
 

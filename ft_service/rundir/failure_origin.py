@@ -15,9 +15,10 @@ from ft_service.rundir.documents import Exit, ExitReason
 COLLECTIVE_TIMEOUT = "collective_timeout"
 """`error.code` of a rank that waited for another rank in vain."""
 
+_LOST_CONNECTION = r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
 _LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited|Watchdog caught collective"
-    r"|Timed out waiting|Rendezvous\w*Error|DistStoreError|DistNetworkError|DistBackendError",
+    rf"{_LOST_CONNECTION}|Watchdog caught collective|Timed out waiting"
+    r"|Rendezvous\w*Error|DistStoreError|DistNetworkError|DistBackendError",
     re.IGNORECASE,
 )
 _NCCL_GAVE_UP = re.compile(
@@ -45,6 +46,12 @@ class Cause(IntEnum):
     """Ranks did not stop when asked to, often because they waited for other ranks."""
     SILENT = 6
     """No process left a reason."""
+
+
+def is_lost_connection(message: str) -> bool:
+    """Whether an error of a rank only says that another one went away. A rank that waited in vain
+    is not among them: where none went away, its error is the only one that there is."""
+    return re.search(_LOST_CONNECTION, message, re.IGNORECASE) is not None
 
 
 def cause_of(exit: Exit) -> Cause | None:

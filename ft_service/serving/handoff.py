@@ -29,10 +29,10 @@ from ft_service.meters import Meters
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.serving.inference_server import InferenceServer
 from ft_service.serving.served_verdict import Verdict, forget_replica, is_judged, judge, read_probes, report
+from ft_service.serving.worker_tasks import run_worker
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
-from ft_service.supervisor.worker_tasks import run_worker
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,6 @@ from ft_service.host.hardware import available_memory, core_count, default_slots
 from ft_service.host.helper_process import HelperFailed
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import host_id
-from ft_service.plan.quantities import bytes_text
 from ft_service.serving.base_turns import BaseTurns, is_over
 from ft_service.serving.preview_process import (
     RETRY_SECONDS,
@@ -58,6 +57,7 @@ from ft_service.shared_work.losses import Losses
 from ft_service.shared_work.suspects import BESIDE, Suspects
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
+from ft_service.wording import bytes_text
 
 log = logging.getLogger(__name__)
 

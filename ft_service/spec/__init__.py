@@ -21,7 +21,7 @@ from __future__ import annotations
 from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
 from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
-from ft_service.spec.option_types import GREEDY, Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
+from ft_service.spec.option_types import GREEDY, LEAST_EPSILON, Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
 from ft_service.spec.options import (
     LEARNING_RATE,
     CheckpointOptions,
@@ -58,6 +58,7 @@ __all__ = [
     "GREEDY",
     "LEARNING_RATE",
     "LEARNING_RATES",
+    "LEAST_EPSILON",
     "NOT_YET",
     "NOT_YET_VALUES",
     "AdapterRef",

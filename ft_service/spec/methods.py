@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from ft_service.spec.graders import Grader
-from ft_service.spec.option_types import NullableSections, Number, Strict
+from ft_service.spec.option_types import GREEDY, NullableSections, Number, Strict
 
 AUTO = "auto"
 
@@ -72,7 +72,7 @@ class ReinforcementHyperparameters(Hyperparameters):
     max_completion_length: Annotated[int, Field(ge=1, le=1_048_576)] | Literal["auto"] = AUTO
     """Tokens of an answer at most; a longer one is cut off, and graded as it is. "auto": half of training.max_length, at most
     512. Prompts get the rest of training.max_length."""
-    temperature: Annotated[Number, Field(gt=0, le=10)] = 1.0
+    temperature: Annotated[Number, Field(ge=GREEDY, le=10)] = 1.0
     """Temperature of sampling, and of the log-probabilities that are trained on: logits are divided by it in both. Inference
     servers must tell theirs at it (vLLM: --logprobs-mode processed_logprobs), and do so not with beta."""
     scale_rewards: Literal["none", "group"] = "none"

@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 _Patterns = TypeVar("_Patterns", bound=Collection[str])
 
+LEAST_EPSILON = 1e-30
+"""Least epsilon of AdamW, which divides in fp32: below 1e-45 it would be 0, and 0 / 0 where a gradient is 0."""
 GREEDY = 1e-5
 """Temperatures below are 0, here and in vLLM: logits divided by them would be infinite in fp32."""
 TrainOn = Literal["all_assistant", "last_assistant", "everything"]

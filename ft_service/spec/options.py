@@ -13,7 +13,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
-from ft_service.spec.option_types import AutoOrOff, FewPatterns, Names, NullableSections, Number, Pattern, Strict, TrainOn
+from ft_service.spec.option_types import (
+    LEAST_EPSILON,
+    AutoOrOff,
+    FewPatterns,
+    Names,
+    NullableSections,
+    Number,
+    Pattern,
+    Strict,
+    TrainOn,
+)
 from ft_service.spec.template_variables import Variables
 from ft_service.spec.templates import check_template
 from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
@@ -185,7 +195,7 @@ class TrainingOptions(Strict):
     """AdamW's weight of the past in the moving mean of gradients."""
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     """AdamW's weight of the past in the moving mean of their squares. A lower one, such as 0.95, follows changes sooner."""
-    adam_epsilon: Annotated[Number, Field(gt=0, le=1)] = 1e-8
+    adam_epsilon: Annotated[Number, Field(ge=LEAST_EPSILON, le=1)] = 1e-8
     """What AdamW adds to the root of the mean of squares, by which it divides: gradients below it make small steps."""
     loraplus_lr_ratio: Annotated[Number, Field(gt=0, le=1000)] | None = None
     """LoRA+: learning rate of the matrices B, which start as zeros, and of DoRA's magnitudes, as a multiple of A's; None: 1.

@@ -124,6 +124,13 @@ class JobSpec(Resolved):
         return self.training_data is None or self.reinforcement is not None
 
     @property
+    def wants_fused_kernels(self) -> bool:
+        """Whether fused kernels compute what they can of its layers, on GPUs that have them: they are for bf16, and compiled
+        layers do without."""
+        wanted = self.precision.fused_kernels == "auto" and self.precision.compute == "bf16"
+        return wanted and self.distributed.compile is not True
+
+    @property
     def longest_sample(self) -> int:
         """Tokens of a data file's sample that are used: training.max_length, of prompts without the room for an answer."""
         return max(1, self.training.max_length - (0 if self.reinforcement is None else self.longest_answer))

@@ -39,10 +39,15 @@ Variables = Annotated[dict[VariableName, VariableValue], Field(min_length=1, max
 
 def with_variables(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
     """A template's text that sets variables unless they are given. Those that it sets so already are replaced."""
+    return before(without_variables(template), variables)
+
+
+def before(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
+    """A template's text that sets variables unless they are given. They stand before those that it sets so already."""
     lines = "".join(
         f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}\n" for name, value in variables.items()
     )
-    return lines + without_variables(template)
+    return lines + template
 
 
 def variables_of(template: str) -> list[str]:

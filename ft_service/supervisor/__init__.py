@@ -1,1 +1,1 @@
-"""One attempt on one node: the parent of torchrun, how torchrun is called, and how the attempt ended."""
+"""One attempt on one node: the parent of torchrun, and how torchrun is called."""

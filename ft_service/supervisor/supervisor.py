@@ -27,12 +27,7 @@ from pathlib import Path
 from ft_service.host import disk, hardware, processes
 from ft_service.host.lifetime import die_with_parent, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.rundir.attempt import RESULT, Attempt, AttemptNode, unreadable_exit
-from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence
-from ft_service.rundir.directory import RunDir, UnreadableDocumentError
-from ft_service.rundir.documents import Desired, ErrorInfo, Exit, ExitReason, OutcomeKind, Result, Start, Stop
-from ft_service.rundir.failure_origin import nccl_gave_up
-from ft_service.supervisor import command_line, torchrun
-from ft_service.supervisor.attempt_outcome import (
+from ft_service.rundir.attempt_outcome import (
     AttemptRecords,
     Evidence,
     Forced,
@@ -43,6 +38,11 @@ from ft_service.supervisor.attempt_outcome import (
     find_failed_rank,
     without_room,
 )
+from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from ft_service.rundir.documents import Desired, ErrorInfo, Exit, ExitReason, OutcomeKind, Result, Start, Stop
+from ft_service.rundir.failure_origin import nccl_gave_up
+from ft_service.supervisor import command_line, torchrun
 from ft_service.supervisor.object_mirror import Mirror
 from ft_service.supervisor.torchrun import Node
 from ft_service.wording import counted

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ft_service.errors import SpecError
-from ft_service.spec import spec_error
+from ft_service.spec import LEAST_EPSILON, spec_error
 from ft_service.wording import kind
 
 LEAST_TTL, MOST_TTL = 3600, 315_360_000
@@ -124,7 +124,7 @@ class AdamParams(Body):
     learning_rate: float = Field(default=1e-4, ge=0, le=100)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, gt=0, le=1)
+    eps: float = Field(default=1e-12, ge=LEAST_EPSILON, le=1)
     weight_decay: float = Field(default=0.0, ge=0, le=100)
     grad_clip_norm: float = 0.0
     """0 or less: gradients are not clipped."""

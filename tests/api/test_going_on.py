@@ -12,9 +12,9 @@ from ft_service.data.examiner import Examiner, ExaminerLost
 from ft_service.errors import NotFoundError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
+from ft_service.serving import worker_tasks
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
-from ft_service.supervisor import worker_tasks
 from tests.support.rest.service import Service, put, run_dir
 
 OPTIONS: dict[str, Any] = {"lora": {"r": 4, "lora_alpha": 8}, "precision": {"default": "nf4"}}

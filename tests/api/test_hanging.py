@@ -17,7 +17,7 @@ import pytest
 from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
 from ft_service.graders import asking
-from ft_service.supervisor import worker_tasks
+from ft_service.serving import worker_tasks
 from tests.support.rest.described import OPEN, filled, needed, operations, tenant
 from tests.support.rest.receiver import hanging
 from tests.support.rest.service import Service

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from ft_service.local.spec_file import load_spec_file
 from ft_service.spec import JobRequest
 from ft_service.spec.methods import ReinforcementMethod
+from ft_service.spec_files.spec_file import load_spec_file
 
 EXAMPLES = Path(__file__).parents[2] / "deploy/examples"
 

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ft_service.local.spec_file import load_spec_file
 from ft_service.settings import Settings
+from ft_service.spec_files.spec_file import load_spec_file
 from tests.cluster.versions import KUBERNETES_VERSIONS
 from tests.support.pod_security import pods_in, violations
 

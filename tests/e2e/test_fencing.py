@@ -14,11 +14,11 @@ import pytest
 
 from ft_service.host import processes
 from ft_service.jobs.reasons import Reason
+from ft_service.rundir.attempt_outcome import killed_exit
 from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Exit, Result, Start
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, parse_request, resolve
-from ft_service.supervisor.attempt_outcome import killed_exit
 from tests.support.attempts import digests, family, gone, signal_all
 from tests.support.service import SECONDS, eventually
 

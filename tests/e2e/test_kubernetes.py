@@ -17,11 +17,11 @@ from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Result, Start
+from ft_service.serving import worker_tasks
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, StoredSpec, parse_request, resolve
 from ft_service.storage.locations import Places
 from ft_service.storage.object_store import ObjectStore
 from ft_service.store.sql import Store
-from ft_service.supervisor import worker_tasks
 from tests.cluster.harness import HarnessCluster, open_cluster
 from tests.cluster.kubelet import TOLERATION, can_mount
 from tests.support.creating import create_job

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,33 @@ GRADER: dict[str, Any] = {
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    save_chat_base(tmp_path / "models" / "tiny")
-    (tmp_path / "home").mkdir()
+    with serving(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of the tests that kill nothing."""
+    with serving(tmp_path_factory.mktemp("kept")) as server:
+        yield server
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    save_chat_base(folder / "models" / "tiny")
+    (folder / "home").mkdir()
     server = Server(
-        tmp_path / "home",
-        tmp_path / "models",
+        folder / "home",
+        folder / "models",
         slots=2,
         FT_WEBHOOK_ALLOW_PRIVATE="1",
         FT_PORT=str(free_port()),  # the same after a kill
     )
     server.start()
-    yield server
-    server.stop()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def submit(client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: int = 1, **changes: Any) -> FineTuningJob:
@@ -120,15 +136,15 @@ def trained_again(run: RunDir, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(again.path("adapter/adapter_model.safetensors"))
 
 
-def test_from_create_to_checkpoints(server: Server, tmp_path: Path) -> None:
-    client = server.client()
+def test_from_create_to_checkpoints(kept: Server, tmp_path: Path) -> None:
+    client = kept.client()
     job = submit(client, tmp_path)
     assert job.method is not None
     assert job.method.reinforcement is not None
     assert job.method.reinforcement.grader.type == "text_similarity"
     done = wait_until(client, job.id, "succeeded")
     assert done.fine_tuned_model
-    run = server.run(job.id)
+    run = kept.run(job.id)
     records_are_whole(run, STEPS)
     events: list[Any] = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
     measured: dict[Any, Any] = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}
@@ -145,8 +161,8 @@ def test_from_create_to_checkpoints(server: Server, tmp_path: Path) -> None:
     assert not list(run.path("sampler_weights").glob("step-000000")), "weights of earlier steps are removed"
 
 
-def test_what_cannot_be_graded_is_refused_by_name(server: Server, tmp_path: Path) -> None:
-    client = server.client()
+def test_what_cannot_be_graded_is_refused_by_name(kept: Server, tmp_path: Path) -> None:
+    client = kept.client()
     for grader, place in (
         ({**GRADER, "input": "{{ sample.outputs }}"}, "method.reinforcement.grader"),
         ({"type": "score_model", "name": "m", "model": "gpt", "input": [{"role": "user", "content": "?"}]}, "model"),

@@ -20,11 +20,13 @@ from tests.support.service import Server, eventually, nothing_left, processes_of
 CLIENTS_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-@pytest.fixture
-def traced(models: Path, tmp_path: Path) -> Iterator[tuple[Server, Collector]]:
+@pytest.fixture(scope="module")
+def traced(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Collector]]:
     """A server that sends traces, and the collector that gets them."""
     with collecting() as collector:
-        server = Server(tmp_path, models, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_BSP_SCHEDULE_DELAY="100")
+        server = Server(
+            tmp_path_factory.mktemp("home"), models, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_BSP_SCHEDULE_DELAY="100"
+        )
         server.start()
         yield server, collector
         assert server.stop() == 0
@@ -105,7 +107,8 @@ def check_adapter(client: openai.OpenAI, job_id: str) -> None:
     assert all(weight.abs().sum() > 0 for weight in weights.values()), "every matrix, B too, has been trained"
 
 
-def test_pause_resume_and_cancel(server: Server, data: Path) -> None:
+def test_pause_resume_and_cancel(traced: tuple[Server, Collector], data: Path) -> None:
+    server, _ = traced
     client = server.client()
     job = submit(client, data, steps=4000, extra={"distributed": {"nproc_per_node": 1}})
     wait_until_step(client, job.id, 2)
@@ -131,4 +134,4 @@ def test_pause_resume_and_cancel(server: Server, data: Path) -> None:
     wait_until(client, job_after.id, "running")  # on both slots, so the first job's is free
     client.fine_tuning.jobs.cancel(job_after.id)
     eventually(lambda: client.fine_tuning.jobs.retrieve(job_after.id).phase is None)  # pyright: ignore  # launched, and ended
-    assert nothing_left(server.run(job_after.id))
+    eventually(lambda: nothing_left(server.run(job_after.id)))

@@ -48,7 +48,8 @@ def test_every_method(server: Server, tmp_path: Path) -> None:
         assert str(job.status) in ("running", "queued", "paused", "succeeded"), job
 
 
-@pytest.mark.parametrize("engine_jobs", ["0", pytest.param("8", marks=pytest.mark.slow)])
+@pytest.mark.slow  # its parts: test_reconciler.py has the signs, workers/tinker/test_reinforcement.py ranks that get none
+@pytest.mark.parametrize("engine_jobs", ["0", "8"])
 def test_ranks_whose_server_is_gone_leave_and_go_on_when_it_is_back(tmp_path: Path, engine_jobs: str) -> None:
     """An engine then ends, too, once it has had no job for a minute."""
     save_chat_base(tmp_path / "models" / "tiny")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.plan.plan_text import time_text
-from ft_service.wording import counted, did_you_mean, kind, shown_value
+from ft_service.wording import bytes_text, counted, did_you_mean, duration_text, kind, shown_value
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,19 @@ def test_values_are_shown_as_in_yaml_and_shortened() -> None:
 def test_a_job_of_one_step_over_one_sample() -> None:
     time = {"steps": 1, "examples": 1, "seconds_at_most": 5.0, "seconds_likely": 5.0}
     assert time_text(time) == "1 step over 1 sample takes about 5 s."
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**30, "5.00 GiB")])
+def test_bytes_in_words(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0.4, "less than a second"), (29, "29 s"), (31, "31 s"), (59.4, "59 s"), (59.6, "1 min"), (89, "1 min")),
+        *((7500, "2 h 5 min"), (3599, "1 h 0 min")),
+    ],
+)
+def test_seconds_in_words(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text

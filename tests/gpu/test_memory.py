@@ -67,7 +67,7 @@ def peak_of_two_steps(spec: JobSpec) -> int:
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
     # Compared with others before a job begins.
     for kernels in (fused, packed_attention, cudnn_attention, head, nf4, fp8_products, low_rank, dropout):
-        kernels.kernel_fault(device)
+        kernels.KERNEL.fault(device)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     ids = torch.randint(0, LLAMA.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()

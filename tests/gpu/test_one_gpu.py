@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_service import kernel_limits
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import adapter, supervise
@@ -20,8 +21,8 @@ from workers.layers import cudnn_attention, dropout, fused, low_rank, packed_att
 from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segments import Bounds
 from workers.model import head
-from workers.quant import fp8, grouped_linear, nf4
-from workers.quant.fp8_products import kernel_fault, why_not
+from workers.quant import fp8, fp8_products, grouped_linear, nf4
+from workers.quant.fp8_products import why_not
 from workers.quant.weights import FP8Weight, NF4Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -43,7 +44,7 @@ def test_cuda_quantises_and_dequantises_as_the_cpu_does(dtype: torch.dtype) -> N
 def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
     tokens = torch.randint(-(2**31), 2**31 - 1, (33,), dtype=torch.int32)
     module = torch.tensor(-77, dtype=torch.int32)
-    assert dropout.kernel_fault(torch.device("cuda", 0)) is None
+    assert dropout.KERNEL.fault(torch.device("cuda", 0)) is None
     for rate in (0.0, 0.05, 0.999):
         found = dropout.kept_mask(tokens.cuda(), module.cuda(), channels, rate)
         assert torch.equal(found.cpu(), dropout.kept_mask(tokens, module, channels, rate))
@@ -51,7 +52,7 @@ def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
 
 @pytest.mark.parametrize("kernels", [fused, packed_attention, head], ids=["layers", "attention", "loss"])
 def test_kernels_compute_what_they_are_compared_with(kernels: Any) -> None:
-    assert kernels.kernel_fault(torch.device("cuda", 0)) is None
+    assert kernels.KERNEL.fault(torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(32, 8, 128), (8, 8, 96), (14, 2, 64)])
@@ -60,7 +61,7 @@ def test_attention_by_cudnn_is_that_of_pytorch_s_kernel_and_repeats(heads: int, 
     if torch.cuda.get_device_capability(device) != cudnn_attention.CAPABILITY:
         pytest.skip("not on this GPU")
     pytest.importorskip("cudnn")
-    assert cudnn_attention.kernel_fault(device) is None
+    assert cudnn_attention.KERNEL.fault(device) is None
     starts = torch.tensor([0, 700, 701, 2900, 7100, 7300], dtype=torch.int32)
     bounds = Bounds(starts, starts.cuda(), 8192)
     pattern = AttentionPattern(width**-0.5, sinks=torch.linspace(-2, 4, heads, device=device))
@@ -104,7 +105,7 @@ def test_products_in_fp8_are_those_of_the_formula(rows: int) -> None:
     reason = why_not(torch.bfloat16, torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
-    assert kernel_fault(torch.device("cuda", 0)) is None
+    assert fp8_products.KERNEL.fault(torch.device("cuda", 0)) is None
     weight = FP8Weight.quantize(torch.randn(96, 160).cuda().bfloat16())
     x = torch.randn(rows, 160, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y, dense = weight.linear_in_fp8(x), weight.dequantize(torch.float32)
@@ -129,7 +130,7 @@ def test_experts_as_a_grouped_product_without_waiting(lot: int, monkeypatch: pyt
     if torch.cuda.get_device_capability()[0] not in grouped_linear.GROUPED_CAPABILITIES:
         pytest.skip("torch has no grouped product for this GPU")
     rows, cols, counts = 96, 160, torch.tensor([30, 0, 70, 1, 99], device="cuda")
-    monkeypatch.setattr(grouped_linear, "GROUPED_BYTES", lot * rows * cols * 2)
+    monkeypatch.setattr(kernel_limits, "GROUPED_BYTES", lot * rows * cols * 2)
     weight = FP8Weight.quantize(torch.randn(5 * rows, cols).bfloat16().cuda())
     x = torch.randn(200, cols, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(200, rows, device="cuda", dtype=torch.bfloat16)

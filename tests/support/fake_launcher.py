@@ -12,9 +12,9 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of
 
 Key = tuple[str, int]
 """The job's id and the attempt's number."""

@@ -86,7 +86,7 @@ def kernels_in_place() -> Iterator[Counter[str]]:
             for name in _functions(module):
                 stack.enter_context(patch.object(module, name, _counted(getattr(module, name), called)))
         stack.enter_context(patch.object(build, "choose_arithmetic", _with_fused_layers))
-        stack.enter_context(patch.object(fused, "kernels", lambda device: fused_kernels if device == CPU else None))
+        stack.enter_context(patch.object(fused.KERNEL, "on", lambda device: fused_kernels if device == CPU else None))
         stack.enter_context(patch.object(dropout, "_kept_by_parts", mask_kernel.kept_mask))
         stack.enter_context(patch.object(nf4, "_dequantize_by_parts", dequantise))
         yield called

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Result, Start
 from ft_service.rundir.events import Metrics
@@ -23,7 +24,6 @@ from ft_service.rundir.manifest import (
 )
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, parse_request, resolve
-from ft_service.supervisor.attempt_outcome import exit_of
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}) + "\n"
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")

@@ -13,9 +13,9 @@ from ft_service.spec import JobSpec, parse_request
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import reference, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, MIXED, assert_parity, full, reference_steps, relative_error, train_steps
+from workers.attempt.prepared_model import construct
 from workers.base.load import adapters, plain_name
 from workers.ranks.sharding import make_mesh
-from workers.train import construct
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,11 @@ def magnitudes(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
     return {name: full(parameter.detach()) for name, parameter in adapters(model) if "magnitude" in name}
 
 
-@pytest.mark.parametrize(("world", "distributed"), [(1, {}), (2, WHOLE), (3, {})], ids=["1", "2, some whole", "3"])
+@pytest.mark.parametrize(
+    ("world", "distributed"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, WHOLE), (3, {})],
+    ids=["1", "2, some whole", "3"],
+)
 def test_loss_and_every_gradient_are_those_of_peft(world: int, distributed: dict[str, Any], base: Path) -> None:
     truth = reference_steps(base, dora(base, 1))
     assert sum("lora_magnitude_vector" in name for name in truth[0].grads) * 3 == len(truth[0].grads)

@@ -18,7 +18,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec, PrecisionOptions
-from tests.support.ranks import Cases, run_on_ranks
+from tests.support.ranks import Cases, often_and_slow, run_on_ranks
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.attempts import losses, run_attempt, run_spec
 from tests.support.training.models import reference, reference_name, save_chat_base, save_pairs, save_tiny_llama, spec_for
@@ -34,6 +34,7 @@ from tests.support.training.parity import (
     samples,
     train_steps,
 )
+from workers.attempt.prepared_model import construct
 from workers.base.load import adapters
 from workers.data.batches import collate
 from workers.job.parent_adapter import adopt
@@ -42,7 +43,6 @@ from workers.output.served_probes import without_adapter
 from workers.ranks.sharding import Gradients, make_mesh
 from workers.tasks.fidelity import with_adapter
 from workers.tasks.merge import merge
-from workers.train import construct
 from workers.training.step import target_log_probabilities
 
 BOTH = ["embed_tokens", "lm_head"]
@@ -68,9 +68,11 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "both on one": (1, BOTH),
     "both on three": (3, BOTH),
     "the embedding on two": (2, ["embed_tokens"]),
-    "the head on three": (3, ["lm_head"]),
+    "the head on two": (2, ["lm_head"]),
 }
 TIED, IN_BF16 = "tied on {}", "in bf16 on two"
+ON_ONE = ("both on one", TIED.format(1))
+"""Slow ones: on one rank nothing is sharded."""
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +80,12 @@ def trained(base: Path, tied: Path) -> Cases[list[Step]]:
     # Several micro-batches, the gradients of which add up.
     several: dict[str, Any] = {"training": {"per_device_train_batch_size": 2}}
     specs = {case: whole(base, world, names, **several) for case, (world, names) in CASES.items()}
-    specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 3)}
+    specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 2)}
     specs[IN_BF16] = whole(base, 2, BOTH, "bf16")
-    return Cases(train_steps, specs)
+    return Cases(train_steps, specs, ON_ONE)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often_and_slow(CASES, CASES.keys() & ON_ONE))
 def test_loss_and_every_gradient_are_those_of_peft(case: str, base: Path, trained: Cases[list[Step]]) -> None:
     names = CASES[case][1]
     truth = reference_steps(base, whole(base, 1, names))
@@ -92,7 +94,7 @@ def test_loss_and_every_gradient_are_those_of_peft(case: str, base: Path, traine
         assert_parity(ours, truth)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tied_they_are_one_weight_with_both_gradients(world: int, tied: Path, trained: Cases[list[Step]]) -> None:
     truth = reference_steps(tied, whole(tied, 1, ["lm_head"]))
     assert [name for name in truth[0].grads if "lora" not in name] == ["base_model.model.model.embed_tokens.weight"]
@@ -116,7 +118,7 @@ def factors(logs: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 2, len(logs))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_of_log_probabilities_are_those_of_peft(world: int, base: Path) -> None:
     model = reference(base, whole(base, 1, BOTH))
     batch = collate(samples(), CPU)
@@ -154,7 +156,7 @@ def beginning(rank: int, world: int, spec: JobSpec) -> tuple[bool, bool]:
     return as_base and original, again
 
 
-@pytest.mark.parametrize(("world", "compute"), [(1, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("world", "compute"), [pytest.param(1, "bf16", marks=pytest.mark.slow), (3, "fp32")])
 def test_they_begin_as_the_bases_and_can_be_it_again(world: int, compute: str, base: Path) -> None:
     assert run_on_ranks(beginning, world, whole(base, world, BOTH, compute)) == [(True, True)] * world
 

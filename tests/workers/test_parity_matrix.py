@@ -1,4 +1,4 @@
-"""Parity over combinations of options: every pair of values in a short list, the whole product marked slow.
+"""Parity over combinations of options: most pairs of values in a short list, the whole product marked slow.
 
 Compiling takes half a minute a case, so the product is not compiled; the pairs with a compiled case are.
 """
@@ -80,19 +80,24 @@ def product() -> Iterator[Case]:
     return (case for chosen in itertools.product(*values) if (case := Case(*chosen)).valid)
 
 
-def covering(cases: list[Case]) -> list[Case]:
-    """Some of the cases that hold every pair of values which any of them holds; the greedy choice."""
-    missing = set[tuple[Any, ...]]().union(*(case.pairs for case in cases))
+def pairs_of(cases: list[Case]) -> set[tuple[Any, ...]]:
+    return set[tuple[Any, ...]]().union(*(case.pairs for case in cases))
+
+
+def covering(cases: list[Case], share: float = 1.0) -> list[Case]:
+    """Some of the cases that hold a share of the pairs of values which any of them holds; the greedy choice, of few ranks."""
+    missing = pairs_of(cases)
+    left = len(missing) * (1 - share)
     chosen = []
-    while missing:
-        best = max(cases, key=lambda case: len(case.pairs & missing))
+    while len(missing) > left:
+        best = max(cases, key=lambda case: len(case.pairs & missing) / case.world**0.5)
         chosen.append(best)
         missing -= best.pairs
     return chosen
 
 
 PRODUCT = list(product())
-SHORT = covering(PRODUCT)
+SHORT = covering(PRODUCT, share=0.8)
 COMPILED = covering([replace(case, compiled=True) for case in PRODUCT])
 ONE_COMPILED = Case("mixed", 2, "uneven", True, "none", True, False, 1, compiled=True)
 
@@ -146,7 +151,7 @@ def whole(bases: Path) -> Runs:
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
-def test_every_pair_of_options_equals_the_unsharded_reference(case: Case, short: Runs) -> None:
+def test_most_pairs_of_options_equal_the_unsharded_reference(case: Case, short: Runs) -> None:
     short.check(case)
 
 
@@ -167,6 +172,8 @@ def test_every_pair_of_options_compiled_equals_the_unsharded_reference(case: Cas
 
 
 def test_the_short_list_is_short_and_holds_every_value() -> None:
-    assert len(SHORT) <= 40
-    for field, values in {"format": FORMATS, "world": (1, 2, 3, 4), "rows": ROWS, "reshard": (True, False, 2)}.items():
-        assert {getattr(case, field) for case in SHORT} == set(values)
+    assert len(SHORT) <= 8
+    assert len(pairs_of(SHORT)) >= 0.8 * len(pairs_of(PRODUCT))
+    for case in PRODUCT:
+        for field, value in case.__dict__.items():
+            assert value in {getattr(chosen, field) for chosen in SHORT}, field

@@ -17,7 +17,7 @@ from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.support.bases import plan_of
 from tests.support.ranks import Cases, often_and_slow
-from tests.support.training.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
+from tests.support.training.models import FAMILIES, OTHER_FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, batches_of, constructed, counted_collectives
 from tests.support.training.prequantized import (
     bitsandbytes_4bit,
@@ -96,6 +96,8 @@ def held(tensors: Any) -> int:
 MIXED = {"default": "bf16", "overrides": {r".*self_attn.*": "fp8", r".*mlp\.(up|down)_proj": "nf4"}}
 FOUR_BITS = {"default": "nvfp4", "overrides": {r".*mlp.*": "mxfp4"}}
 ODD = {"vocab_size": VOCABULARY + 1, "intermediate_size": 200, "hidden_size": 72, "num_attention_heads": 4}
+FEW_ROWS = {"num_key_value_heads": 1, "head_dim": 2}
+"""Of keys and values: fewer than three ranks."""
 BLOCKS = {"hidden_size": 160, "intermediate_size": 289, "num_attention_heads": 4, "tie_word_embeddings": True}
 """Of a base in FP8 by blocks of 128, several of which lie in every matrix both ways."""
 BOTH = ["embed_tokens", "lm_head"]
@@ -104,8 +106,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "nf4 on one rank, fp32": (1, {"default": "nf4", "compute": "fp32"}, {}, {}),
     "nf4 on two": (2, {"default": "nf4"}, {}, {}),
     "fp8 on three": (3, {"default": "fp8"}, {}, {}),
-    "all three formats, rows and columns that do not divide": (3, MIXED, ODD, {}),
-    "fewer rows than ranks": (4, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}, {}),
+    "all three formats, rows that do not divide or are fewer than ranks": (3, MIXED, {**ODD, **FEW_ROWS}, {}),
     "tied embeddings": (2, MIXED, {"tie_word_embeddings": True}, {}),
     "two copies of two": (4, MIXED, {"intermediate_size": 200}, {"replicate": 2}),
     "two copies unsharded": (2, {"default": "nf4"}, {}, {"replicate": -1}),
@@ -115,13 +116,25 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fp8 by blocks on three, columns that do not divide": (3, {"default": "fp8_blocks"}, {"intermediate_size": 200}, {}),
     "nvfp4 and mxfp4 on three, columns that do not divide": (3, FOUR_BITS, {"intermediate_size": 200}, {}),
     "some weights whole": (3, {**MIXED, "compute": "fp32"}, {}, {"ignored": [r".*norm\.weight", r".*up_proj.*"]}),
-    "magnitudes on three": (3, MIXED, ODD, {}),
-    "trained whole on three": (3, MIXED, ODD, {}),
+    "magnitudes, and trained whole, on three": (3, MIXED, ODD, {}),
     "trained whole and tied": (2, MIXED, {"tie_word_embeddings": True}, {}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
-SLOW = {"bf16 on one rank", "fp8 on three", "tied embeddings", "mxfp4 in nf4", "fp8 by blocks in bf16"}
-"""Of which others have more: another type on one rank, all formats on three, what is tied trained whole, and blocks in NF4."""
+SLOW = {
+    "bf16 on one rank",
+    "nf4 on two",
+    "fp8 on three",
+    "tied embeddings",
+    "nf4 of whole blocks",
+    "fp8 by rows",
+    "mxfp4 in nf4",
+    "fp8 by blocks in bf16",
+    "fp8 by blocks of another width",
+    "gpt-oss",
+    "qwen3 on three",
+}
+"""Of which others have more: another type on one rank, all formats on three, what is tied trained whole, blocks across rows,
+blocks in NF4, experts on three."""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -235,7 +248,7 @@ def experts_job(base: Path, case: str) -> JobSpec:
     return spec_for(publish(base), ranks=world, precision={"default": default}, training=OF_TWO)
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("case", often_and_slow(EXPERTS, SLOW & EXPERTS.keys()))
 def test_experts_published_in_four_bits_take_what_was_planned(case: str, measured: Cases[dict[str, Any]]) -> None:
     spec, results = measured.of(case)
     plan = plan_of(spec, MACHINES["H100"])
@@ -290,7 +303,7 @@ def test_plan_and_worker_say_that_embedding_and_head_are_trained_whole(wanted: A
     assert f"lora.modules_to_save: [{name}]" in said.pop()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", often_and_slow(FAMILIES, OTHER_FAMILIES))
 def test_the_headers_of_every_family_say_what_its_model_has(family: str, tmp_path: Path) -> None:
     """The same modules to quantise, parameters to store and adapters to train, without looking at the model's code."""
     options = {"precision": {"default": "nf4"}, "lora": {"r": 3, "target_modules": "all-linear"}}

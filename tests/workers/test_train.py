@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +31,13 @@ from tests.support.attempts import HANG_SECONDS
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt, run_spec
 from tests.support.training.models import save_chat_base, save_chats, spec_for
+from workers.attempt.attempt import _carry_out_commands, _resume
+from workers.attempt.prepared_model import report_built
 from workers.base.load import adapters, load
 from workers.base.rank_objects import FailedElsewhere
 from workers.job.parent_adapter import adopt
-from workers.layers import cudnn_attention
-from workers.model import precision
 from workers.model.build import build, choose_arithmetic
 from workers.tasks.consolidate import consolidate
-from workers.train import _carry_out_commands, _resume, report_built
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -173,10 +171,10 @@ def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: Job
     assert held.keys() == {f"{kind}/{name}" for kind in ("adapter", "exp_avg", "exp_avg_sq") for name in trainable}
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int) -> None:
-    run = interrupted(finished, tmp_path, "step-3-a1")
-    assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
+@pytest.mark.parametrize(("world", "step"), [pytest.param(1, 3, marks=pytest.mark.slow), (3, 6)])
+def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int, step: int) -> None:
+    run = interrupted(finished, tmp_path, f"step-{step}-a1")
+    assert run_attempt(run, 2, world, f"step-{step}-a1").kind == "succeeded"
     for step, loss in losses(finished).items():
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 
@@ -392,68 +390,16 @@ def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(
     assert told == [f"Training starts on {where}: {which}.", settled]
 
 
-def test_dropout_without_its_kernel_is_an_event_of_the_job(tmp_path: Path) -> None:
-    """Here it has none: this host has no GPU."""
-    base, told = save_chat_base(tmp_path / "base"), list[tuple[str, str]]()
+def test_kernels_that_a_job_goes_without_are_its_events(tmp_path: Path) -> None:
+    """Here is no GPU, on which they could be compared: of a job for one, all are told with the reason."""
+    told: list[tuple[str, str]] = []
     reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
-    for dropout, device in ((0.1, "cuda"), (0.0, "cuda"), (0.1, "cpu")):
-        spec = spec_for(base, lora={"r": 2, "lora_dropout": dropout})
-        report_built(spec, build(spec, CPU), torch.device(device), reporter)
-    [(level, text)] = [one for one in told if "lora_dropout" in one[1]]
-    assert level == "warn"
-    assert text.startswith("lora.lora_dropout: its masks are made without their kernel, more slowly: ")
-    assert "Error: " in text
-
-
-def test_fused_kernels_that_cannot_be_used_are_an_event_of_the_job(tmp_path: Path) -> None:
-    base, told = save_chat_base(tmp_path / "base"), list[tuple[str, str]]()
-    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
-    for options, kind in (({}, "cuda"), ({"fused_kernels": "off"}, "cuda"), ({"compute": "fp32"}, "cuda"), ({}, "cpu")):
-        spec = spec_for(base, precision={"default": "bf16", **options})
-        built = build(spec, CPU)
-        arithmetic = choose_arithmetic(built.peft_model.get_base_model(), spec, torch.device(kind))  # there is no GPU
-        report_built(spec, replace(built, arithmetic=arithmetic), CPU, reporter)
-    [(level, text)] = [one for one in told if "fused_kernels" in one[1]]
-    assert level == "warn"
-    assert text.startswith("precision.fused_kernels: the model's own operations are used, more slowly: ")
-    assert "Error: " in text
-
-
-def test_products_in_fp8_without_their_kernels_are_an_event_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "why_not", lambda compute, device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    base, told = save_chat_base(tmp_path / "base"), list[tuple[str, str]]()
-    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
-    for weights, products, device in (
-        ("fp8", "auto", "cuda"),
-        ("fp8", "off", "cuda"),
-        ("nf4", "auto", "cuda"),
-        ("fp8", "auto", "cpu"),
-    ):
-        spec = spec_for(base, precision={"default": weights, "fp8_products": products})
-        report_built(spec, build(spec, CPU), torch.device(device), reporter)
-    [(level, text)] = [one for one in told if one[1].startswith("precision.fp8_products: ")]
-    assert level == "warn"
-    assert "without their kernel, more slowly than in bf16: " in text
-    assert "Error: " in text
-
-
-@pytest.mark.parametrize(
-    ("fault", "hint"),
-    [("ModuleNotFoundError: No module named 'cudnn'", " (pip install 'ft-service[workers]')"), ("Error: ", "")],
-)
-def test_attention_without_cudnn_is_an_event_of_the_job(
-    fault: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The extra brings the package in a version that is known to work; the newest one is another."""
-    monkeypatch.setattr(cudnn_attention, "kernel_fault", lambda device: fault)
-    base, told = save_chat_base(tmp_path / "base"), list[str]()
-    reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append(text))
-    for compute in ("bf16", "fp32"):
-        spec = spec_for(base, precision={"compute": compute})
-        report_built(spec, build(spec, CPU), CPU, reporter)
-    [text] = [text for text in told if "cuDNN" in text]
-    assert text.endswith(f"more slowly than by cuDNN's: {fault}{hint}")
+    spec = spec_for(save_chat_base(tmp_path / "base"), lora={"r": 2, "lora_dropout": 0.1})
+    built = build(spec, CPU)
+    assert choose_arithmetic(built.peft_model.get_base_model(), spec, torch.device("cuda", 7)).fused is None
+    report_built(spec, built, torch.device("cuda", 7), reporter)
+    warned = [text for level, text in told if level == "warn" and "Error: " in text]
+    assert [text.partition(":")[0] for text in warned] == ["lora.lora_dropout", "precision.fused_kernels"]
 
 
 def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ranks_at_once(
@@ -474,7 +420,7 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
     on_rank_1 |= {"EmbeddedRows": SimpleNamespace(of=nothing)}
     loop = {"CommandLoop": lambda *_: SimpleNamespace(run=lambda: (True, None)), "use_best": collective}
     for name, replacement in (on_rank_1 | loop).items():
-        monkeypatch.setattr(f"workers.train.{name}", replacement)
+        monkeypatch.setattr(f"workers.attempt.attempt.{name}", replacement)
     reporter = SimpleNamespace(message=nothing, warn=nothing, flush=nothing)
     context: Any = SimpleNamespace(runtime=SimpleNamespace(spec=SimpleNamespace(reinforcement=None)), reporter=reporter)
     embedding = SimpleNamespace(num_embeddings=1)

@@ -28,6 +28,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
 from ft_service.rundir.engine_spec import EngineSpec
+from workers.attempt.prepared_model import cached_description
 from workers.engine.resident_base import ResidentBase, load_resident_base
 from workers.engine.rounds import Turn, next_round
 from workers.engine.seat_thread import SeatState, SeatThread, over_ranks
@@ -35,7 +36,6 @@ from workers.model.probes import Probed
 from workers.ranks.runtime import Groups, Runtime, enter, report_failure, surroundings, watch_seal
 from workers.ranks.sharding import reshard
 from workers.tinker.attendance import pause_after
-from workers.train import cached_description
 from workers.training.context import POLL_SECONDS, StopRequest
 from workers.training.packing import TOKENS
 

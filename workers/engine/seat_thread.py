@@ -17,11 +17,13 @@ from greenlet import getcurrent, greenlet
 from ft_service.errors import FtError
 from ft_service.host.disk import is_no_room, no_room
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import Evidence, decide_exit
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.engine import SeatOrder, SeatSize, seat_key
-from ft_service.supervisor.attempt_outcome import Evidence, decide_exit
+from workers.attempt.attempt import run_attempt
+from workers.attempt.prepared_model import PreparedModel, report_built
 from workers.base.frozen_weights import initial_adapter
 from workers.base.load import adapters
 from workers.engine.lanes import Forward, Lane
@@ -31,7 +33,6 @@ from workers.model.build import BuiltModel, build
 from workers.model.probes import Probed
 from workers.output.report import Reporter
 from workers.ranks.runtime import Groups, Runtime, read_spec, report_failure
-from workers.train import PreparedModel, report_built, run_attempt
 from workers.training.context import StopRequest
 
 

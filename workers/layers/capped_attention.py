@@ -14,30 +14,19 @@ from workers.layers.packed_attention import DeterministicAttention
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
 from workers.quant import gpu_kernels
 
-PACKAGE = "flash_attn"
-
 
 def takes(query: Tensor, pattern: AttentionPattern) -> bool:
     """Return whether the package computes it: scores are capped, and there are no sinks, no chosen keys and no compiler."""
     if not pattern.softcap or pattern.sinks is not None or pattern.chosen is not None or torch.compiler.is_compiling():
         return False
-    return query.device.type == "cuda" and kernel_fault(query.device) is None
-
-
-def kernel_fault(device: torch.device) -> str | None:
-    """The reason why capped scores are written out on a GPU; None: they are not, or the device is none."""
-    return _kernels(device)[1] if device.type == "cuda" else None
+    return KERNEL.on(query.device) is not None
 
 
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
 ) -> Tensor:
     """Samples in rows (`scored_attention.Kernel`)."""
-    return _by(_kernels(query.device)[0], query, key, value, starts, longest, pattern)
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked(PACKAGE, _compare, device)
+    return _by(KERNEL.on(query.device), query, key, value, starts, longest, pattern)
 
 
 def _by(
@@ -54,3 +43,6 @@ def _by(
 
 def _compare(package: Any, device: torch.device) -> None:
     assert_same(lambda *row: _by(package, *row), AttentionPattern(0.2, softcap=2.0), device)
+
+
+KERNEL = gpu_kernels.CheckedKernel("flash_attn", _compare)

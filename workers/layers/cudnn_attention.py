@@ -20,15 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_service.plan.memory import (
-    ATTENTION_LENGTH,
-    ATTENTION_MULTIPLE,
-    ATTENTION_SCORE_BYTES,
-    ATTENTION_SHORTEST,
-    ATTENTION_TOKENS,
-    ATTENTION_WIDEST,
-    next_power,
-)
+from ft_service.kernel_limits import Lot, attends_by_cudnn, lots_of, next_power, padded_length
 from workers.layers import packed_attention
 from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
 from workers.layers.segments import Bounds
@@ -37,11 +29,8 @@ from workers.quant.direct_function import DirectFunction, once_differentiable
 
 log = logging.getLogger(__name__)
 
-PACKAGE = "cudnn"
 CAPABILITY = (9, 0)
 """Compute capability of the GPUs on which it was measured."""
-MOST_SAMPLES = 64
-"""Of a lot."""
 _COMPARED = 300, 1100, 1, 70, 300
 """Tokens of the samples that are compared before a job begins: a full lot of four, which do not all follow each other, and one
 that is filled up."""
@@ -49,46 +38,6 @@ _GRAPHS = 128
 """Kept of each direction, those used last."""
 _ALIGNED = 4
 """Numbers of 4 bytes in 16, at multiples of which a tensor begins."""
-
-
-@dataclass(frozen=True)
-class Lot:
-    """Samples and heads that backward takes at once. All lots of one length have one shape."""
-
-    samples: tuple[int, ...]
-    """Their numbers in the row: at most `count`."""
-    count: int
-    length: int
-    """Tokens of the longest at most."""
-    heads: int
-    """Heads at once: all, or as many of each group as share a key."""
-
-
-def lots_of(lengths: Sequence[int], heads: int, groups: int) -> tuple[list[Lot], list[int]]:
-    """The lots of a row of samples with these numbers of tokens, and the samples that are too long for one.
-
-    A lot's scores of 2 bytes, count · heads · length², take at most ATTENTION_SCORE_BYTES, and at most those of a row that is
-    full of samples of more than half the length.
-    """
-    tokens = next_power(sum(lengths))
-    by_length: dict[int, list[int]] = {}
-    for sample, length in enumerate(lengths):
-        by_length.setdefault(max(ATTENTION_LENGTH, next_power(length)), []).append(sample)
-    lots, long = list[Lot](), list[int]()
-    for length, samples in sorted(by_length.items()):
-        parts = (part for part in range(1, groups + 1) if groups % part == 0 and (part == 1 or heads // part % _ALIGNED == 0))
-        at_once = next((heads // part for part in parts if _score_bytes(heads // part, length) <= ATTENTION_SCORE_BYTES), None)
-        if at_once is None:
-            long += samples
-            continue
-        full = max(1, 2 * tokens // length)
-        count = min(MOST_SAMPLES, full, ATTENTION_SCORE_BYTES // _score_bytes(at_once, length))
-        lots += [Lot(tuple(samples[i : i + count]), count, length, at_once) for i in range(0, len(samples), count)]
-    return lots, long
-
-
-def _score_bytes(heads: int, length: int) -> int:
-    return 2 * heads * length**2
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> bool:
@@ -101,29 +50,20 @@ def takes(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: At
         return False
     if not query.is_cuda or any(tensor.dtype != torch.bfloat16 for tensor in (query, key, value)):
         return False
-    if width > ATTENTION_WIDEST or width % ATTENTION_MULTIPLE or value.shape != key.shape:
+    if value.shape != key.shape:
         return False
     assert bounds.starts is not None, "rows are packed"
-    if (len(bounds.starts) - 1) * ATTENTION_SHORTEST > tokens:
+    if not attends_by_cudnn(tokens, tokens / max(1, len(bounds.starts) - 1), heads, width):
         return False
-    if not ATTENTION_TOKENS <= tokens < 2**31 // (heads * width) or _kernels(query.device)[0] is None:
+    if KERNEL.on(query.device) is None:
         return False
     return _forward_graph(query.device, _row_shape(bounds, heads, key.shape[1], width), pattern.scale) is not None
-
-
-def kernel_fault(device: torch.device) -> str | None:
-    """The reason why PyTorch's kernel computes attention where cuDNN would be faster; None: cuDNN does, or is not."""
-    return _kernels(device)[1] if _is_faster(device) else None
 
 
 def _is_faster(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) == CAPABILITY
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked(PACKAGE, _compare, device) if _is_faster(device) else (None, None)
 
 
 def _compare(_: Any, device: torch.device) -> None:
@@ -143,6 +83,9 @@ def _compare(_: Any, device: torch.device) -> None:
 
     for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
         assert_same(kernel, AttentionPattern(0.2, sinks=sinks), device, windows=(0,), lengths=_COMPARED)
+
+
+KERNEL = gpu_kernels.CheckedKernel("cudnn", _compare, suits=_is_faster)
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern) -> Tensor:
@@ -228,14 +171,14 @@ class _GraphShape:
     row_groups: int
     width: int
     tokens: int
-    """Of a row at most, for the workspace of a backward; 0 for a forward."""
+    """Most tokens of a row, by which a backward's workspace is sized; 0 for a forward."""
 
 
 def _row_shape(bounds: Bounds, heads: int, groups: int, width: int) -> _GraphShape:
     """Of a forward, which takes all samples at once."""
     assert bounds.starts is not None, "rows are packed"
     samples = max(16, next_power(len(bounds.starts) - 1))
-    return _GraphShape(samples, next_power(max(ATTENTION_LENGTH, bounds.longest)), heads, groups, heads, groups, width, 0)
+    return _GraphShape(samples, padded_length(bounds.longest), heads, groups, heads, groups, width, 0)
 
 
 class _Tables:

@@ -47,13 +47,8 @@ def kept_mask(tokens: Tensor, module: Tensor, channels: int, rate: float) -> Ten
     tokens = tokens.reshape(-1)
     of_channels = keys_from(module, channels, tokens.device)
     lowest = round(rate * (1 << 32)) - (1 << 31)  # the smallest int32 is -2^31
-    kernel = _kernel(tokens.device)[0] if tokens.is_cuda else None
+    kernel = KERNEL.on(tokens.device)
     return (kernel.kept_mask if kernel else _kept_by_parts)(tokens, of_channels, lowest)
-
-
-def kernel_fault(device: torch.device) -> str | None:
-    """Why masks on a GPU are made without their kernel; None: they are made with it, or the device is none."""
-    return _kernel(device)[1] if device.type == "cuda" else None
 
 
 def even_numbers(tokens: Tensor, module: int, channels: int) -> Tensor:
@@ -63,14 +58,12 @@ def even_numbers(tokens: Tensor, module: int, channels: int) -> Tensor:
     return _hash(numbers, torch.empty_like(numbers)).float() / (1 << 31)
 
 
-def _kernel(device: torch.device) -> tuple[Any, str | None]:
-    """The module with the mask as one kernel, or why it is not used."""
-    return gpu_kernels.checked("workers.layers.mask_kernel", _compare, device)
-
-
 def _compare(kernels: Any, device: torch.device) -> None:
     keys = keys_from(1, 100, device)
     assert torch.equal(kernels.kept_mask(keys, keys, 0), _kept_by_parts(keys, keys, 0)), "it gives another mask"
+
+
+KERNEL = gpu_kernels.CheckedKernel("workers.layers.mask_kernel", _compare)
 
 
 def _kept_by_parts(tokens: Tensor, channels: Tensor, lowest: int) -> Tensor:

@@ -67,20 +67,6 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
 # With kernels -------------------------------------------------------------------------------------------------------------
 
 
-def kernels(device: torch.device) -> Any:
-    """The kernels for a device, or None."""
-    return _checked(device)[0] if device.type == "cuda" else None
-
-
-def kernel_fault(device: torch.device) -> str | None:
-    """Why the kernels are not used on a GPU; None: they are, or the device is none."""
-    return _checked(device)[1] if device.type == "cuda" else None
-
-
-def _checked(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked("workers.layers.fused_kernels", compare, device)
-
-
 def takes_norm(x: Tensor, weight: Tensor | None) -> bool:
     """Whether the kernel computes this norm, and its gradient if one is wanted."""
     same = weight is None or (weight.dtype == x.dtype and not weight.requires_grad)
@@ -170,7 +156,7 @@ _MOST_OTHER = 0.02
 """Share of numbers that may differ: by one step of bf16, where a sum or an exponential falls on the other side of a tie."""
 
 
-def compare(by: Any, device: torch.device) -> None:
+def _compare(by: Any, device: torch.device) -> None:
     """Raise AssertionError if the kernels compute something else than PyTorch's operations, forward or backward."""
     generator = torch.Generator().manual_seed(0)
 
@@ -202,3 +188,6 @@ def _same(what: str, inputs: list[Tensor], stock: Tensor, found: Any, drawn: Any
         assert own.stride() == expected.stride(), f"{what}, {direction}: other strides"
         same = near and other <= _MOST_OTHER
         assert same, f"{what}, {direction}: {other:.1%} of the numbers are others"
+
+
+KERNEL = gpu_kernels.CheckedKernel("workers.layers.fused_kernels", _compare)

@@ -23,19 +23,10 @@ _TIMED = 8192, 14_336, 16
 """Rows, columns and rank of what is timed: with 4,096 columns the library takes as long on an H200, and more with others."""
 
 
-def kernel_fault(device: torch.device) -> str | None:
-    """Why the library adds adapters' parts on a GPU; None: a kernel does, or the device is none."""
-    return _kernels(device)[1] if device.type == "cuda" else None
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked("workers.layers.low_rank_kernel", _compare, device)
-
-
 def takes(like: Tensor, rank: int) -> bool:
     """Whether the kernel adds products of this rank to tensors such as `like`."""
     fits = like.is_cuda and like.dtype == torch.bfloat16 and rank <= MOST_RANK
-    return fits and _kernels(like.device)[0] is not None
+    return fits and KERNEL.on(like.device) is not None
 
 
 def add(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: Sequence[Tensor] = ()) -> Tensor:
@@ -46,7 +37,7 @@ def add(y: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: Sequen
         for tensor in more:
             y.add_(tensor)
         return y.addmm_(left, right, alpha=scale)
-    _kernels(y.device)[0].added(y, left, right, scale, [tensor.contiguous() for tensor in more])
+    KERNEL.on(y.device).added(y, left, right, scale, [tensor.contiguous() for tensor in more])
     return y
 
 
@@ -76,3 +67,6 @@ def assert_same_sums(kernels: Any, device: torch.device) -> None:
             kernels.added(found, left, right, 0.5, more)
             apart = (found.float() - expected).abs() - 2**-8 * expected.abs()
             assert float(apart.max()) < 1e-3, f"it comes to other sums ({rows} x {cols}, rank {rank})"
+
+
+KERNEL = gpu_kernels.CheckedKernel("workers.layers.low_rank_kernel", _compare)

@@ -41,14 +41,13 @@ def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
     return whole
 
 
-def kernel_fault(device: torch.device) -> str | None:
-    """The reason why a GPU's fused kernel is not used; None: it is, or the device is none."""
-    return gpu_kernels.checked(__name__, _compare, device)[1] if device.type == "cuda" else None
-
-
 def _compare(_: Any, device: torch.device) -> None:
     for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
         assert_same(attend_packed, AttentionPattern(0.2, sinks=sinks), device)
+
+
+KERNEL = gpu_kernels.CheckedKernel(__name__, _compare)
+"""PyTorch's own, which this module calls."""
 
 
 def attend_packed(

@@ -175,4 +175,4 @@ def _cut(starts: Tensor, on_device: Tensor | None, chunk: int) -> Bounds:
 
 def _has_kernel(device: torch.device) -> bool:
     """Whether PyTorch has a fused kernel for segments on a device, which computes there what it should."""
-    return device.type == "cuda" and packed_attention.kernel_fault(device) is None
+    return packed_attention.KERNEL.on(device) is not None

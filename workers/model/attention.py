@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from workers.layers import capped_attention, packed_attention, segments
+from workers.layers import segments
 from workers.patches import indexed_attention, sample_positions, segment_mixers
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -84,13 +82,3 @@ def stock_attention(config: PreTrainedConfig) -> str | None:
 def own_attention(decoder: Any) -> str:
     """The same by its name, for a model that has another one."""
     return stock_attention(decoder.config) or ("sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager")
-
-
-def attention_faults(model: nn.Module, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield what of a model's attention a GPU computes by explicit scores, with the reason."""
-    kinds = {"soft-capped scores": ("attn_logit_softcapping", capped_attention), "sinks": ("sinks", packed_attention)}
-    for what, (name, kernel) in kinds.items():
-        has_any = any(getattr(module, name, None) is not None for module in model.modules())
-        fault = kernel.kernel_fault(device) if has_any else None
-        if fault is not None:
-            yield what, fault

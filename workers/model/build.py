@@ -17,12 +17,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ft_service.bases.base_files import read_config, require_openable
 from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
-from ft_service.plan.machines import slow_bf16_advice
+from ft_service.host.processor import slow_bf16_advice
 from ft_service.spec import JobSpec, WeightFormat, WrapBySize
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
+from workers.layers import fused
 from workers.layers.experts import declare_input_scaled
-from workers.layers.fused import kernel_fault
 from workers.layers.noise import add_noise
 from workers.layers.packed_attention import DeterministicAttention
 from workers.layers.segment_attention import NAME as SEGMENTS
@@ -52,8 +52,6 @@ class Arithmetic:
     """How layers stored in FP8 multiply; None: there are none."""
     fused: str | None = None
     """What fused kernels compute; None: nothing."""
-    not_fused: str | None = None
-    """Why a GPU's kernels are not used, though they may be; None: they are, or may not be."""
     slow: str | None = None
     """What would be faster on a processor that is slow in bf16; None: nothing."""
 
@@ -127,11 +125,11 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
     compute = COMPUTE_DTYPE[spec.precision.compute]
     DeterministicAttention.wanted = spec.precision.deterministic_attention
     products = choose_products(base, spec.precision, compute, device)
-    wanted = spec.precision.fused_kernels == "auto" and spec.distributed.compile is not True
-    if not wanted or device.type != "cuda" or compute != torch.bfloat16:
+    if device.type != "cuda" or not spec.wants_fused_kernels:
         return Arithmetic(products, slow=_slow_bf16(compute, device))
-    fault = kernel_fault(device)
-    return Arithmetic(products, not_fused=fault) if fault else Arithmetic(products, f"Fused kernels compute {fuse(base)}.")
+    if fused.KERNEL.on(device) is None:
+        return Arithmetic(products)
+    return Arithmetic(products, f"Fused kernels compute {fuse(base)}.")
 
 
 def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ft_service.plan.memory import chunk_rows
+from ft_service.kernel_limits import chunk_rows
 from workers.model.multimodal import text_decoder
 from workers.patches.head_forward import CAP, head_replaced
 from workers.quant import gpu_kernels
@@ -191,7 +191,7 @@ class _Head:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities of the targets, which of them are the most likely word, and the gradient in the logits, if it is
         wanted: in the dtype of rows [n, h], and of the logits as they are divided."""
-        kernels = _kernels(rows.device)[0] if rows.is_cuda and rows.dtype == torch.bfloat16 and self.cap is None else None
+        kernels = KERNEL.on(rows.device) if rows.dtype == torch.bfloat16 and self.cap is None else None
         if kernels is not None:
             logits = F.linear(rows, self.weight, self.bias)
             if self.temperature != 1:
@@ -283,15 +283,6 @@ class _HeadLogProbabilities(torch.autograd.Function):
         return gradients.hidden, *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype), None, None, None
 
 
-def kernel_fault(device: torch.device) -> str | None:
-    """The reason why cross entropies on a GPU take several operations; None: they take one kernel, or the device is none."""
-    return _kernels(device)[1] if device.type == "cuda" else None
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked("workers.layers.loss_kernel", _compare, device)
-
-
 def _compare(kernels: Any, device: torch.device) -> None:
     """Raise AssertionError if the kernel computes something else than PyTorch's operations."""
     generator = torch.Generator().manual_seed(0)
@@ -315,6 +306,8 @@ def _compare(kernels: Any, device: torch.device) -> None:
             same = apart <= _MOST_OTHER and torch.allclose(own.double(), graded, rtol=2**-7, atol=2**-30)
             assert same, f"its gradient has {apart:.1%} other numbers"
 
+
+KERNEL = gpu_kernels.CheckedKernel("workers.layers.loss_kernel", _compare)
 
 _MOST_OTHER = 0.02
 """Share of the gradient's numbers that may differ, by one step of bf16."""

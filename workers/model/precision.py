@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ft_service import kernel_limits
 from ft_service.bases.module_rules import WeightNames, assign_formats, kept_plain
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat
@@ -17,7 +18,7 @@ from workers.base.quantized_rows import StoredBase
 from workers.layers.experts import FrozenExperts, experts_of, projections_of
 from workers.layers.linear import FrozenLinear
 from workers.patches.llama4_mixture import meet_only_the_chosen
-from workers.quant.fp8_products import MULTIPLE, fits, why_not
+from workers.quant.fp8_products import why_not
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED, FP8BlocksWeight, FP8Weight
 
@@ -132,9 +133,9 @@ def _products_of_rows(layers: list[FrozenLinear], options: PrecisionOptions, com
     if reason is not None:
         return f"The {len(layers)} layers stored in fp8 are dequantised to multiply: {reason}."
     for layer in layers:
-        layer.in_fp8 = fits(layer.out_features, layer.in_features)
+        layer.in_fp8 = kernel_limits.fp8_fits(layer.out_features, layer.in_features)
     others = sum(not layer.in_fp8 for layer in layers)
-    rest = f"; {others} are dequantised, their sizes being no multiples of {MULTIPLE}" if others else ""
+    rest = f"; {others} are dequantised, their sizes being no multiples of {kernel_limits.FP8_MULTIPLE}" if others else ""
     return f"{len(layers) - others} layers stored in fp8 multiply in FP8 ({torch.cuda.get_device_name(device)}){rest}."
 
 

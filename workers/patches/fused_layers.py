@@ -139,7 +139,7 @@ class _Norm:
 
 def _kernels(x: Tensor) -> Any:
     """The kernels for a tensor's device, unless a compiler looks on."""
-    return None if torch.compiler.is_compiling() else fused.kernels(x.device)
+    return None if torch.compiler.is_compiling() else fused.KERNEL.on(x.device)
 
 
 # Feed-forwards ------------------------------------------------------------------------------------------------------------

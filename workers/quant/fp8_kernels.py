@@ -16,7 +16,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from ft_service.plan.memory import next_power
+from ft_service.kernel_limits import next_power
 from workers.quant.gpu_kernels import KernelLauncher
 
 _BLOCK = 16384

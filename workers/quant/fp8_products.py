@@ -20,18 +20,15 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ft_service.plan.memory import next_power
+from ft_service.kernel_limits import next_power
 from workers.quant import fp8, gpu_kernels
 from workers.quant.fp8 import FP8Parts
 from workers.quant.frozen_linear import Numerics, reshaped
 
-MULTIPLE = 16
-"""Both dimensions of a weight have to be multiples of this."""
 CAPABILITY = (8, 9)
 """The lowest compute capability of CUDA devices that multiply FP8."""
 OFF_STREAM = (CAPABILITY, (2, 12))
@@ -110,16 +107,6 @@ def _inside_operator() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
-def kernel_fault(device: torch.device) -> str | None:
-    """Why products on a GPU go without their kernels; None: they go with them, or the device is none."""
-    return _kernels(device)[1] if device.type == "cuda" else None
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    """The kernels, or why they are not used."""
-    return gpu_kernels.checked("workers.quant.fp8_kernels", _compare, device)
-
-
 def _compare(kernels: ModuleType, device: torch.device) -> None:
     """Raise AssertionError if kernels round or turn other than plain operations on a processor, bit for bit."""
     x = torch.linspace(-3, 5, 3 * 128).view(3, 128).bfloat16()
@@ -134,11 +121,14 @@ def _compare(kernels: ModuleType, device: torch.device) -> None:
     assert torch.equal(turned.view(torch.uint8).cpu(), codes.t().view(torch.uint8)), "it turns codes otherwise"
 
 
+KERNEL = gpu_kernels.CheckedKernel("workers.quant.fp8_kernels", _compare)
+
+
 def _rounded(x: Tensor, factors: Tensor | None = None) -> FP8Parts:
     """x [rows, cols] rounded to FP8 row by row, after each column is multiplied by its factor [cols, 1], if there are any. Rows
     that fill them up have a scale of zero, and any codes.
     """
-    kernels = _kernels(x.device)[0] if x.is_cuda and x.dtype == torch.bfloat16 else None
+    kernels = KERNEL.on(x.device) if x.dtype == torch.bfloat16 else None
     return _rounded_by_parts(x, factors) if kernels is None else _rounded_by_kernel(kernels, x, factors)
 
 
@@ -180,7 +170,7 @@ def filled_up(rows: int) -> int:
 
 def _transposed(codes: Tensor) -> Tensor:
     """[rows, cols] → [cols, rows], contiguous."""
-    kernels = _kernels(codes.device)[0] if codes.is_cuda else None
+    kernels = KERNEL.on(codes.device)
     return codes.t().contiguous() if kernels is None else kernels.transposed(codes)
 
 
@@ -208,11 +198,6 @@ def _release(version: str) -> tuple[int, int]:
     """Major and minor number of a version such as 2.11.0+cu130."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def fits(rows: int, cols: int) -> bool:
-    """Whether a weight has dimensions that the hardware takes."""
-    return rows % MULTIPLE == 0 and cols % MULTIPLE == 0
 
 
 def _product(x: FP8Parts, codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,6 +84,31 @@ def assert_faster(ours: Callable[[], Any], theirs: Callable[[], Any], device: to
             torch.cuda.synchronize(device)
             best[number] = min(best[number], begin.elapsed_time(end))
     assert best[0] <= best[1], f"it takes {best[0]:.3f} ms instead of {best[1]:.3f}"
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether kernels are made for a device."""
+    return device.type == "cuda"
+
+
+@dataclass(eq=False)
+class CheckedKernel:
+    """A module's kernels, used on the devices that they are made for where they compute what plain
+    operations do."""
+
+    module: str
+    """Imported where it is first asked for: of our own one that imports Triton, or a package."""
+    compare: Compare
+    suits: Callable[[torch.device], bool] = is_gpu
+    """Whether they are made for a device, so that it is a fault if it goes without them."""
+
+    def on(self, device: torch.device) -> Any:
+        """The module, if a device uses its kernels; else None."""
+        return checked(self.module, self.compare, device)[0] if self.suits(device) else None
+
+    def fault(self, device: torch.device) -> str | None:
+        """Why a device goes without them. None: it uses them, or they are not made for it."""
+        return checked(self.module, self.compare, device)[1] if self.suits(device) else None
 
 
 @functools.cache

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ft_service.plan.memory import GROUPED_BYTES
+from ft_service.kernel_limits import GROUPED_MULTIPLE, grouped_fits, matrices_at_a_time
 from workers.quant.frozen_linear import PLAIN, dense
 
 GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs for which torch has a grouped product. On others torch runs a loop that waits."""
-MULTIPLE = 8
-"""Rows and columns of the matrices of a grouped product are multiples of this: 16 bytes in bf16."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def _grouped_linear_grad(grad: Tensor, counts: Tensor, parts: list[Tensor], name
 
 def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
     """Return whether torch has a kernel for x's rows times matrices [rows, cols] of their groups."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or rows % MULTIPLE or cols % MULTIPLE:
+    if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or not grouped_fits(rows, cols):
         return False
     return torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES
 
@@ -77,10 +75,10 @@ def grouped_product(x: Tensor, counts: Tensor, weight: GroupedWeight, *, transpo
     """Multiply each row of x by its group's matrix → [n, cols], or `transposed` → [n, rows]. The host never waits.
 
     With more groups than are dequantised at a time, each lot takes its rows of x to the front, which costs a copy of x and two
-    of the result, one after the other: only the device knows where they begin. The plan counts them (`_copied_by_lots`).
+    of the result, one after the other: only the device knows where they begin. `copied_by_lots` counts the bytes.
     """
     groups, n = counts.shape[0], x.shape[0]
-    lot = max(1, GROUPED_BYTES // (weight.rows * weight.cols * x.element_size())) if weight.name != PLAIN else groups
+    lot = groups if weight.name == PLAIN else matrices_at_a_time(weight.rows * weight.cols * x.element_size())
     ends = counts.cumsum(0)
 
     def product(rows: Tensor, first: int, last: int, offs: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ def grouped_matrices(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     wait for the number of rows of every group.
     """
     rows, cols = matrices.shape[1:]
-    more_rows, more_cols = -rows % MULTIPLE, -cols % MULTIPLE
+    more_rows, more_cols = -rows % GROUPED_MULTIPLE, -cols % GROUPED_MULTIPLE
     if not is_grouped(x, rows + more_rows, cols + more_cols):
         return _adapter_product(x, matrices, counts)
     if more_cols:

@@ -65,7 +65,7 @@ def quantize(weight: Tensor) -> NF4Parts:
 def dequantize(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`."""
     codes, scales, row_max = parts
-    kernels = _kernels(codes.device)[0] if codes.is_cuda else None
+    kernels = KERNEL.on(codes.device)
     if kernels is not None:
         return kernels.dequantised(codes, scales, row_max, values(codes.device), cols, dtype)
     return _dequantize_by_parts(parts, cols, dtype)
@@ -84,15 +84,6 @@ def values(device: torch.device) -> Tensor:
     return dequantize_blocks(codes.view(1, -1), torch.ones(1, 1, device=device), BLOCK, torch.float32)[0, 1:33:2].contiguous()
 
 
-def kernel_fault(device: torch.device) -> str | None:
-    """Why weights are dequantised on a GPU by bitsandbytes' kernel and three others; None: by one, or the device is none."""
-    return _kernels(device)[1] if device.type == "cuda" else None
-
-
-def _kernels(device: torch.device) -> tuple[Any, str | None]:
-    return gpu_kernels.checked("workers.quant.nf4_kernels", _compare, device)
-
-
 def _compare(kernels: Any, device: torch.device) -> None:
     """Raise AssertionError if the kernel comes to other bits, or is slower on a matrix of 4096 x 4096."""
     for rows, cols in ((5, 100), (4096, 4096)):
@@ -102,6 +93,9 @@ def _compare(kernels: Any, device: torch.device) -> None:
         by_parts = functools.partial(_dequantize_by_parts, parts, cols, torch.bfloat16)
         assert torch.equal(by_one(), by_parts()), "it gives other weights"
     gpu_kernels.assert_faster(by_one, by_parts, device)
+
+
+KERNEL = gpu_kernels.CheckedKernel("workers.quant.nf4_kernels", _compare)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Outcome, OutcomeKind, Start
-from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
+from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT, is_lost_connection
 from ft_service.spec import JobSpec
 from workers.base.rank_objects import FailedElsewhere
 from workers.ranks.allocator import keep_freed_memory
@@ -40,7 +40,6 @@ INIT_METHOD = "FT_INIT_METHOD"
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused", re.IGNORECASE)
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout", re.IGNORECASE)
 
 
@@ -208,7 +207,8 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error only says that another rank failed or went away; that rank's own error is then the one to show."""
-    return isinstance(error, FailedElsewhere) or (isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error))))
+    lost = isinstance(error, RuntimeError) and is_lost_connection(str(error))
+    return lost or isinstance(error, FailedElsewhere)
 
 
 def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from workers.serving.sampling import Sampling
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Answers to a conversation (ft_service/serving/chat_request.py makes it)."""
+    """Answers to a conversation (api/wire/chat_request.py makes it)."""
 
     id: str
     messages: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Continuations of a text without a chat template (ft_service/serving/completion_request.py makes it)."""
+    """Continuations of a text without a chat template (api/wire/completion_request.py makes it)."""
 
     id: str
     prompt: str | list[int]

@@ -22,9 +22,9 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError
 from ft_service.host.hardware import available_memory
-from ft_service.plan.quantities import bytes_text
 from ft_service.rundir.evaluations import finite_nats
 from ft_service.spec import DataFileRef, JobSpec, PrecisionOptions
+from ft_service.wording import bytes_text
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
 from workers.data.token_sets import as_trained, tokenise

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from ft_service.bases.adapter_names import is_lora
 from ft_service.data.answer_format import Answer
 from ft_service.host.hardware import available_memory
-from ft_service.plan.quantities import duration_text
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality, finite_nats
 from ft_service.spec import JobSpec, PrecisionOptions
-from ft_service.wording import counted
+from ft_service.wording import counted, duration_text
 from workers.base.frozen_weights import Level
 from workers.base.load import adapters, rows_of
 from workers.base.rank_objects import from_all, from_first

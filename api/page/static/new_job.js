@@ -28,6 +28,50 @@
     planSoon();
   });
 
+  // Columns that are chosen become the mapping; a role belongs to one column.
+  form.addEventListener("change", (event) => {
+    const chosen = event.target.closest("[data-column]");
+    if (!chosen) return;
+    const roles = $$("[data-column]", chosen.closest("[data-mapping]"));
+    for (const other of roles) if (other !== chosen && other.value === chosen.value) other.value = "";
+    const pairs = roles.filter((select) => select.value).map((select) => `${select.value}: ${JSON.stringify(select.dataset.column)}`);
+    form.elements.data.value = pairs.length ? `{${pairs.join(", ")}}` : "";
+    planSoon();
+  });
+
+  // The first samples, as the base reads them. They are asked for once for each choice of what they depend on.
+  const preview = $("#preview");
+  let previewed = "";
+  const showSamples = () => {
+    const { training_file: file, model, data, method } = form.elements;
+    const usable = $("#check-training_file [data-usable]")?.dataset.usable === "yes";
+    const asked = new URLSearchParams({ model: model.value, method: method.value, columns: data.value });
+    const address = usable && model.value ? `/page/data/${encodeURIComponent(file.value)}/first?${asked}` : "";
+    if (address === previewed) return;
+    previewed = address;
+    preview.hidden = !address;
+    preview.textContent = address ? "Reading the file…" : "";
+    if (address) htmx.ajax("GET", address, { target: "#preview", swap: "innerHTML" });
+  };
+  document.addEventListener("htmx:afterSettle", (event) => { if (event.target.id === "plan") showSamples(); });
+
+  // Settings are found by their names and by what they do.
+  const wanted = $("[data-find-option]");
+  wanted.addEventListener("input", (event) => {
+    event.stopPropagation();
+    const words = wanted.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let found = 0;
+    for (const section of $$("[data-section]")) {
+      const fields = $$("[data-option]", section);
+      for (const field of fields) field.hidden = !words.every((word) => field.dataset.option.includes(word));
+      const shown = fields.filter((field) => !field.hidden).length;
+      section.hidden = !shown;
+      if (words.length) section.open = shown > 0;
+      found += shown;
+    }
+    $("[data-found]").textContent = words.length ? `${found} found` : "";
+  });
+
   // A refusal names a field, which is marked.
   form.addEventListener("htmx:responseError", (event) => {
     try {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 from urllib.parse import urlencode
@@ -9,6 +10,8 @@ from urllib.parse import urlencode
 from fastapi import Request
 from fastapi.responses import Response
 
+from api.http.threads import parsed_in_turn
+from api.page import job_form
 from api.page.formatting import length_bars
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
@@ -20,7 +23,7 @@ router = page_router()
 _FILES = 500
 """Files of a page of the list."""
 _NEWEST_JOBS = 100
-_SHOWN = 10
+_SHOWN, _FIRST = 10, 3
 _HISTOGRAM = 100
 
 
@@ -47,6 +50,18 @@ async def file_samples(request: Request, api: Api, file_id: str, model: str, aft
     return await _samples(request, api, f"/v1/files/{file_id}/samples", after, model=model)
 
 
+@router.get("/page/data/{file_id}/first")
+async def first_samples(
+    request: Request, api: Api, file_id: str, model: str, method: str = "supervised", columns: str = ""
+) -> Response:
+    """The first samples as a job of the form would read them. `columns`: the form's mapping, as YAML."""
+    query = {"model": model, "method": method}
+    mapping = (await parsed_in_turn(job_form.body_of, {job_form.DATA: columns})).get(job_form.DATA)
+    if isinstance(mapping, dict):
+        query["data"] = json.dumps(mapping)
+    return await _first(request, api, f"/v1/files/{file_id}/samples", **query)
+
+
 @router.get("/page/data/{file_id}/statistics")
 async def file_statistics(request: Request, api: Api, file_id: str, model: str) -> Response:
     """Statistics of the whole file, as a job on a base would see it; or the reason why it cannot be trained on."""
@@ -61,8 +76,12 @@ async def file_statistics(request: Request, api: Api, file_id: str, model: str) 
 
 
 @router.get("/page/jobs/{job_id}/samples")
-async def job_samples(request: Request, api: Api, job_id: str, file: str = "training", after: int = 0) -> Response:
-    """Samples as the job's model sees them."""
+async def job_samples(
+    request: Request, api: Api, job_id: str, file: str = "training", after: int = 0, few: bool = False
+) -> Response:
+    """Samples as the job's model sees them. `few`: the first ones alone."""
+    if few:
+        return await _first(request, api, f"{JOBS}/{job_id}/samples", file=file)
     return await _samples(request, api, f"{JOBS}/{job_id}/samples", after, file=file)
 
 
@@ -70,6 +89,15 @@ async def job_samples(request: Request, api: Api, job_id: str, file: str = "trai
 async def delete(request: Request, api: Api, file_id: str) -> Response:
     await api.delete(f"/v1/files/{file_id}")
     return leave_for(request, "/data")
+
+
+async def _first(request: Request, api: InnerApi, path: str, **query: str) -> Response:
+    """Return the first samples, or why there are none."""
+    try:
+        found = await api.get(path, limit=_FIRST, **query) | {"has_more": False}
+    except ApiError as error:
+        found = {"fault": error.message}
+    return page(request, "samples.html", found=found, after=0, lengths=None, more="")
 
 
 async def _samples(request: Request, api: InnerApi, path: str, after: int, **query: str) -> Response:

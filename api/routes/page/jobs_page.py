@@ -18,6 +18,7 @@ from api.http.threads import parsed_in_turn
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, leave_for, page, rendered, sent
+from api.page.sample_job import sample_base
 from api.page.summaries import answers_of, graded_over_time
 from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
@@ -39,6 +40,7 @@ _LOG_LINES = 400
 _RECENT_SECONDS = 2.0
 _MOST_RECENT = 100
 _LATEST_EVENTS = 12
+_FILTERS = ("status", "suffix", "base", "metadata", "project")
 _ROLLOUTS, _PROMPTS_OF_ROLLOUT = 20, 12
 """Steps of reinforcement learning whose answers are shown, and prompts of each."""
 Chosen = Annotated[int | None, BeforeValidator(lambda given: None if given == "" else given)]
@@ -247,38 +249,56 @@ async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:
 async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bool = False) -> dict[str, Any]:
     """Return the values of `jobs_rows.html`. `first`: a short list without curves, after which the browser loads the whole."""
     given = request.query_params
-    filters = {name: given.get(name) or None for name in ("status", "suffix", "base", "metadata", "project")}
+    filters = {name: given.get(name) or None for name in _FILTERS}
+    after = given.get("after")
+    unfinished, others, listed = await _listed(api, filters, after, first=first)
+    kept = {name: value for name, value in filters.items() if value}
+    foreign = filters["project"] not in (None, viewer.project_id)
+    here = kept if after is None else kept | {"after": after}
+    jobs = [*unfinished, *others]
+    titled = ("Unfinished", unfinished), ("Earlier", others)
+    return {
+        "jobs": jobs,
+        "groups": [(title, part) for title, part in titled if part],
+        "curves": {} if first or foreign else await _losses(api, jobs),
+        "foreign": foreign,
+        "filters": filters,
+        "filtered": bool(kept),
+        "sample": None if jobs or kept else await _sample_base(api),
+        "live": f"/page/live/jobs?{urlencode(here)}",
+        "more": listed["has_more"],
+        "first_page": after is None,
+        "newest": f"/jobs?{urlencode(kept)}",
+        "older": f"/jobs?{urlencode(kept | {'after': listed['last_id'] or ''})}",
+    }
+
+
+async def _listed(
+    api: InnerApi, filters: dict[str, str | None], after: str | None, *, first: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Return the jobs that run or wait, on the first page of all states; the others; and the answer that these are of."""
     key, equals, value = (filters["metadata"] or "").partition("=")
     if filters["metadata"] and not equals:  # else every job would be listed
         raise ApiError(400, {"message": f"metadata = {key[:80]!r}: filter by a pair, as key=value."})
-    pair = {f"metadata[{key.strip()}]": value.strip()} if equals else {}
-    query = {name: filters[name] for name in ("status", "suffix", "base", "project")} | pair
+    query = {name: filters[name] for name in ("status", "suffix", "base", "project")}
+    query |= {f"metadata[{key.strip()}]": value.strip()} if equals else {}
     unfinished: list[dict[str, Any]] = []
-    if "after" not in given and not filters["status"]:
+    if after is None and not filters["status"]:
         states = [state for state in State if state not in TERMINAL]
         unfinished = (await api.get(JOBS, limit=_UNFINISHED, **query | {"status": states}))["data"]
-    listed = await api.get(JOBS, limit=_FIRST_PAINT if first else _PAGE, after=given.get("after"), **query)
+    listed = await api.get(JOBS, limit=_FIRST_PAINT if first else _PAGE, after=after, **query)
     above = {job["id"] for job in unfinished}
     others = [job for job in listed["data"] if job["id"] not in above]
     if first:
         unfinished = unfinished[:_FIRST_PAINT]
         others = others[: _FIRST_PAINT - len(unfinished)]
-    kept = {name: value for name, value in filters.items() if value}
-    foreign = filters["project"] not in (None, viewer.project_id)
-    here = kept | ({"after": given["after"]} if "after" in given else {})
-    return {
-        "jobs": [*unfinished, *others],
-        "groups": [(title, jobs) for title, jobs in (("Unfinished", unfinished), ("Earlier", others)) if jobs],
-        "curves": {} if first or foreign else await _losses(api, [*unfinished, *others]),
-        "foreign": foreign,
-        "filters": filters,
-        "filtered": bool(kept),
-        "live": f"/page/live/jobs?{urlencode(here)}",
-        "more": listed["has_more"],
-        "first_page": "after" not in given,
-        "newest": f"/jobs?{urlencode(kept)}",
-        "older": f"/jobs?{urlencode(kept | {'after': listed['last_id'] or ''})}",
-    }
+    return unfinished, others, listed
+
+
+async def _sample_base(api: InnerApi) -> str | None:
+    """Return the base of the sample job. None: it is not among the bases here."""
+    models = await api.get("/v1/models", owned_by="system")
+    return next((model["id"] for model in models["data"] if model["id"] == sample_base()), None)
 
 
 async def _losses(api: InnerApi, jobs: list[dict[str, Any]]) -> dict[str, list[float]]:

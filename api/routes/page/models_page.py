@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
 from fastapi.responses import Response
@@ -13,19 +13,31 @@ from api.routes.page.sign_in_page import page_router
 
 router = page_router()
 
+_PAGE = 30
+"""Tuned models of a page."""
 _SHARES = "/v1/fine_tuning/checkpoints/{}/permissions"
+PageNumber = Annotated[int, Query(alias="page", ge=1, le=100_000)]
 Name = Annotated[str, Query(max_length=300)]
 
 
 @router.get("/models")
-async def models(request: Request, api: Api) -> Response:
+async def models(
+    request: Request, api: Api, show: Literal["tuned", "bases"] | None = None, page_number: PageNumber = 1
+) -> Response:
+    """Tuned models, the newest first, or bases: these where nothing was tuned yet and nobody asked."""
     views = (await api.get("/v1/models"))["data"]
-    tuned = [view for view in views if view["parent"]]
+    tuned = sorted((view for view in views if view["parent"]), key=lambda view: -view["created"])
     by_name = {view["id"]: view for view in tuned}
+    begin = _PAGE * (page_number - 1)
+    shown = tuned[begin : begin + _PAGE]
     values = {
+        "show": show or ("tuned" if tuned else "bases"),
         "bases": [view for view in views if not view["parent"]],
-        "tuned": tuned,
-        "lines": {view["id"]: _lineage(view, by_name) for view in tuned},
+        "tuned": shown,
+        "total": len(tuned),
+        "number": page_number,
+        "more": len(tuned) > begin + _PAGE,
+        "lines": {view["id"]: _lineage(view, by_name) for view in shown},
         "chat": await inference_of(api),
         "seen": "",
     }

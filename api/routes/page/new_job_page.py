@@ -10,10 +10,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from api.http.threads import parsed_in_turn
+from api.http.threads import in_thread, parsed_in_turn
 from api.page import job_form
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
+from api.page.sample_job import sample_files, sample_options
 from api.routes.page.jobs_page import JOBS
 from api.routes.page.sign_in_page import form_of, page_router
 from ft_service.bases.describing import NotDescribedError
@@ -51,6 +52,8 @@ async def form(
         "files": files,
         "missing": missing,
         "fields": fields,
+        "methods": job_form.METHODS,
+        "example_grader": job_form.EXAMPLE_GRADER,
         "first": [options[name] for name in job_form.FIRST],
         "rest": {
             section: [option for name, option in options.items() if _is_further(name, section)] for section in job_form.SECTIONS
@@ -68,11 +71,12 @@ async def plan(request: Request, api: Api) -> Response:
         body = await _body_of(request)
     except ValueError as error:
         fault = {"fault": str(error), "param": job_form.OTHER}
-        return page(request, "new_plan.html", plan=fault, words={}, checks={})
+        return page(request, "new_plan.html", plan=fault, words={}, checks={}, mapped={})
     checks = await _checks(api, body)
     names = {file["id"]: file["filename"] for file in await _data_files(api)}
     words = await parsed_in_turn(_words, body, names, str(request.base_url).rstrip("/"))
-    return page(request, "new_plan.html", plan=await _plan(api, body, checks), words=words, checks=checks)
+    values = {"checks": checks, "roles": job_form.COLUMN_ROLES[_method_of(body)], "mapped": _mapping_of(body)}
+    return page(request, "new_plan.html", plan=await _plan(api, body, checks), words=words, **values)
 
 
 @router.post("/new")
@@ -83,6 +87,19 @@ async def create(request: Request, api: Api) -> Response:
         raise ApiError(400, {"message": str(error), "param": job_form.OTHER}) from None
     if (unusable := _unusable(await _checks(api, body))) is not None:
         raise ApiError(400, {"message": unusable["fault"], "param": unusable["param"]})
+    job = await api.post(JOBS, body)
+    return leave_for(request, f"/jobs/{job['id']}")
+
+
+@router.post("/new/sample")
+async def create_sample(request: Request, api: Api) -> Response:
+    """Create the quickstart's job from the data that this installation brings, and show it."""
+    body, files = await in_thread(sample_options), await in_thread(sample_files)
+    there = {(file["filename"], file["bytes"]): file["id"] for file in await _data_files(api)}
+    for name, path in files.items():
+        content = await in_thread(path.read_bytes)
+        found = there.get((path.name, len(content)))
+        body[name] = found or (await api.upload(path.name, content))["id"]
     job = await api.post(JOBS, body)
     return leave_for(request, f"/jobs/{job['id']}")
 
@@ -137,10 +154,9 @@ async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str,
     """Return each file field's check, as a job with this body would read the file; None: no file is chosen, or it cannot be
     checked now.
     """
-    method = body["method"].get("type") if isinstance(body.get("method"), dict) else None
-    query = {"method": method if method in ("supervised", "dpo", "reinforcement") else "supervised"}
-    if isinstance(body.get(job_form.DATA), dict):
-        query["data"] = json.dumps(body[job_form.DATA])
+    query = {"method": _method_of(body)}
+    if mapping := _mapping_of(body):
+        query["data"] = json.dumps(mapping)
     checks: dict[str, dict[str, Any] | None] = {}
     for name in ("training_file", "validation_file"):
         checks[name] = None
@@ -148,6 +164,16 @@ async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str,
             with contextlib.suppress(ApiError):  # such as a wrong mapping of columns, which the plan reports
                 checks[name] = await api.get(f"/v1/files/{file_id}/check", **query)
     return checks
+
+
+def _method_of(body: Mapping[str, Any]) -> str:
+    method = body["method"].get("type") if isinstance(body.get("method"), dict) else None
+    return method if method in job_form.METHODS else "supervised"
+
+
+def _mapping_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format's names of columns with the file's; empty: none, or no mapping."""
+    return body[job_form.DATA] if isinstance(body.get(job_form.DATA), dict) else {}
 
 
 async def _data_files(api: InnerApi) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from fastapi.routing import APIRoute
 
 from api.http import sessions, sign_on
 from api.http.auth import authenticated
-from api.http.dependencies import MAX_JSON_BYTES, Services, Svc
-from api.http.threads import in_thread, with_key
+from api.http.bodies import ArrivingBody
+from api.http.dependencies import MAX_JSON_BYTES, SHORT_BYTES, Services, Svc
+from api.http.threads import in_thread, parsed_in_turn, with_key
 from api.page.inner_api import ApiError
 from api.page.rendering import HEADERS, SignInNeeded, address_parts, leave_for, page, static_answer, static_files
 from api.wire.error_views import invalid_parameter
@@ -25,6 +26,8 @@ router = APIRouter(include_in_schema=False)
 
 _MOST_BYTES = 4096
 """Size limit of the sign-in form."""
+_MOST_FIELDS = 1000
+"""Limit on the fields of any form: each is an object of its own."""
 
 
 async def visitor(request: Request, services: Svc) -> Principal:
@@ -151,10 +154,16 @@ def _refuse_other_sites(request: Request) -> None:
 
 
 async def form_of(request: Request, most_bytes: int = MAX_JSON_BYTES) -> dict[str, str]:
-    """Return the fields of a form. Raises SpecError if it is larger than `most_bytes`."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most_bytes:
-            raise SpecError(f"The form is larger than {most_bytes} bytes.", code="request_too_large")
-    return dict(parse_qsl(body.decode("utf-8", "replace")))
+    """Return the fields of a form. Raises SpecError if it is larger than `most_bytes`, too slow, or has too many fields."""
+    async with ArrivingBody(request, most_bytes).whole() as body:
+        if len(body) <= SHORT_BYTES:
+            return _fields(body)
+        return await parsed_in_turn(_fields, body)
+
+
+def _fields(body: bytearray) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS))
+    except ValueError:
+        text = f"The form has more than {_MOST_FIELDS:,} fields. Send only those that it has on the page."
+        raise SpecError(text, code="request_too_large") from None

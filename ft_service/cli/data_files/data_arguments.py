@@ -15,11 +15,11 @@ from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.local_store import settings_with_models
 from ft_service.data.formats.folders import dataset_files
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import LocalData
 from ft_service.spec import TrainOn
 from ft_service.spec.options import DataOptions, TrainingOptions
 from ft_service.spec.templates import check_template, named_template
 from ft_service.spec.validation_errors import words_of
+from ft_service.spec_files.spec_file import LocalData
 
 MAX_LENGTH = TrainingOptions().max_length
 

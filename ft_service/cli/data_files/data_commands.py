@@ -51,8 +51,8 @@ from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import DataError, SpecError
 from ft_service.host.home import create_home
-from ft_service.local.spec_file import LocalData
 from ft_service.spec import TrainingOptions
+from ft_service.spec_files.spec_file import LocalData
 from ft_service.wording import counted
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)

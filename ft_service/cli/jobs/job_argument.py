@@ -13,8 +13,8 @@ from ft_service.client.client import Client
 from ft_service.client.responses import RemoteJob
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.local.parent import LAST, PREFIX, SEARCHED
 from ft_service.spec import TunedName, is_tuned
+from ft_service.spec_files.parent import LAST, PREFIX, SEARCHED
 
 _SHOWN = 5
 _WHOLE = len(new_id(PREFIX))

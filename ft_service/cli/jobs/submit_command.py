@@ -27,11 +27,11 @@ from ft_service.data.statistics import Lines, Measure, Records, advice, without_
 from ft_service.errors import DataError, FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.host.running_servers import living_servers
 from ft_service.ids import new_id
-from ft_service.local.spec_file import LocalData, SpecFile, resolve_spec_file
 from ft_service.plan.auto_options import within_context
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.settings import Settings
 from ft_service.spec import DataFileRef, JobSpec, by_samples
+from ft_service.spec_files.spec_file import LocalData, SpecFile, resolve_spec_file
 
 _PACKED = 100
 """Largest assumed compression of a folder's records."""

@@ -22,16 +22,16 @@ from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.ids import new_id
-from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.auto_options import settle_on, within_context
 from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, measured, this_host
 from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
-from ft_service.plan.quantities import bytes_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import engine_seconds, lanes_of, seconds_alone
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
+from ft_service.spec_files.spec_file import SpecFile, resolve_spec_file
+from ft_service.wording import bytes_text
 
 _UNITS = {
     "": 1,

@@ -26,9 +26,7 @@ from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.host.home import create_home
 from ft_service.ids import new_id
-from ft_service.local.parent import prepare_local
 from ft_service.local.run import run_local, wait_begun
-from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.admit import admit, settle_counted
 from ft_service.plan.auto_options import keep_choices
 from ft_service.plan.machines import measured, this_host
@@ -40,6 +38,8 @@ from ft_service.rundir.documents import Exit, ExitReason
 from ft_service.rundir.events import Event
 from ft_service.settings import Settings
 from ft_service.spec import JobRequest, JobSpec
+from ft_service.spec_files.parent import prepare_local
+from ft_service.spec_files.spec_file import SpecFile, resolve_spec_file
 from ft_service.supervisor.command_line import SupervisorOptions
 from ft_service.supervisor.torchrun import Node
 

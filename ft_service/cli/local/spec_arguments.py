@@ -10,7 +10,7 @@ import typer
 from ft_service.cli.output import load_settings
 from ft_service.data.hub_data import FOLDER
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import SpecFile, load_spec_file, parse_option
+from ft_service.spec_files.spec_file import SpecFile, load_spec_file, parse_option
 
 SpecOrData = Annotated[
     Path,

@@ -40,8 +40,8 @@ from ft_service.host.home import create_home
 from ft_service.host.lifetime import try_lock
 from ft_service.installation import SAMPLE_DATA, SAMPLE_MODELS, SAMPLE_SPEC
 from ft_service.jobs.states import TERMINAL, State
-from ft_service.local.spec_file import SpecFile, load_spec_file
 from ft_service.rundir.events import Metrics
+from ft_service.spec_files.spec_file import SpecFile, load_spec_file
 
 HELD_OUT = SAMPLE_DATA / "heldout.jsonl"
 FINISHED = frozenset(map(str, TERMINAL))

@@ -23,10 +23,10 @@ from ft_service.jobs.states import Job
 from ft_service.plan.admit import Admitted
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.documents import ErrorInfo
+from ft_service.serving import worker_tasks
 from ft_service.spec import AdapterRef, JobSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
-from ft_service.supervisor import worker_tasks
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,25 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ft_service.data import chat_line
-from ft_service.data.chat_line import parse_chat, parse_messages, parse_tools, refuse_variables, require_answered_calls
+from ft_service.data.chat_line import (
+    VARIABLES,
+    parse_chat,
+    parse_messages,
+    parse_tools,
+    parse_variables,
+    require_answered_calls,
+)
 from ft_service.data.formats import media
 from ft_service.data.formats.columns import PEOPLE, QUESTIONS, SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
 from ft_service.data.formats.media import refuse_media
 from ft_service.data.line_errors import LineError, required, text_of
 from ft_service.data.preference_line import parse_pair
-from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text, Variable
 from ft_service.wording import kind, shown_value
 
 Fields = Mapping[str, Any]
@@ -34,16 +42,17 @@ _TOOLS = ("tools", "parallel_tool_calls", "functions")
 _COLUMNS: Mapping[Format, Sequence[str]] = {
     Format.CHAT: (*chat_line.KEYS, "system"),
     Format.PROMPTS: chat_line.KEYS,
-    Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS),
-    Format.TEXT: ("text",),
-    Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS),
-    Format.GEMINI: ("contents", *_SYSTEM_INSTRUCTION, "tools"),
-    Format.ALPACA: ("instruction", "input", "output", "system", "history"),
+    Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS, VARIABLES),
+    Format.TEXT: ("text", VARIABLES),
+    Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS, VARIABLES),
+    Format.GEMINI: ("contents", *_SYSTEM_INSTRUCTION, "tools", VARIABLES),
+    Format.ALPACA: ("instruction", "input", "output", "system", "history", VARIABLES),
     Format.OPENAI_PAIRS: (
         *("input", "preferred_output", "non_preferred_output", "preferred_completion", "non_preferred_completion"),
+        VARIABLES,
     ),
     Format.TRL_PAIRS: (
-        *("prompt", "chosen", "rejected", "tools"),
+        *("prompt", "chosen", "rejected", "tools", VARIABLES),
         *("conversations", "conversation", "instruction", "input", "system", "history"),
     ),
 }
@@ -80,9 +89,21 @@ def as_record(format: Format, fields: Fields) -> Record:
             "is a message of a conversation, by its role or its user: give all messages of a conversation in one record, as "
             "messages with role and content; or leave those columns out if each text is a document",
         )
-    refuse_variables(fields)
     refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
-    return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
+    own = {name: value for name, value in fields.items() if name in _COLUMNS[format] and name != VARIABLES}
+    return _setting(_PARSERS[format](own), parse_variables(fields))
+
+
+def _setting(record: Record, variables: dict[str, Variable]) -> Record:
+    """The record, whose chat template reads these variables. Raises LineError for one that is not written by a template."""
+    if not variables:
+        return record
+    if isinstance(record, Conversation):
+        return replace(record, variables=variables)
+    if isinstance(record, Pair):
+        answers = (replace(answer, variables=variables) for answer in (record.preferred, record.rejected))
+        return Pair(*answers)
+    raise LineError(VARIABLES, "sets variables of a chat template, which does not write bare text: give the record as messages")
 
 
 def _prompt_completion(fields: Fields) -> Record:

@@ -58,6 +58,8 @@ class FileFormat:
     """Keys of records that the format does not have and that are left out; the first NOTED of them."""
     joined: tuple[str, ...] = ()
     """The file's names of prompt and completion, if these are strings, which no chat template writes unless it is applied."""
+    columns: tuple[str, ...] = ()
+    """The file's names of the keys of its first record; the first NOTED of them."""
 
     @property
     def word(self) -> str:
@@ -156,6 +158,8 @@ class DataReader:
                 return arrow_rows(file, container, self._columns, self.columns)
 
     def _record(self, number: int, row: dict[str, object]) -> Record | Fault:
+        if not self.shape.columns:
+            self.shape.columns = tuple(name[:_NAME] for name in (self._columns or row))[:NOTED]
         try:
             named = without_nulls(self.columns.record(row))
             record = as_record(self._format(named, row), named)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ft_service.data.chat_line import VARIABLES
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record, Text
 
@@ -16,7 +17,7 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
     """
     match record:
         case Conversation():
-            return {"messages": _messages(record, 0), **_tools(record)}
+            return {"messages": _messages(record, 0), **_tools(record), **_variables(record)}
         case PromptCompletion() if as_chat:
             return line_of(record.as_chat)
         case PromptCompletion():
@@ -28,8 +29,8 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
         case Pair():
             return _pair(record)
         case GradedPrompt():
-            tools = {"tools": list(record.tools)} if record.tools else {}
-            return {"messages": [_message(message) for message in record.messages], **tools, **record.item}
+            messages = [_message(message) for message in record.messages]
+            return {"messages": messages, **_tools(record), **_variables(record), **record.item}
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "input": {"messages": _messages(given, 0), **_tools(given)},
         "preferred_output": _messages(chosen, begin, weights=False),
         "non_preferred_output": _messages(rejected, begin, weights=False),
+        **_variables(chosen),
     }
 
 
@@ -72,5 +74,9 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
-def _tools(chat: Conversation) -> dict[str, Sequence[Any]]:
+def _tools(chat: Conversation | GradedPrompt) -> dict[str, Sequence[Any]]:
     return {"tools": list(chat.tools)} if chat.tools else {}
+
+
+def _variables(chat: Conversation | GradedPrompt) -> dict[str, Any]:
+    return {VARIABLES: dict(chat.variables)} if chat.variables else {}

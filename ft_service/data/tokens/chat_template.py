@@ -24,9 +24,11 @@ import jinja2
 import jinja2.meta
 from transformers.utils import chat_template_utils
 
+from ft_service.data.chat_line import VARIABLES
 from ft_service.data.line_errors import LineError
+from ft_service.data.sample_kinds import Variable
 from ft_service.errors import SpecError
-from ft_service.spec.template_variables import GIVEN, variables_of, without_variables
+from ft_service.spec.template_variables import GIVEN, before, variables_of, without_variables
 
 CLOCK = "strftime_now"
 """The function that templates call for today's date."""
@@ -129,6 +131,12 @@ class ChatTemplate:
         sources = ((_DEFAULT, given),) if isinstance(given, str) else tuple(given.items())
         return _kept(sources, json.dumps({name: _plain(value) for name, value in tokenizer.special_tokens_map.items()}))
 
+    def setting(self, variables: Mapping[str, Variable]) -> ChatTemplate:
+        """The template with a record's variables, before a job's. Raises LineError for one that it does not read."""
+        if not variables:
+            return self
+        return _kept_setting(self, json.dumps(dict(variables)))  # text, since 1 and true are the same to a cache
+
     @property
     def text(self) -> str:
         """All its sources as one text, for searches."""
@@ -143,8 +151,8 @@ class ChatTemplate:
         """Raise SpecError for a source with wrong syntax, and for a variable that a job sets and the source does not read."""
         for text in self.sources.values():
             try:
-                compiled: Any = chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
-                _require_read(text, compiled.environment)
+                chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
+                _require_read(text)
             except jinja2.TemplateSyntaxError as error:
                 raise SpecError(f"chat_template: line {error.lineno}: {error.message}.", param="chat_template") from None
 
@@ -192,23 +200,45 @@ def writes_name(template: ChatTemplate, role: str) -> bool:
     return False
 
 
+@lru_cache(maxsize=32)
+def _kept_setting(template: ChatTemplate, variables: str) -> ChatTemplate:
+    given: dict[str, Variable] = json.loads(variables)
+    read = frozenset[str]().union(*map(_read, template.sources.values()))
+    for name in given:
+        if name not in read:
+            reason = f"is a variable that the base's chat template does not read. {_known(sorted(read))}: leave it out"
+            raise LineError(f"{VARIABLES}.{name}", reason)
+    sources = {name: before(text, given) for name, text in template.sources.items()}
+    return ChatTemplate(sources, template.special_tokens)
+
+
 @lru_cache(maxsize=16)
 def _kept(sources: tuple[tuple[str, str], ...], special_tokens: str) -> ChatTemplate:
     return ChatTemplate(dict(sources), json.loads(special_tokens))
 
 
-def _require_read(source: str, environment: jinja2.Environment) -> None:
-    if not (given := variables_of(source)):
-        return
-    found = jinja2.meta.find_undeclared_variables(environment.parse(without_variables(source)))
-    read = sorted(name for name in found - set(environment.globals) - set(GIVEN) if not name.endswith("_token"))
+def _require_read(source: str) -> None:
+    """Raise SpecError for a variable that a job sets, as lines in front of a source, and the source does not read."""
+    read = _read(source) if (given := variables_of(source)) else frozenset()
     for name in given:
         if name not in read:
-            known = f"It reads {', '.join(read[:20])}" if read else "It reads none that a job could set"
             raise SpecError(
-                f"chat_template_kwargs.{name}: the chat template does not read it. {known}: leave it out.",
-                param=f"chat_template_kwargs.{name}",
+                f"{VARIABLES}.{name}: the chat template does not read it. {_known(sorted(read))}: leave it out.",
+                param=f"{VARIABLES}.{name}",
             )
+
+
+@lru_cache(maxsize=32)
+def _read(source: str) -> frozenset[str]:
+    """The variables that a source reads and a job or a record can set. Raises TemplateSyntaxError."""
+    environment = chat_template_utils._compile_jinja_template(source).environment  # pyright: ignore[reportPrivateUsage]
+    found = jinja2.meta.find_undeclared_variables(environment.parse(without_variables(source)))
+    own = found - set(environment.globals) - set(GIVEN)
+    return frozenset(name for name in own if not name.endswith("_token"))
+
+
+def _known(read: Sequence[str]) -> str:
+    return f"It reads {', '.join(read[:20])}" if read else "It reads none that could be set"
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Rendered(NamedTuple):
     """The part of the conversation that the sample is of: up to the last answer that it learns, with weights of these."""
 
 
-RENDERING = 8
+RENDERING = 9
 """Version of the conversations that chat_line.py and formats/normalize.py make of a record, and of the tokens and targets that
 this module, answer_markers.py, boundary_tokens.py and tokenize.py make of these; increase it when they change."""
 EXACT_ANSWERS = 16
@@ -85,6 +86,7 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
     """
     template = ChatTemplate.of(tokenizer)
     assert template is not None, "the caller checks"
+    template = template.setting(sample.variables)
     _require_tools_in_template(template, sample.tools, calls=sample.calls_tools)
     messages, tools = list(sample.messages), list(sample.tools) or None
     if any(CLOSE in message["content"] for message in messages) and _doubles_thoughts(template):
@@ -108,7 +110,8 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Conversation, options: To
             raise LineError(error.field, f"{error.reason}. {way_out}") from None
         own = learned[-len(spans) :]
         weights = tuple(int(index in own) for index in range(own[-1] + 1))
-        samples.insert(0, Rendered(text, spans, Conversation(tuple(messages[: own[-1] + 1]), weights, sample.tools)))
+        source = replace(sample, messages=tuple(messages[: own[-1] + 1]), weights=weights)
+        samples.insert(0, Rendered(text, spans, source))
         learned = learned[: -len(spans)]
         if len(samples) > 1 and sum(len(own.text) for own in samples) > MOST_CHARACTERS:
             raise LineError(
@@ -164,6 +167,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, sample: GradedPrompt, opti
             "The base's tokenizer has no chat template, so prompts cannot be written for it. Give chat_template.",
             param="chat_template",
         )
+    template = template.setting(sample.variables)
     messages = list(sample.messages)
     _require_tools_in_template(template, sample.tools, calls=any("tool_calls" in message for message in messages))
     return template.write(messages, list(sample.tools) or None, options.day, prompt=True)
@@ -365,6 +369,7 @@ def words_of(tokenizer: PreTrainedTokenizerBase, sample: Conversation, text: str
     """
     template = ChatTemplate.of(tokenizer)
     assert template is not None, "it has rendered the text"
+    template = template.setting(sample.variables)
     messages, tools = list(sample.messages), list(sample.tools) or None
     write: Template = partial(template.write, tools=tools, day=options.day)
     if options.train_on != "everything":

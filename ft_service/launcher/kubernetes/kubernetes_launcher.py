@@ -43,10 +43,10 @@ from ft_service.launcher.kubernetes.volumes import VisibleFiles, visible_reads, 
 from ft_service.launcher.liveness import EventAge, Outage
 from ft_service.launcher.protocol import LaunchError, ListedAttempt
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of, killed_exit, recorded_exit
 from ft_service.rundir.checkpoints import complete_checkpoints, newest_step
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of, killed_exit, recorded_exit
 
 log = logging.getLogger(__name__)
 

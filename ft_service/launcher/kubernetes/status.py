@@ -10,9 +10,9 @@ from typing import Any
 
 from ft_service.jobs.states import Level
 from ft_service.launcher.kubernetes.manifests import CONTAINER, QUEUE_NAME
+from ft_service.rundir.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
 from ft_service.rundir.failure_origin import Cause, cause_of
-from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
 
 Object = Mapping[str, Any]
 

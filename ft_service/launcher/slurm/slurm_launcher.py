@@ -35,10 +35,10 @@ from ft_service.launcher.slurm.slurm_states import (
     waiting_text,
 )
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of, killed_exit, recorded_exit
 from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.documents import Control, Desired, ExitReason, Launched
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of, killed_exit, recorded_exit
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ft_service.rundir.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
-from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
 
 Standing = Literal["waiting", "alive", "over", "unknown"]
 

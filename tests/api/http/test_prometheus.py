@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import ExitReason
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Scope, TenantLimits
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
 from tests.support.fake_launcher import FakeLauncher

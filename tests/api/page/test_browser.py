@@ -56,6 +56,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     find(driver, "#upload").send_keys(str(DATA / "train.jsonl"))
     until(lambda: Select(driver.find_element(By.ID, "training_file")).first_selected_option.text.startswith("train.jsonl"))
     find(driver, "#suffix").send_keys("by-hand")
+    click(driver, ".advanced > summary")
     find(driver, "[name='lora.r']").send_keys("8")
     until(lambda: all(word in text_of(driver, "#plan") for word in ("Fits", "Steps", "Time")))
     until(lambda: "'lora': {'r': 8}" in attribute(driver, "#as-python", "textContent"))
@@ -311,6 +312,7 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     assert [one.id for one in made if one.name == "Friends"] == [friends], "one, by two clicks"
     driver.get(f"{place.url}/models")
     row = f"tr:has(a[href='/jobs/{job.id}'])"
+    click(driver, f"{row} .menu summary")
     click(driver, f"{row} [hx-post*=verify]")
     assert "adapter" in text_of(driver, f"{row} .notice")
     before = set(downloads.glob("*.tar"))

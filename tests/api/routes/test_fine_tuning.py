@@ -18,8 +18,8 @@ from ft_service.control import admission
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
+from ft_service.serving import worker_tasks
 from ft_service.store.records import NewEvent
-from ft_service.supervisor import worker_tasks
 from tests.support.creating import create_job
 from tests.support.records import claim_next
 from tests.support.rest.refusals import check_error

@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from api.transfer.chat_answer import _Shape
+from api.wire.chat_request import parse_chat_completion
 from ft_service.data.answer_format import AnswerFormat
 from ft_service.data.tool_call_parser import CallFormat
-from ft_service.serving.chat_request import parse_chat_completion
 from workers.serving.answers import ChatAnswer
 from workers.serving.requests import ChatRequest
 from workers.serving.sampling import Choice

@@ -14,7 +14,7 @@ from ft_service.bases.origin import portable_name
 from ft_service.client.client import Client
 from ft_service.control.base_facts import base_facts
 from ft_service.errors import FtError, SpecError
-from ft_service.local.spec_file import load_spec_file
+from ft_service.spec_files.spec_file import load_spec_file
 from tests.support.bases import save_base
 from tests.support.command_line import Ft
 from tests.support.describing import described_here

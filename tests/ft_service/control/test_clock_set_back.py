@@ -10,11 +10,11 @@ import pytest
 from ft_service.control.ingest import cancel_job
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Phase, State
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ExitReason, Result
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.databases import set_clock
 from tests.support.fake_launcher import FakeLauncher

@@ -18,12 +18,12 @@ from sqlalchemy import text
 from ft_service.errors import LimitError, SpecError
 from ft_service.jobs.states import TERMINAL, Absent, Job, Running, State, Unknown
 from ft_service.jobs.user_actions import Verb
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import Desired, ExitReason
 from ft_service.spec import StoredSpec
 from ft_service.store.records import NewJob, TenantLimits
 from ft_service.store.sql import Store, open_store
 from ft_service.store.tenants.usage import UsageQuery
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, new_reconciler, new_store, spec_of

@@ -24,6 +24,7 @@ from ft_service.jobs.states import Ended, Job, Phase, Running, State, Unknown
 from ft_service.jobs.user_actions import Verb
 from ft_service.meters import Meters
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Control, Desired, ErrorInfo, ExitReason, Result, Start
 from ft_service.rundir.events import Event, Metrics, write_segment
@@ -31,7 +32,6 @@ from ft_service.rundir.presence import Presence
 from ft_service.spec import DistributedOptions, JobSpec
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.sql import Store
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until

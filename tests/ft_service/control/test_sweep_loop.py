@@ -15,13 +15,13 @@ from ft_service.errors import LimitError, SpecError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.jobs.user_actions import Verb
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Desired, ExitReason
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import StoredSpec
 from ft_service.store.records import JobChange, NewJob, NewSweep, Sweep
 from ft_service.store.sql import Store
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, messages, new_reconciler, new_store, spec_of

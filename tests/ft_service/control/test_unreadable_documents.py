@@ -23,12 +23,12 @@ from ft_service.jobs.states import Job, Observation, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Outcome, OutcomeKind, Result, Stop
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import JobSpec
 from ft_service.store.sql import Store
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import all_processes, gone, scripted, supervisor_of, wait_for
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until

@@ -11,12 +11,12 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import ALONE, Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of, killed_exit
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Result, Start
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
-from ft_service.supervisor.attempt_outcome import exit_of, killed_exit
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
 

@@ -13,13 +13,13 @@ from ft_service.engines.tending import EngineOptions, EngineTending
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Running, State
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import Control, Desired, ExitReason, Stop
 from ft_service.rundir.engine import ENGINE
 from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import JobChange, NewEngine
 from ft_service.store.sql import Store
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.creating import create_job
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ft_service.host import disk
+from ft_service.rundir.attempt_outcome import Evidence, FailedRank, decide_exit
 from ft_service.rundir.documents import ErrorInfo, ExitReason, Outcome, OutcomeKind
-from ft_service.supervisor.attempt_outcome import Evidence, FailedRank, decide_exit
 
 
 def failed(exitcode: int = 1, room: str | None = "no room", outcome: Outcome | None = None) -> ExitReason:

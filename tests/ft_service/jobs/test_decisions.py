@@ -34,9 +34,9 @@ from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, Queued
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.user_actions import Verb, request
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import Desired, ErrorInfo, ExitReason
 from ft_service.spec import StoredSpec
-from ft_service.supervisor.attempt_outcome import exit_of
 
 NOW = 1000.0
 TOO_SILENT = SILENCE_LIMIT_SECONDS + 1

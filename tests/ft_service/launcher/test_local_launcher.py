@@ -16,9 +16,9 @@ from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.local_launcher import LocalLauncher, host_id
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Result
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.attempts import all_processes, gone, new_run, process_of, scripted, starts, supervisor_of, wait_for
 from tests.support.secrets import SECRETS
 

@@ -7,9 +7,9 @@ import pytest
 
 from ft_service.data.statistics import Measure
 from ft_service.errors import SpecError
-from ft_service.host.processor import Products, processor_kind
+from ft_service.host.processor import Products, processor_kind, slow_bf16_advice
 from ft_service.plan.auto_options import Ranks, keep_choices
-from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu, measured, slow_bf16_advice
+from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu, measured
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import DataFileRef
 from tests.support.bases import LLAMA_8B, plan_of, save_base, settle_for, spec_on

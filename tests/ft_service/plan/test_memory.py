@@ -8,7 +8,7 @@ import pytest
 
 from ft_service.host.processor import Products
 from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine
-from ft_service.plan.memory import GROUPED_BYTES, RankBytes, planned_micro_batches
+from ft_service.plan.memory import RankBytes, planned_micro_batches
 from ft_service.plan.weight_storage import ShardLayout
 from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import HOST, plan_8b
@@ -185,7 +185,7 @@ def test_a_gpu_dequantises_many_experts_at_a_time(tmp_path: Path, experts: int, 
     precision = {"default": "nf4", "fused_kernels": "off"}
     spec = spec_on(base, training={"max_length": 16, "batch_size": 1}, precision=precision)
     matrix = 2 * 1536 * 2048
-    assert at_a_time == min(experts, GROUPED_BYTES // matrix)
+    assert at_a_time == min(experts, 2**30 // matrix)
     on_gpu, in_turn = (
         plan_of(spec, m).rank.workspace for m in (MACHINES["H100"], replace(MACHINES["H100"], shared_memory=True))
     )

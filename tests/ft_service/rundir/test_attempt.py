@@ -8,9 +8,9 @@ import pytest
 
 from ft_service.host import processes
 from ft_service.rundir.attempt import Attempt, AttemptKeys
+from ft_service.rundir.attempt_outcome import AttemptRecords, conclude
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Start, Stop
-from ft_service.supervisor.attempt_outcome import AttemptRecords, conclude
 from tests.support.unreadable import put_garbage
 
 START = Start(job_id="ftjob-1", attempt=3, world_size=4, generation=1, checkpoint=None, nodes=2)

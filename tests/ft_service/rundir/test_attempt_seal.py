@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ExitReason, Start
-from ft_service.supervisor.attempt_outcome import exit_of
 
 
 def begin(run: RunDir, attempt: int, checkpoint: str | None = None) -> Start:

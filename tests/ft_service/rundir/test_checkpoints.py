@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.checkpoints import complete_checkpoints, is_late, newest_step, set_damaged_aside
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Start
-from ft_service.supervisor.attempt_outcome import exit_of
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
-from ft_service.rundir.failure_origin import Cause, cause_of, nccl_gave_up
-from ft_service.supervisor.attempt_outcome import (
+from ft_service.rundir.attempt_outcome import (
     AttemptRecords,
     conclude,
     exit_of,
 )
+from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
+from ft_service.rundir.failure_origin import Cause, cause_of, nccl_gave_up
 
 
 @pytest.mark.parametrize(

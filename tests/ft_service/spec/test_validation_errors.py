@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from api.wire.chat_request import parse_chat_completion
 from ft_service.errors import SpecError
-from ft_service.serving.chat_request import parse_chat_completion
 from ft_service.spec import (
     parse_request,
 )

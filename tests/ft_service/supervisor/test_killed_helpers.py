@@ -9,9 +9,9 @@ import pytest
 
 from ft_service.host.helper_process import HelperFailed, Program
 from ft_service.rundir.directory import RunDir
+from ft_service.serving.worker_tasks import run_worker
 from ft_service.shared_work import losses
 from ft_service.supervisor.object_mirror import TRIES, Mirror, MirrorError
-from ft_service.supervisor.worker_tasks import run_worker
 
 BEFORE = "kill -9 $$"
 HALF = "echo nothing yet; kill -9 $$"

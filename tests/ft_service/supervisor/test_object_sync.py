@@ -14,6 +14,7 @@ import pytest
 
 from ft_service.errors import FtError
 from ft_service.host import processes
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
@@ -33,7 +34,6 @@ from ft_service.rundir.file_digest import NamedFile
 from ft_service.spec import DataFileRef
 from ft_service.storage.locations import Places
 from ft_service.storage.object_store import ObjectStore
-from ft_service.supervisor.attempt_outcome import exit_of
 from ft_service.supervisor.object_sync import Sync
 from tests.support.attempts import family, gone, scripted, signal_all, wait_for
 from tests.support.reconciling import spec_of

@@ -85,7 +85,10 @@ def click(driver: webdriver.Chrome, css: str) -> None:
     """Click what is there and stays there: parts of the page refresh themselves."""
 
     def clicked() -> bool:
-        driver.find_element(By.CSS_SELECTOR, css).click()
+        found = driver.find_element(By.CSS_SELECTOR, css)
+        # Not at the edge of the window, where a bar that stays in view may lie over it.
+        driver.execute_script("arguments[0].scrollIntoView({ block: 'center' })", found)
+        found.click()
         return True
 
     until(clicked)
@@ -150,7 +153,10 @@ for (const closed of document.querySelectorAll("details:not([open])")) closed.op
 document.addEventListener("htmx:beforeRequest", (event) => event.preventDefault(), true);
 const inputs = "input:not([type=hidden]):not(:disabled), select:not(:disabled), textarea:not(:disabled)";
 const workable = `a[href], button:not(:disabled), ${inputs}, summary, [tabindex]:not([tabindex="-1"])`;
-const all = [...document.querySelectorAll(workable)].filter((one) => one.checkVisibility({ visibilityProperty: true }));
+// Of a group of radio buttons the chosen one has the focus; arrows choose another.
+const others = (one) => one.type === "radio" && !one.checked && document.querySelector(`[name="${one.name}"]:checked`);
+const all = [...document.querySelectorAll(workable)].filter(
+  (one) => one.checkVisibility({ visibilityProperty: true }) && !others(one));
 const name = (one) => `${all.indexOf(one)} ${one.outerHTML.slice(0, 90)}`;
 const shown = (one) => {
   const style = getComputedStyle(one);

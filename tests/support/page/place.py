@@ -18,6 +18,7 @@ from ft_service.control.checks.data_checks import Checked
 from ft_service.control.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import Job, Running
 from ft_service.rundir.attempt import AttemptKeys
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.checkpoints import checkpoint_name, marker_key
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Result
@@ -27,7 +28,6 @@ from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store, migrate, open_store
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.describing import at_once
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.page.seeded import new_settings

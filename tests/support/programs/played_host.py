@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import ExitReason, Result
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
-from ft_service.supervisor.attempt_outcome import exit_of
 
 TURN_SECONDS = 0.05
 MEASURES = 4

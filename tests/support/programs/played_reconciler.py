@@ -13,10 +13,10 @@ import api.server
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import killed_exit
 from ft_service.rundir.documents import Control
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import killed_exit
 from tests.support.fake_launcher import FakeLauncher
 
 

@@ -27,12 +27,12 @@ from scripted_worker import play  # pyright: ignore[reportMissingImports]
 
 from ft_service.host.lifetime import hold_rank_lock
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Desired, ExitReason, Outcome, OutcomeKind
 from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
 from ft_service.rundir.engine_spec import EngineSpec
-from ft_service.supervisor.attempt_outcome import exit_of
 
 ROUND_SECONDS = 0.02
 _REASONS = {"succeed": ExitReason.SUCCEEDED, "refuse": ExitReason.PERMANENT_ERROR}

@@ -17,9 +17,10 @@ from ft_service.rundir.documents import Outcome, Start
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.kept_tokens import give_tokens
+from workers.attempt.attempt import train
+from workers.attempt.prepared_model import prepare_alone
 from workers.output.report import Reporter
 from workers.ranks.runtime import surroundings
-from workers.train import prepare_alone, train
 from workers.training.context import StopRequest
 
 

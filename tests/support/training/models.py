@@ -205,8 +205,24 @@ OF_EXPERTS: dict[str, list[str]] = {
 }
 """Family → what to adapt there, where PEFT's own "all-linear" would put adapters on experts too, or on what it refuses."""
 
-RARE = ("ernie4_5_moe", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba", "jamba", "falcon_h1", "qwen3_next")
-"""Families whose tests of loading and packing are slow ones; the short list of parity has them all."""
+KINDS = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "phi",
+    "gpt_neox",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "llama4_text",
+    "nemotron_h",
+    "qwen3_5_text",
+    "lfm2",
+)
+"""Families that have every kind of layers between them: windows, soft caps and a tied head, biases, joint projections, experts,
+values of another width, sinks, chunks, two kinds of recurrence, and convolutions."""
+OTHER_FAMILIES = FAMILIES.keys() - KINDS
+"""Their tests of plan, loading and packing are slow ones; the short list of parity has them all."""
 
 MIXED_IN_FAMILIES = {
     "default": "bf16",
@@ -233,14 +249,6 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
     model.save_pretrained(folder, save_original_format=original_format)
     leave_out_defaults(folder)
     return folder
-
-
-def family_params(*left_out: str) -> list[Any]:
-    """The families as parameters of a test, the rare ones marked slow."""
-    import pytest  # here: the GPU report uses this module where there is none
-
-    families = [family for family in FAMILIES if family not in left_out]
-    return [pytest.param(family, marks=pytest.mark.slow if family in RARE else ()) for family in families]
 
 
 LARGER = {"hidden_size": 64, "intermediate_size": 192, "pad_token_id": None, "initializer_range": 0.02}

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from ft_service.data.tokens.sample import Tokens
 from ft_service.spec import JobSpec
 from tests.support.training.models import VOCABULARY, adapter_value, reference, reference_name
+from workers.attempt.prepared_model import construct
 from workers.base.load import adapters
 from workers.data.batches import Batch, collate, make_batch
 from workers.data.micro_batches import MicroBatchLimits, share_out
 from workers.model.build import BuiltModel
 from workers.ranks.sharding import Gradients, make_mesh
-from workers.train import construct
 from workers.training.step import Sums, forward_backward
 
 CPU = torch.device("cpu")

@@ -134,7 +134,7 @@ def _train(rank: int, world: int, runs: list[Run]) -> None:
         with patch.dict(os.environ, environment), REREAD_BY_PEFT:
             checkpoint = None
             if own.pause is not None:
-                with patch("workers.train.Trainer", _Paused(own.pause)):
+                with patch("workers.attempt.attempt.Trainer", _Paused(own.pause)):
                     outcome = _attempt(rank, world, own.directory, 1, None)
                 assert outcome.kind is OutcomeKind.STOPPED, outcome
                 checkpoint = outcome.checkpoint

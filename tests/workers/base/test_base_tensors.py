@@ -14,17 +14,18 @@ import torch
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import SpecError
+from ft_service.rundir.attempt_outcome import Evidence, decide_exit
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
-from ft_service.supervisor.attempt_outcome import Evidence, decide_exit
 from tests.support.malformed import CHANGES, join, split
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
+from workers.attempt.attempt import train
+from workers.attempt.prepared_model import prepare_alone
 from workers.base.base_tensors import Safetensors
 from workers.base.quantized_base import base_digest
 from workers.output.report import Reporter
 from workers.ranks.runtime import report_failure, surroundings
-from workers.train import prepare_alone, train
 from workers.training.context import StopRequest
 from workers.training.guards import check_ids
 

@@ -15,7 +15,16 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from ft_service.errors import SpecError
-from tests.support.training.models import MIXED_IN_FAMILIES, OF_EXPERTS, family_params, reference, save_tiny, spec_for
+from tests.support.ranks import often_and_slow
+from tests.support.training.models import (
+    FAMILIES,
+    MIXED_IN_FAMILIES,
+    OF_EXPERTS,
+    OTHER_FAMILIES,
+    reference,
+    save_tiny,
+    spec_for,
+)
 from tests.support.training.parity import samples, set_adapters
 from workers.base import parameter_sources
 from workers.base.base_tensors import Safetensors
@@ -168,7 +177,7 @@ def test_experts_compile_into_one_graph_that_keeps_no_dequantised_weight_either(
 # What the model computes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", family_params())
+@pytest.mark.parametrize("family", often_and_slow(FAMILIES, OTHER_FAMILIES))
 def test_padding_at_the_end_changes_nothing(family: str, tmp_path: Path) -> None:
     """Without a mask: attention is causal, with and without a sliding window, and experts see one token at a time."""
     model = loaded(save_tiny(family, tmp_path / "base"), lora={"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")})

@@ -78,7 +78,7 @@ def test_files_may_hold_a_tied_weight_twice_or_under_either_name(
     assert described.files == (HEAD if without_embedding else EMBEDDING)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tied_weights_that_differ_are_refused_on_all_ranks(world: int, tmp_path: Path) -> None:
     """They differ in a row of the last rank. transformers does not tie them."""
     base, embedding = save_tied(tmp_path, change_last_row)

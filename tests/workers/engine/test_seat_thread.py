@@ -9,11 +9,11 @@ import pytest
 from greenlet import getcurrent, greenlet
 
 from ft_service.rundir.attempt import Attempt, AttemptKeys
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.attempt_seal import SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ExitReason
 from ft_service.rundir.events import read_segments
-from ft_service.supervisor.attempt_outcome import exit_of
 from workers.engine.seat_thread import SeatThread
 from workers.output.report import Reporter
 

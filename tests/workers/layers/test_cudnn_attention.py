@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_service.plan.memory import ATTENTION_SCORE_BYTES
+from ft_service import kernel_limits
+from ft_service.kernel_limits import lots_of
 from tests.support.fake_cudnn import fake_cudnn
 from tests.support.fused_attention import fused_attention
 from workers.layers import cudnn_attention, packed_attention, segment_attention
-from workers.layers.cudnn_attention import attend_packed, lots_of, takes
+from workers.layers.cudnn_attention import attend_packed, takes
 from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segments import CURRENT, Bounds
 
@@ -48,8 +48,8 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None)
 
 
 def in_small_lots(monkeypatch: pytest.MonkeyPatch, score_bytes: int) -> None:
-    monkeypatch.setattr(cudnn_attention, "ATTENTION_LENGTH", 8)
-    monkeypatch.setattr(cudnn_attention, "ATTENTION_SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(kernel_limits, "ATTENTION_LENGTH", 8)
+    monkeypatch.setattr(kernel_limits, "ATTENTION_SCORE_BYTES", score_bytes)
 
 
 SCORES = {"all heads": 2 * HEADS * 256**2, "parts of the heads, and one sample by the other kernel": 2 * 4 * 128**2}
@@ -108,41 +108,9 @@ def test_pytorch_s_kernel_makes_the_gradients_where_cudnn_has_no_graph() -> None
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(32, 8), (64, 8), (14, 2), (32, 32), (6, 2), (71, 1)])
-def test_lots_are_bounded_and_have_every_sample_once(heads: int, groups: int) -> None:
-    rng = random.Random(heads)
-    for _ in range(50):
-        lengths = [rng.randint(1, rng.choice((40, 700, 3000, 20_000))) for _ in range(rng.randint(1, 60))]
-        lots, long = lots_of(lengths, heads, groups)
-        assert sorted([*long, *(sample for lot in lots for sample in lot.samples)]) == list(range(len(lengths)))
-        for lot in lots:
-            assert len(lot.samples) <= lot.count
-            assert max(lengths[sample] for sample in lot.samples) <= lot.length
-            assert heads % lot.heads == 0
-            assert lot.heads % (heads // groups) == 0, "heads that share a key stay together"
-            assert lot.heads == heads or lot.heads % 4 == 0, "where a part of the heads begins is a multiple of 16 bytes"
-            assert 2 * lot.count * lot.heads * lot.length**2 <= ATTENTION_SCORE_BYTES
-        for sample in long:
-            least = next(part for part in range(groups, 0, -1) if groups % part == 0 and (part == 1 or heads // part % 4 == 0))
-            assert 2 * (heads // least) * lengths[sample] ** 2 > ATTENTION_SCORE_BYTES / 4
-        assert len({(lot.count, lot.length, lot.heads) for lot in lots}) == len({lot.length for lot in lots})
-
-
-def test_an_8b_s_micro_batch_is_three_lots() -> None:
-    lots, long = lots_of([508, 618, 1125, 550, 2141, 151, 766, 203, 572, 462, 461, 90, 545], 32, 8)
-    assert [(len(lot.samples), lot.count, lot.length, lot.heads) for lot in lots] == [
-        (11, 16, 1024, 32),
-        (1, 4, 2048, 32),
-        (1, 1, 4096, 32),
-    ]
-    assert not long
-    assert lots_of([8192], 32, 8)[0][0].heads == 8
-    assert lots_of([16_384], 32, 8) == ([], [0])
-
-
 @pytest.fixture
 def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_kernels", lambda device: (SimpleNamespace(), None))
+    monkeypatch.setattr(cudnn_attention.KERNEL, "on", lambda device: SimpleNamespace())
 
 
 BF16 = (torch.bfloat16,) * 3
@@ -183,15 +151,15 @@ def test_what_it_takes() -> None:
 
 
 def test_other_devices_have_no_fault() -> None:
-    assert cudnn_attention.kernel_fault(torch.device("cpu")) is None
+    assert cudnn_attention.KERNEL.fault(torch.device("cpu")) is None
     query, key, value = (tensor.bfloat16() for tensor in drawn((5000,)))
     assert not takes(query, key, value, bounds_of((5000,)), AttentionPattern(SCALE))
 
 
 def test_a_hopper_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_is_faster", lambda device: True)
-    monkeypatch.setattr(cudnn_attention, "PACKAGE", "cudnn_that_is_not_here")
-    fault = cudnn_attention.kernel_fault(torch.device("cpu", 7))
+    monkeypatch.setattr(cudnn_attention.KERNEL, "suits", lambda device: True)
+    monkeypatch.setattr(cudnn_attention.KERNEL, "module", "cudnn_that_is_not_here")
+    fault = cudnn_attention.KERNEL.fault(torch.device("cpu", 7))
     assert fault == "ModuleNotFoundError: No module named 'cudnn_that_is_not_here'"
 
 

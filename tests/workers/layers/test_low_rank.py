@@ -1,4 +1,4 @@
-"""The kernel that adds an adapter's part: compiled for GPUs that are in use, and computed by Triton's interpreter."""
+"""The kernel that adds an adapter's part, computed by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,25 +15,6 @@ from workers.layers import linear, low_rank
 from workers.layers.linear import _Call
 from workers.quant.weights import FP8Weight
 
-COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from workers.layers.low_rank_kernel import _HEIGHT, _WIDTH, _added
-
-types = {name: "*bf16" for name in ("y", "one", "two", "left", "right")}
-types |= {name: "i32" for name in ("rows", "cols", "rank", "left_stride", "right_stride", "column_stride")}
-types |= {"scale": "fp32", "more": "constexpr", "depth": "constexpr", "height": "constexpr", "width": "constexpr"}
-aligned = {(number,): [["tt.divisibility", 16]] for number in (0, 1, 2, 3, 4, 6, 7, 8)}
-for capability in (80, 89, 90, 100):
-    for more, depth in ((0, 16), (2, 64)) if capability == 90 else ((2, 64),):
-        constants = {(12,): more, (13,): depth, (14,): _HEIGHT, (15,): _WIDTH}
-        source = ASTSource(fn=_added, signature=types, constexprs=constants, attrs=aligned)
-        options = {"num_warps": 4, "enable_fp_fusion": False}
-        asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
-        assert asm["cubin"]
-        assert "bf16" in asm["ptx"] and ("mma" in asm["ptx"] or "tcgen05" in asm["ptx"]), "by tensor cores"
-"""
 COMPUTES = """
 import torch
 from tests.support.triton_programs import correct_casts
@@ -43,10 +24,6 @@ from workers.layers import low_rank, low_rank_kernel
 low_rank._compare(low_rank_kernel, torch.device("cpu"))
 low_rank_kernel.added(torch.empty(0, 8), torch.empty(0, 4), torch.empty(4, 8), 1.0, ())
 """
-
-
-def test_the_kernel_compiles_for_every_gpu(tmp_path: Path) -> None:
-    run_with_triton(COMPILES, tmp_path)
 
 
 def test_the_kernel_comes_to_the_sums_of_separate_operations(tmp_path: Path) -> None:
@@ -94,7 +71,7 @@ def test_layers_in_fp8_have_the_gradients_of_separate_operations(count: int, mon
     separate = found()
     assert not added
     monkeypatch.setattr(low_rank, "takes", lambda like, rank: True)
-    monkeypatch.setattr(low_rank, "_kernels", lambda device: (SimpleNamespace(added=watched), None))
+    monkeypatch.setattr(low_rank.KERNEL, "on", lambda device: SimpleNamespace(added=watched))
     together = found()
     assert added == [0] * count + [min(count - 1, low_rank.MOST_MORE)]
     for ours, theirs in zip(together, separate, strict=True):
@@ -103,6 +80,6 @@ def test_layers_in_fp8_have_the_gradients_of_separate_operations(count: int, mon
 
 def test_processors_and_high_ranks_go_without_the_kernel() -> None:
     assert not low_rank.takes(torch.ones(2, 2).bfloat16(), 16)
-    assert low_rank.kernel_fault(torch.device("cpu")) is None
+    assert low_rank.KERNEL.fault(torch.device("cpu")) is None
     y, left, right = torch.ones(3, 4), torch.ones(3, 2), torch.ones(2, 4)
     assert torch.equal(low_rank.add(y, left, right, 2.0, [torch.ones(3, 4)]), torch.full((3, 4), 6.0))

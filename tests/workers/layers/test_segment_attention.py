@@ -285,7 +285,7 @@ def test_capped_scores_are_computed_by_a_package_that_computes_them_right(
 ) -> None:
     package, device = SimpleNamespace(flash_attn_varlen_func=capped_kernel), torch.device("cpu")
     capped_attention._compare(package, device)
-    monkeypatch.setattr(capped_attention, "_kernels", lambda device: (package, None))
+    monkeypatch.setattr(capped_attention.KERNEL, "on", lambda device: package)
     monkeypatch.setattr(capped_attention, "takes", lambda query, pattern: True)
     monkeypatch.setattr(attention, "_fits_kernel", lambda query: True)
     own = drawn(1, sum(LENGTHS), 16)
@@ -304,8 +304,8 @@ def test_capped_scores_are_computed_by_a_package_that_computes_them_right(
 def test_capped_scores_are_written_out_on_processors_and_without_the_package() -> None:
     pattern = AttentionPattern(SCALE, 0, 2.0)
     assert not capped_attention.takes(torch.ones(1, 1, 1, 8), pattern)
-    assert capped_attention.kernel_fault(torch.device("cpu")) is None
-    assert "flash_attn" in str(capped_attention.kernel_fault(torch.device("cuda", 7)))
+    assert capped_attention.KERNEL.fault(torch.device("cpu")) is None
+    assert "flash_attn" in str(capped_attention.KERNEL.fault(torch.device("cuda", 7)))
 
 
 @pytest.mark.parametrize("own", [None, torch.arange(4.0)], ids=["", "sinks"])

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Fo
 from tests.support.training.answers_alone import alone, error, loaded, of_kinds, padded_answers, shuffled
 from tests.support.training.causal_types import save_type
 from tests.support.training.parity import CPU
-from workers.model.attention import attention_faults, takes_segments
+from workers.model.attention import takes_segments
 from workers.training.packing import settle_attention
 
 OTHERWISE, OWN = "cannot be kept within packed samples", "cannot be replaced"
@@ -54,17 +54,3 @@ def test_indexers_of_another_kind_are_left_to_padded_rows() -> None:
     assert takes_segments(config, DeepseekV32ForCausalLM)
     with patch.object(modeling_deepseek_v32, "BlockIndexer", BlockIndexer, create=True):
         assert not takes_segments(config, DeepseekV32ForCausalLM)
-
-
-def test_attention_that_writes_its_scores_on_a_gpu_is_told_with_the_reason() -> None:
-    """Here is no GPU, on which a kernel could be compared."""
-    kinds = {"sinks": {"sinks": nn.Parameter(torch.zeros(2))}, "soft-capped scores": {"attn_logit_softcapping": 50.0}, "": {}}
-    for what, values in kinds.items():
-        layer = nn.Linear(1, 1)
-        for name, value in values.items():
-            setattr(layer, name, value)
-        model = nn.Sequential(layer)
-        told = list(attention_faults(model, torch.device("cuda", 7)))
-        assert [found for found, _ in told] == ([what] if what else [])
-        assert all("Error: " in fault for _, fault in told)
-        assert not list(attention_faults(model, CPU))

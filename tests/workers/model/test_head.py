@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ft_service.plan.memory import chunk_rows
 from workers.model import head
 from workers.model.head import log_probabilities_in_head, loss_in_head
 
@@ -128,11 +127,3 @@ def test_the_model_is_as_it_was_afterwards() -> None:
     with pytest.raises(ZeroDivisionError), loss_in_head(cast("Any", model), wanted[0], wanted[1], 1.0):
         raise ZeroDivisionError
     assert torch.equal(model(hidden), before)
-
-
-def test_a_chunk_has_at_least_one_row() -> None:
-    assert chunk_rows(10**9) == 1
-    assert chunk_rows(128_256) == 1024
-    assert chunk_rows(262_144) == 1024
-    assert chunk_rows(300_000) == 894, "no chunk has more than 2^28 logits"
-    assert chunk_rows(4096) == 8192, "of a small vocabulary as many as make 2^25"

@@ -33,7 +33,7 @@ for kind in sys.argv[1:]:
     ids = torch.randint(0, 200, (2, 9))
     inputs = model.get_input_embeddings()(ids).requires_grad_()
     results = []
-    with patch.object(fused, "kernels", lambda device: fused_kernels if fusing else None):
+    with patch.object(fused.KERNEL, "on", lambda device: fused_kernels if fusing else None):
         for fusing in (False, True):
             if fusing:
                 fuse(model)

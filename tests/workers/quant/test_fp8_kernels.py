@@ -1,4 +1,4 @@
-"""The kernels of products in FP8 without a GPU: compiled for those that are in use, and computed by Triton's interpreter."""
+"""The kernels of products in FP8 without a GPU, computed by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,41 +14,6 @@ from tests.support.triton_programs import run_with_triton
 from workers.quant import fp8_products
 from workers.quant.weights import FP8Weight
 
-COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from workers.quant.fp8_kernels import _quantised, _turned
-
-ROUNDED = {"x": "*bf16", "factors": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32", "rows": "i32", "width": "i32"}
-ROUNDED |= {"stride": "i32", "tiny": "fp32", "largest_code": "fp32", "scaled": "constexpr", "twice": "constexpr"}
-ROUNDED |= {"steps": "constexpr", "block": "constexpr"}
-TURNED = {"codes": "*u8", "turned": "*u8", "rows": "i32", "cols": "i32", "tile": "constexpr"}
-ALIGNED = {(number,): [["tt.divisibility", 16]] for number in range(4)}
-
-def compiled(kernel, types, constants, capability, attrs=None):
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attrs)
-    options = {"num_warps": 32, "enable_fp_fusion": False}
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
-    assert found["cubin"]
-    return found["ptx"]
-
-for capability in (80, 89, 90, 100):
-    compiled(_turned, TURNED, {(4,): 64}, capability)
-    for scaled, steps in ((True, 1), (False, 1), (True, 2), (False, 2)) if capability == 90 else ((True, 1), (False, 2)):
-        whole = ALIGNED | {(5,): [["tt.divisibility", 16]], (6,): [["tt.divisibility", 16]]}
-        for attrs in (None, whole) if capability == 90 else (whole if scaled else None,):
-            constants = {(9,): scaled, (10,): capability < 90, (11,): steps, (12,): 16384}
-            if capability < 89:  # those GPUs have no FP8, and do not multiply it: fp8_products.CAPABILITY
-                try:
-                    compiled(_quantised, ROUNDED, constants, capability, attrs)
-                except Exception as error:
-                    assert "fp8e4nv not supported in this architecture" in str(error), error
-                continue
-            ptx = compiled(_quantised, ROUNDED, constants, capability, attrs)
-            assert "div.rn.f32" in ptx and "div.full" not in ptx and ".ftz" not in ptx
-            assert ("cvt.rn.satfinite.e4m3x2.f32" if capability >= 90 else "cvt.rn.satfinite.e4m3x2.f16x2") in ptx
-"""
 COMPUTES = """
 import sys
 import torch
@@ -92,10 +57,6 @@ for rows, cols in ((200, 130), (64, 64), (1, 130), (65, 1), (0, 16)):
     turned = fp8_kernels.transposed(codes[:rows, :cols])
     assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), codes[:rows, :cols].view(torch.uint8).t())
 """
-
-
-def test_the_kernels_of_fp8_compile_for_every_gpu_that_multiplies_it(tmp_path: Path) -> None:
-    run_with_triton(COMPILES, tmp_path)
 
 
 @pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -197,9 +197,3 @@ def test_a_job_says_how_its_layers_multiply(
     built = build(spec_for(base, precision=options), CPU)
     assert built.arithmetic.products is None if says is None else says in (built.arithmetic.products or "")
     assert sum(getattr(m, "in_fp8", False) for m in built.peft_model.modules()) == in_fp8
-
-
-def test_sizes_that_the_hardware_takes() -> None:
-    assert fp8_products.fits(4096, 14336)
-    assert not fp8_products.fits(4096, 14344)
-    assert not fp8_products.fits(20, 64)

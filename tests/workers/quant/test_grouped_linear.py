@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ft_service import kernel_limits
 from workers.quant import grouped_linear as module
 from workers.quant.grouped_linear import PLAIN, GroupedWeight, grouped_linear, grouped_matrices, grouped_product
 from workers.quant.weights import FP8Weight, NF4Weight
@@ -37,7 +38,7 @@ def factors() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("lot", [1, 2, 5])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_the_grouped_product_is_the_loop(name: str, lot: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GROUPED_BYTES", lot * ROWS * COLS * 4)
+    monkeypatch.setattr(kernel_limits, "GROUPED_BYTES", lot * ROWS * COLS * 4)
     x, grad = factors()
     x.requires_grad_()
     parts, numbers = stored(name), torch.tensor(counts)
@@ -63,7 +64,7 @@ class Forbidding(TorchDispatchMode):
 @pytest.mark.parametrize("lot", [2, 5])
 def test_the_host_never_waits_for_the_number_of_rows(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors there are no numbers to wait for: reading one raises an error."""
-    monkeypatch.setattr(module, "GROUPED_BYTES", lot * ROWS * COLS * 2)
+    monkeypatch.setattr(kernel_limits, "GROUPED_BYTES", lot * ROWS * COLS * 2)
     there = torch.device("meta")
     x, grad = (factor.to(there, torch.bfloat16) for factor in factors())
     weight = GroupedWeight([part.to(there) for part in stored("fp8")], "fp8", ROWS, COLS)

@@ -17,13 +17,38 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ft_service.data.examiner import ExaminerLost
 from ft_service.errors import DataError
 from ft_service.launcher.kubernetes.status import NEVER_CAME, STORE_GONE
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
-from ft_service.rundir.documents import Outcome, OutcomeKind, Start
+from ft_service.rundir.documents import ExitReason, Outcome, OutcomeKind, Start
+from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT, Cause, cause_of
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
 from workers.ranks.runtime import _reproducible, quiet_libraries, report_failure, start_thread, surroundings
 
 OUTCOME = "attempts/1/outcome.json"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Connection closed by peer [10.0.0.1]:1",
+        "Broken pipe",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_a_lost_connection_is_no_outcome_and_no_cause(text: str, tmp_path: Path) -> None:
+    """What a rank leaves out, because another one's error is the cause, an exit record that says it
+    is not taken for the cause."""
+    run = new_run(tmp_path)
+    report_failure(run, 1, RuntimeError(text))
+    assert not run.path(OUTCOME).exists()
+    ended = exit_of(ExitReason.WORKER_ERROR, f"Rank 0 failed: RuntimeError: {text}")
+    assert cause_of(ended) is Cause.LOST_PEER
+    report_failure(run, 1, RuntimeError("Timed out waiting 10000ms"))
+    left = run.read(OUTCOME, Outcome)
+    assert left is not None
+    assert left.error is not None
+    assert left.error.code == COLLECTIVE_TIMEOUT, "of a rank that hangs no one else says anything"
 
 
 def new_run(folder: Path, **distributed: object) -> RunDir:

@@ -77,7 +77,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {  # precisi
 }
 
 
-SLOW_WHEN_TIED = ("kept unsharded, prefetching", "prefetching two ahead", "all at once, kept", "full checkpointing")
+SLOW = ("kept unsharded, prefetching",)
+SLOW_WHEN_TIED = (
+    *SLOW,
+    "prefetching two ahead",
+    "all at once, kept",
+    "full checkpointing",
+    "selective checkpointing",
+)
 """The others have each of its counts of gathers but one, and these are not about the head."""
 
 
@@ -89,13 +96,16 @@ def trained(deep: Path, tied: Path) -> dict[str, Cases[list[Step]]]:
         specs = {case: job(model, 2, precision, **options) for case, (precision, options, *_) in CASES.items()}
         return Cases(steps_of_sharding, specs, slow)
 
-    return {"deep": of(deep, ()), "tied": of(tied, SLOW_WHEN_TIED)}
+    return {"deep": of(deep, SLOW), "tied": of(tied, SLOW_WHEN_TIED)}
 
 
 @pytest.mark.parametrize(
     ("base", "case"),
-    [("deep", case) for case in CASES]
-    + [pytest.param("tied", case, marks=[pytest.mark.slow] * (case in SLOW_WHEN_TIED)) for case in CASES],
+    [
+        pytest.param(base, case, marks=[pytest.mark.slow] * (case in slow))
+        for base, slow in (("deep", SLOW), ("tied", SLOW_WHEN_TIED))
+        for case in CASES
+    ],
 )
 def test_gathers_and_reductions_of_a_step_of_two_micro_batches(
     base: str, case: str, trained: dict[str, Cases[list[Step]]], references: References

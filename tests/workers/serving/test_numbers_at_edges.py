@@ -12,11 +12,11 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from api.wire.chat_request import _REFUSED as CHAT_REFUSED
+from api.wire.chat_request import ChatCompletion, parse_chat_completion
+from api.wire.completion_request import _REFUSED as TEXT_REFUSED
+from api.wire.completion_request import Completion, parse_completion
 from ft_service.errors import SpecError
-from ft_service.serving.chat_request import _REFUSED as CHAT_REFUSED
-from ft_service.serving.chat_request import ChatCompletion, parse_chat_completion
-from ft_service.serving.completion_request import _REFUSED as TEXT_REFUSED
-from ft_service.serving.completion_request import Completion, parse_completion
 from ft_service.serving.server_samples import bodies_of
 from ft_service.spec import PrecisionOptions, parse_request
 from ft_service.spec.methods import ReinforcementHyperparameters

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from api.transfer.completion_answer import choice_of
+from api.wire.completion_request import parse_completion
 from ft_service.errors import SpecError
-from ft_service.serving.completion_request import parse_completion
 from ft_service.spec import PrecisionOptions
 from tests.support.bases import SAMPLE
 from workers.serving.chat_tokens import Chats

@@ -14,8 +14,8 @@ from transformers.masking_utils import chunked_causal_mask_function
 from transformers.models.llama import modeling_llama
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import Cases, run_on_ranks
-from tests.support.training.models import FAMILIES, OF_EXPERTS, RARE, family_params, save_tiny, save_tiny_llama, spec_for
+from tests.support.ranks import Cases, often_and_slow, run_on_ranks
+from tests.support.training.models import FAMILIES, OF_EXPERTS, OTHER_FAMILIES, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
 from workers.layers.segment_attention import NAME
@@ -58,10 +58,10 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Cases[tuple[str | None
         lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
         return spec_for(save_tiny(family, tmp_path_factory.mktemp(family)), precision=FP32, lora=lora)
 
-    return Cases(packed_and_apart_on_rank, {family: spec_of(family) for family in FAMILIES}, RARE)
+    return Cases(packed_and_apart_on_rank, {family: spec_of(family) for family in FAMILIES}, OTHER_FAMILIES)
 
 
-@pytest.mark.parametrize("family", family_params())
+@pytest.mark.parametrize("family", often_and_slow(FAMILIES, OTHER_FAMILIES))
 def test_packed_samples_are_computed_as_they_are_apart(
     family: str, families: Cases[tuple[str | None, list[Tensor], list[Tensor]]]
 ) -> None:

@@ -31,11 +31,11 @@ from workers.ranks.runtime import COMPUTE_DTYPE
 FORMATS = {name: {"default": name} for name in get_args(WeightFormat)} | {"mixed": MIXED}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "nf4 on two": (2, {"default": "nf4"}, {}),
-    "fewer rows than ranks": (4, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}),
+    "fewer rows than ranks": (3, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}),
     "nf4 with fp32 scales, on two": (2, {"default": "nf4_fp32"}, {}),
 }
-"""Beside those of tests/workers/test_parity_matrix.py, every format on one to four ranks and rows that these do not divide, and
-those of tests/workers/ranks/test_sharding.py, tied embeddings."""
+"""Beside those of tests/workers/test_parity_matrix.py, formats, one to four ranks and rows that these do not divide, and those
+of tests/workers/ranks/test_sharding.py, tied embeddings."""
 
 
 def job(base: Path, case: str) -> JobSpec:

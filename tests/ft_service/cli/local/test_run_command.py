@@ -11,11 +11,11 @@ import pytest
 from ft_service.cli.local import run_command
 from ft_service.control.tracking import integration_check
 from ft_service.errors import ConflictError
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
 from ft_service.rundir.events import Event, Metrics
 from ft_service.spec import JobSpec
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.support.bases import save_base
 from tests.support.command_line import Ft
 from tests.support.run_directories import CHAT

@@ -14,7 +14,7 @@ from ft_service.cli.quickstart.quickstart_flow import OPENAI_FIELDS, Remembered,
 from ft_service.cli.quickstart.quickstart_report import change, curve, decode_metrics, draw_losses, percent, side_by_side
 from ft_service.client.connection import Connection
 from ft_service.installation import SAMPLE_SPEC
-from ft_service.local.spec_file import load_spec_file
+from ft_service.spec_files.spec_file import load_spec_file
 
 LAST = Remembered("ftjob-1", "digest")
 

@@ -21,9 +21,9 @@ from ft_service.launcher.kubernetes.kubernetes_launcher import SNAPSHOT_SECONDS,
 from ft_service.launcher.kubernetes.manifests import INSTANCE, JOB_NAME, Site, object_name
 from ft_service.launcher.kubernetes.placement import RETRY_SECONDS
 from ft_service.launcher.protocol import LaunchError
+from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import Control, Desired, ExitReason
 from ft_service.spec import DataFileRef, DistributedOptions
-from ft_service.supervisor.attempt_outcome import exit_of
 from tests.cluster.apiserver import Request
 from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ft_service.launcher.kubernetes.status import PodWait, judge_pods, places, waiting
+from ft_service.rundir.attempt_outcome import AttemptRecords, exit_of
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
-from ft_service.supervisor.attempt_outcome import AttemptRecords, exit_of
 
 IN_VAIN = exit_of(
     ExitReason.WORKER_ERROR,

@@ -4,9 +4,9 @@ import pytest
 
 from ft_service.jobs.reasons import Reason, Retry, reason_of, retry_of
 from ft_service.launcher.slurm.slurm_states import is_lasting, judge_exit, standing, waiting_text
+from ft_service.rundir.attempt_outcome import AttemptRecords, exit_of
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
-from ft_service.supervisor.attempt_outcome import AttemptRecords, exit_of
 
 STATES = {
     "waiting": ["PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"],

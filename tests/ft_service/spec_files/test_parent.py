@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ft_service.errors import NotFoundError, SpecError
-from ft_service.local.parent import find_local, prepare_local
-from ft_service.local.spec_file import load_spec_file, resolve_spec_file
 from ft_service.rundir.directory import RunDir
+from ft_service.serving import worker_tasks
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
-from ft_service.supervisor import worker_tasks
+from ft_service.spec_files.parent import find_local, prepare_local
+from ft_service.spec_files.spec_file import load_spec_file, resolve_spec_file
 from tests.support.run_directories import CHAT, finished_run
 
 NAME = "ft:tiny:local::1"

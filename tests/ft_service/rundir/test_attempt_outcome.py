@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from ft_service.jobs.reasons import Reason
-from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
-from ft_service.rundir.failure_origin import Cause, cause_of
-from ft_service.supervisor.attempt_outcome import (
+from ft_service.rundir.attempt_outcome import (
     AttemptRecords,
     Evidence,
     FailedRank,
@@ -20,6 +18,8 @@ from ft_service.supervisor.attempt_outcome import (
     find_failed_rank,
     killed_exit,
 )
+from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
+from ft_service.rundir.failure_origin import Cause, cause_of
 
 RESULT = Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None)
 

@@ -1,7 +1,7 @@
 """Worker processes without a GPU that produce files from a job's output: the adapter of a checkpoint, a merged model.
 
 They need torch, so each runs in a process of its own, which answers with one line of JSON.
-`python -m ft_service.supervisor.worker_tasks RUN_DIR CHECKPOINT OUT` writes the adapter of a checkpoint by hand.
+`python -m ft_service.serving.worker_tasks RUN_DIR CHECKPOINT OUT` writes the adapter of a checkpoint by hand.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _consolidate(run: RunDir, name: str, folder: Path) -> None:
         raise NotFoundError(
             f"Checkpoint {name} contains shards and no adapter, and the service has no torch to convert them. Checkpoints "
             "contain their adapters if FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
-            f"the run directory can be read, run: python -m ft_service.supervisor.worker_tasks RUN_DIR {name} OUT",
+            f"the run directory can be read, run: python -m ft_service.serving.worker_tasks RUN_DIR {name} OUT",
             param="checkpoint",
             code="no_adapter",
         ) from None

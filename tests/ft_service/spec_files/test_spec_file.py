@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ft_service.errors import SpecError
-from ft_service.local.spec_file import is_data, load_spec_file, parse_option, parse_yaml, resolve_spec_file
 from ft_service.settings import Settings
+from ft_service.spec_files.spec_file import is_data, load_spec_file, parse_option, parse_yaml, resolve_spec_file
 from tests.support.bases import save_base
 from tests.support.run_directories import CHAT
 

@@ -11,8 +11,8 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.file_digest import NamedFile
 from ft_service.rundir.verified_files import adapter_faults
-from ft_service.supervisor import worker_tasks
-from ft_service.supervisor.worker_tasks import WorkersMissingError, make_checkpoint_adapter, run_worker
+from ft_service.serving import worker_tasks
+from ft_service.serving.worker_tasks import WorkersMissingError, make_checkpoint_adapter, run_worker
 from tests.support.run_directories import finished_run, flip_a_bit
 
 

@@ -29,7 +29,6 @@ from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.data.hub_data import PREFIX, fetched
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
-from ft_service.local.parent import find_local, name_of_local
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -47,6 +46,7 @@ from ft_service.spec import (
 from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.request import SWEEP
 from ft_service.spec.yaml_loader import StrictLoader
+from ft_service.spec_files.parent import find_local, name_of_local
 from ft_service.sweeps.search_space import AskedSweep, parse_sweep
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")

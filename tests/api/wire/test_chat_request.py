@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from api.wire.chat_request import parse_chat_completion
 from ft_service.errors import SpecError
-from ft_service.serving.chat_request import parse_chat_completion
 
 ASKED: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 

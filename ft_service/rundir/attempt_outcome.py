@@ -16,12 +16,20 @@ from typing import Literal
 from ft_service.host import missing_package
 from ft_service.host.disk import DISK_FULL
 from ft_service.host.processes import CRASHES
-from ft_service.jobs.reasons import CRASHED, OUT_OF_MEMORY, Reason
 from ft_service.rundir.attempt import Attempt, unreadable_exit
 from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT, Cause, cause_of, first_cause
 from ft_service.wording import counted
+
+USER_CANCELLED = "user_cancelled"
+"""Reason of a job that its user has cancelled."""
+KILLED = "worker_killed"
+"""`error.code` of a process that was ended from outside."""
+CRASHED = "worker_crashed"
+"""`error.code` of a process that a fault of its own has ended."""
+OUT_OF_MEMORY = "out_of_memory"
+"""`error.code` of a process that needed more memory than there is."""
 
 Forced = Literal["cancelled", "stop_timeout", "sealed", "unreadable"]
 """Reason for which the supervisor killed the ranks."""
@@ -127,12 +135,14 @@ def succeeded_exit(result: Result) -> Exit:
     return exit_of(ExitReason.SUCCEEDED, f"Training has finished after {counted(result.steps, 'step')}.")
 
 
-def killed_exit(reason: Reason) -> Exit:
-    """Return the exit record of an attempt that the service has killed."""
-    if reason is Reason.USER_CANCELLED:
+def killed_exit(reason: str) -> Exit:
+    """Return the exit record of an attempt that the service has killed. `reason`: the job's
+    (`Reason` in ft_service/jobs/reasons.py)."""
+    if reason == USER_CANCELLED:
         return exit_of(ExitReason.CANCELLED, "The attempt was cancelled.")
-    same = {ExitReason.STALLED, ExitReason.STOP_TIMEOUT, ExitReason.LAUNCH_FAILED} & {reason.value}
-    return exit_of(next(iter(same), ExitReason.WORKER_KILLED), f"The service ended the attempt ({reason.value}).")
+    of_its_own = (ExitReason.STALLED, ExitReason.STOP_TIMEOUT, ExitReason.LAUNCH_FAILED)
+    same = next((own for own in of_its_own if own == reason), ExitReason.WORKER_KILLED)
+    return exit_of(same, f"The service ended the attempt ({reason}).")
 
 
 def decide_exit(seen: Evidence) -> Exit:
@@ -144,7 +154,7 @@ def decide_exit(seen: Evidence) -> Exit:
     if seen.result is not None:
         return succeeded_exit(seen.result)
     if seen.forced == "cancelled":
-        return killed_exit(Reason.USER_CANCELLED)
+        return killed_exit(USER_CANCELLED)
     reported = _exit_by_outcome(seen.outcome) if seen.outcome is not None else None
     if reported is not None and reported.reason is ExitReason.STOPPED:
         return reported
@@ -278,7 +288,7 @@ def _exit_of_rank(seen: Evidence, failed: FailedRank) -> Exit:
 def _killed(seen: Evidence, who: str, number: int, rank: int | None = None) -> Exit:
     """Return the exit record of an attempt of which a process was ended by a signal: from outside, or because it crashed, or
     took all the memory that there is."""
-    code, starved = Reason.WORKER_KILLED.code, seen.starved
+    code, starved = KILLED, seen.starved
     message = f"{who} was killed by {signal_name(number)}."
     if number in CRASHES:
         code = CRASHED

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.rundir.directory import RunDir
+from ft_service.serving import worker_tasks
 from ft_service.settings import Settings
 from ft_service.spec import AdapterRef, JobSpec, TunedName
 from ft_service.spec.tuned_name import CHECKPOINT
-from ft_service.supervisor import worker_tasks
 
 PREFIX = "ftjob-"
 LAST = "last"

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from api.wire.chat_request import NAMES_ONLY, PREVIEW_LACKS, StopText
 from ft_service.errors import SpecError
-from ft_service.serving.chat_request import NAMES_ONLY, PREVIEW_LACKS, StopText
 from ft_service.spec import Number, Strict, spec_error
 
 MOST_PROMPTS = 32

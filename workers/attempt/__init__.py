@@ -1,0 +1,1 @@
+"""An attempt from its start to its outcome, alone on its ranks or in an engine."""

@@ -9,13 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.support.attempts import HANG_SECONDS
+from tests.support.attempts import HANG_SECONDS, wait_for
 
 TESTS = Path(__file__).parent
+PYTEST = (sys.executable, "-m", "pytest", "-q")
 PARALLEL = ("--processes", "2")
 UNTIDY = {
     "process": "import subprocess\ndef test_it(): subprocess.Popen(['sleep', '600'])",
@@ -41,12 +43,20 @@ def project(tmp_path: Path) -> Path:
 def run(project: Path, modules: dict[str, str], options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     for name, body in modules.items():
         (project / f"tests/test_{name}.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", "-q", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of third parties take seconds
     return subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+        [*PYTEST, *options],
+        cwd=project,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
+
+
+def environment() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**own, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # those of third parties take seconds
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(PARALLEL, marks=pytest.mark.slow)], ids=["alone", "side-by-side"])
@@ -93,6 +103,26 @@ def test_tests_whose_process_died_have_failed_and_others_are_run(project: Path) 
     last = ended.stdout.splitlines()[-1]
     assert (ended.returncode, last[:18]) == (1, "2 failed, 4 passed"), ended.stdout + ended.stderr
     assert "died in tests/test_dying.py::test_it (exit code 3)" in ended.stdout
+
+
+def test_processes_end_with_the_one_that_forked_them(project: Path) -> None:
+    body = """
+        import time, pathlib, pytest
+        @pytest.fixture(scope="session")
+        def kept():
+            yield
+            pathlib.Path(".pytest_cache/ended").touch()
+        def test_it(kept):
+            pathlib.Path(".pytest_cache/begun").touch()
+            time.sleep(600)
+    """
+    (project / "tests/test_long.py").write_text(textwrap.dedent(body))
+    cache = project / ".pytest_cache"
+    cache.mkdir()
+    with subprocess.Popen([*PYTEST, *PARALLEL], cwd=project, env=environment()) as parent:
+        wait_for(lambda: (cache / "begun").exists())
+        parent.kill()
+        wait_for(lambda: (cache / "ended").exists())
 
 
 def test_a_folder_whose_tests_share_something_is_one_process(project: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -15,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import pytest
+
+from ft_service.host.helper_start import tie
 
 _POLL_SECONDS = 1.0
 """How often the parent looks whether a process has died that has told nothing."""
@@ -71,7 +74,8 @@ class SideBySide:
         return told, process
 
     def _run(self, session: pytest.Session, groups: list[list[pytest.Item]], listed: int, telling: Connection) -> None:
-        """Run the tests of one process, in that process."""
+        """Run the tests of one process, in that process. It is interrupted if its parent dies."""
+        tie(signal.SIGINT)
         multiprocessing.set_start_method(None, force=True)  # of this process's own children: the default, not fork
         config = session.config
         _own_files(config)
@@ -80,12 +84,14 @@ class SideBySide:
         self.begin()
         tests = (item for group in taken(groups, listed) for item in group)
         item = next(tests, None)
-        while item is not None:
-            following = next(tests, None)
-            telling.send(("begun", item.nodeid))
-            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-            item = None if session.shouldfail or session.shouldstop else following
-        session._setupstate.teardown_exact(None)  # where it was stopped, fixtures of the session are left
+        try:
+            while item is not None:
+                following = next(tests, None)
+                telling.send(("begun", item.nodeid))
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+                item = None if session.shouldfail or session.shouldstop else following
+        finally:
+            session._setupstate.teardown_exact(None)  # where it was stopped, fixtures of the session are left
         telling.send(("ended", self.end()))
 
     def _report(self, session: pytest.Session, processes: dict[Connection, BaseProcess], listed: int) -> None:

@@ -32,4 +32,4 @@ def sample_files() -> dict[str, Path]:
 
 
 def _spec() -> dict[str, Any]:
-    return yaml.safe_load(SAMPLE_SPEC.read_text())
+    return yaml.safe_load(SAMPLE_SPEC.read_text(encoding="utf-8"))

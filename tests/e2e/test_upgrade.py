@@ -219,7 +219,7 @@ def test_a_checkpoint_of_the_old_version_becomes_an_adapter(client: openai.OpenA
     "arguments",
     [
         pytest.param(["--grace", "60.0", "--detach"], id="server"),
-        pytest.param(["--grace", "60.0", "--parent", str(os.getpid())], id="ft run"),
+        pytest.param(["--grace", "60.0", "--parent", "PARENT"], id="ft run"),
         pytest.param(["--grace", "60", "--node-rank", "0", "--scratch", "SCRATCH"], id="pod"),
         pytest.param(
             [
@@ -236,7 +236,8 @@ def test_supervisors_know_the_command_lines_of_every_release(arguments: list[str
     scratch.mkdir()
     start = {"job_id": "ftjob-1", "attempt": 1, "world_size": 2, "generation": 1, "checkpoint": None, "slots": [], "nodes": 1}
     (run_dir / "attempts/1/start.json").write_text(json.dumps(start))
-    given = [str(scratch) if word == "SCRATCH" else word for word in arguments]
+    words = {"SCRATCH": str(scratch), "PARENT": str(os.getpid())}
+    given = [words.get(word, word) for word in arguments]
     command = [*SUPERVISOR, str(run_dir), "1", *given, "--command", *scripted("event,succeed")]
     # It needs no environment of its own: pods give it no FT_ variable but a few.
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=SECONDS, check=False)

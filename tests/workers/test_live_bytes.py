@@ -228,7 +228,7 @@ def peak_of_a_fused_step(rank: int, world: int, spec: JobSpec) -> int:
     kernels = kernels_of_a_gpu()
     with (
         patch.object(build, "choose_arithmetic", lambda base, *_: build.Arithmetic(fused=str(fuse(base)))),
-        patch.object(fused, "kernels", lambda device: kernels),
+        patch.object(fused.KERNEL, "on", lambda device: kernels),
         fused_attention(),
     ):
         return peak_of_a_step(rank, world, spec)

@@ -142,7 +142,8 @@ def test_the_plan_is_the_jobs_second_event(store: Store, models: Path) -> None:
     assert [event.level for event in told] == ["info", "info", "warn"]
     assert told[0].message == f"Created fine-tuning job: {job.id}"
     assert told[1].message.startswith("Plan: at most ")
-    assert ", fits this host. Chosen: training.max_length: 128 (" in told[1].message
+    assert ", fits this host. This is for samples of " in told[1].message
+    assert " Chosen: training.max_length: 128 (" in told[1].message
     assert told[2].message.startswith("lora.r = 100 is more than the matrix of model.layers.0.self_attn.q_proj has (64 x 64)")
 
 

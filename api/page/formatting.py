@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from ft_service.spec.tuned_name import TunedName
 from ft_service.wording import counted
 
 _LARGE = 10**15
@@ -120,9 +121,11 @@ def unused_options(job: Mapping[str, Any]) -> dict[str, str]:
 
 
 def model_title(model: Mapping[str, Any]) -> str:
-    """Return the suffix of a tuned model's name, ft:BASE:ORG:SUFFIX:JOB; without one, its base."""
-    parts = model["id"].split(":")
-    return (parts[3] if len(parts) > 4 else "") or model["root"]
+    """Return the suffix of a tuned model's name; without one, its base."""
+    try:
+        return TunedName.parse(model["id"]).suffix or str(model["root"])
+    except ValueError:  # of another release
+        return str(model["id"])
 
 
 def job_title(job: Mapping[str, Any]) -> str:

@@ -149,19 +149,27 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
 
 def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
     """Return the method that the form's fields and the other options mean together; nothing for the usual one. Raises
-    ValueError if they name two."""
+    ValueError where both say the same thing."""
     kind = form.get(METHOD) or "supervised"
-    rest = other if isinstance(other, dict) else {}
-    if kind == "supervised" or (other is not None and not isinstance(other, dict)):
+    if kind == "supervised" or not isinstance(other, dict | None):
         return {}
+    rest = other or {}
     if rest.get("type", kind) != kind:
         raise ValueError(f"method.type is {kind!r} by its card, and {rest['type']!r} in other options: keep one.")
     section = dict(rest.get(kind) or {})
     if kind == "dpo" and form.get(BETA, "").strip():
-        section["hyperparameters"] = {"beta": _value(form[BETA].strip()), **(section.get("hyperparameters") or {})}
+        given = dict(section.get("hyperparameters") or {})
+        _refuse_twice("beta", given)
+        section["hyperparameters"] = {"beta": _value(form[BETA].strip()), **given}
     if kind == "reinforcement" and form.get(GRADER, "").strip():
-        section = {"grader": _grader(form[GRADER]), **section}
+        _refuse_twice("grader", section)
+        section["grader"] = _grader(form[GRADER])
     return {"method": {**rest, "type": kind, **({kind: section} if section else {})}}
+
+
+def _refuse_twice(name: str, given: Mapping[str, Any]) -> None:
+    if name in given:
+        raise ValueError(f"{name}: the form has a field for it. Fill in that.")
 
 
 def _grader(text: str) -> Any:

@@ -102,7 +102,7 @@ def parse_variables(line: Mapping[str, Any]) -> dict[str, Variable]:
     given = line.get(VARIABLES)
     if isinstance(given, dict):
         given = {name: value for name, value in given.items() if value is not None}
-    if not given and given in (None, {}):
+    if given in (None, {}):
         return {}
     try:
         return _VARIABLES.validate_python(given)

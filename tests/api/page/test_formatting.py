@@ -53,3 +53,13 @@ def test_lengths_as_bars() -> None:
 )
 def test_bytes_are_read_as_they_are_written(text: str, count: int | str) -> None:
     assert formatting.byte_count(text) == count
+
+
+def test_a_tuned_model_is_called_by_its_suffix_or_its_base() -> None:
+    for name, title in (
+        ("ft:tiny:local:mine:7T44", "mine"),
+        ("ft:a:b:local:mine:7T44", "mine"),
+        ("ft:tiny:local::7T44", "org/tiny"),
+        ("other", "other"),
+    ):
+        assert formatting.model_title({"id": name, "root": "org/tiny"}) == title

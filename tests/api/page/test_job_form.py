@@ -44,6 +44,27 @@ def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
             job_form.body_of({"model": "tiny", "other": wrong})
 
 
+def test_the_method_is_that_of_the_card_and_its_fields_with_the_other_options() -> None:
+    card = {"model": "tiny", "method": "dpo", "method.beta": "0.2", "method.grader": job_form.EXAMPLE_GRADER}
+    more = "method: {dpo: {hyperparameters: {loss_type: ipo}}}"
+    wanted = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "loss_type": "ipo"}}}
+    assert job_form.body_of(card | {"other": more})["method"] == wanted
+    fields = job_form.fields_of({"method": wanted})
+    assert (fields["method"], fields["method.beta"]) == ("dpo", "0.2")
+    assert job_form.body_of(fields)["method"] == wanted
+    graded = job_form.body_of(card | {"method": "reinforcement"})["method"]
+    assert graded["reinforcement"]["grader"]["operation"] == "eq"
+    for other, told in (
+        ("method: {dpo: {hyperparameters: {beta: 1}}}", "beta: the form has a field"),
+        ("method: {type: reinforcement}", "keep one"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            job_form.body_of(card | {"other": other})
+    other = "method: {reinforcement: {grader: {type: python}}}"
+    with pytest.raises(ValueError, match="grader: the form has a field"):
+        job_form.body_of(card | {"method": "reinforcement", "other": other})
+
+
 def test_a_mapping_of_columns_is_taken_wherever_it_is_written() -> None:
     mapping = {"prompt": "Prompt", "completion": "Completion"}
     written = "{prompt: Prompt, completion: Completion}"

@@ -308,3 +308,23 @@ def test_an_upload_that_the_client_repeats_is_one_file(service: Service) -> None
     assert first != second
     assert upload(1) == second
     wait_until(lambda: stored(service) == sorted([first, second]))
+
+
+def test_samples_are_those_of_a_job_with_the_same_options(service: Service, client: openai.OpenAI) -> None:
+    row = b'{"q": "Two?", "a": "Four."}\n'
+    file = client.files.create(file=("own.jsonl", row), purpose="fine-tune")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% if loud %}!{% endif %}{% endif %}"
+    given = {"model": "tiny", "chat_template": template, "data": '{"instruction": "q", "output": "a"}'}
+
+    def shown(**more: str) -> Any:
+        answer = service.http("GET", f"/v1/files/{file.id}/samples", params=given | more)
+        assert answer.status_code == 200, answer.text
+        (sample,) = answer.json()["data"]
+        return "".join(token["text"] for token in sample["tokens"]), sample["error"]
+
+    assert shown()[0].startswith("<user>Two?<|im_end|><assistant>Four.")
+    assert shown(chat_template_kwargs='{"loud": true}')[0].startswith("<user>Two?<|im_end|><assistant>!Four.")
+    for wrong, param in (('{"loud": [1]}', "chat_template_kwargs.loud"), ('{"quiet": 1}', "chat_template_kwargs.quiet")):
+        refused = service.http("GET", f"/v1/files/{file.id}/samples", params=given | {"chat_template_kwargs": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

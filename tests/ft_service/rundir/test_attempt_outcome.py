@@ -18,8 +18,9 @@ from ft_service.rundir.attempt_outcome import (
     find_failed_rank,
     killed_exit,
 )
-from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
+from ft_service.rundir.documents import ErrorInfo, ExitReason, Outcome, OutcomeKind, Result
 from ft_service.rundir.failure_origin import Cause, cause_of
+from tests.support.exits import BY_CAUSE
 
 RESULT = Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None)
 
@@ -225,21 +226,6 @@ def test_a_rank_that_nccl_ended_for_want_of_another_was_not_killed_from_outside(
     found = decide_exit(replace(aborted, nccl_gave_up="Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"))
     assert (found.reason, cause_of(found)) == ("worker_error", Cause.LOST_PEER)
     assert decide_exit(aborted).reason == "worker_killed"
-
-
-def failed_by(text: str) -> Exit:
-    return exit_of(ExitReason.WORKER_ERROR, text, ErrorInfo(code="training_failed", message=text, rank=0))
-
-
-BY_CAUSE = {
-    Cause.REFUSED: exit_of(ExitReason.PERMANENT_ERROR, "no config.json"),
-    Cause.ERROR: failed_by("Rank 1 (node 1) failed: ValueError: boom"),
-    Cause.KILLED: exit_of(ExitReason.WORKER_KILLED, "Rank 1 (node 1) was killed by SIGKILL."),
-    Cause.STOPPED: exit_of(ExitReason.STOPPED, "The attempt was stopped before it started."),
-    Cause.LOST_PEER: failed_by("Rank 0 (node 0) failed: RuntimeError: Connection closed by peer [10.0.0.1]:1"),
-    Cause.STOP_TIMEOUT: exit_of(ExitReason.STOP_TIMEOUT, "The ranks of node 0 did not stop in time and were killed."),
-    Cause.SILENT: failed_by("The ranks left without saying how training ended."),
-}
 
 
 @pytest.mark.parametrize("first", Cause)
